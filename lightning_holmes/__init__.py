@@ -1,6 +1,6 @@
 """Train an ordinary LightningModule as a pipeline across clusters whose network cards differ.
 
-Importing this package registers the strategy, and lets Lightning read the checkpoint folders that it writes::
+Importing this package registers the strategy and lets Lightning read the checkpoint folders that the strategy writes::
 
     import lightning_holmes
     Trainer(strategy="holmes", devices=4)

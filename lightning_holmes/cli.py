@@ -1,24 +1,24 @@
 """lightning-holmes: the command line. LightningCLI with fit, validate, test and predict, `check` and `plan`.
 
-Owns the parser and how errors are shown; what the commands do is Lightning's and `lightning_holmes.check`'s.
+This module owns the parser and the display of errors; the commands are implemented by Lightning and `lightning_holmes.check`.
 
     lightning-holmes fit --config recipes/gpt_tiny/config.yaml
     lightning-holmes check --config recipes/gpt_tiny/config.yaml
 
-`check` reads the very config files that `fit` reads. It makes the model and one batch of the data module, and
-compares the pipeline with the plain module in one process; of the trainer's settings it reads only the
-strategy's. It exits with 0 where all agrees, with 1 where something differs.
+`check` reads the same config files as `fit`. It makes the model and one batch of the data module, and compares the
+pipeline with the plain module in one process; of the trainer's settings it reads only the strategy. It exits with 0 if
+everything agrees and with 1 if something differs.
 
     lightning-holmes plan --config recipes/gpt_tiny/config.yaml --device_type A100-80GB --html plan.html
 
-`plan` reads them, too, and says what a run will cost before it is started: without GPUs, weights or network
+`plan` reads the same files and predicts what a run will cost before it is started, without GPUs, weights or network
 (commands/plan_command.py).
 
     lightning-holmes --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-holmes
 
-Completion in the shell: of commands and all options.
+installs shell completion of commands and options.
 
-Errors in what the user gave are printed as one message, without a traceback; the exit code is then 2.
+Errors in the user's input are printed as one message, without a traceback; the exit code is then 2.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CHECK_DEFAULTS: dict[str, Any] = {
 
 
 class HolmesTrainer(Trainer):
-    """Lightning's Trainer; `check` stands here because LightningCLI makes its subcommands of methods."""
+    """Lightning's Trainer; `check` and `plan` are methods here because LightningCLI makes its subcommands from methods."""
 
     def check(
         self,
@@ -77,7 +77,7 @@ class HolmesTrainer(Trainer):
             num_microbatches: Microbatches the batch is split into; by default the strategy's, or 2.
             schedule: The order of forwards and backwards; by default the strategy's, or "1f1b".
             ckpt_path: A checkpoint, file or folder, whose weights the module gets first; by default its fresh weights.
-            weights_only: As in fit: false to unpickle a checkpoint that you trust.
+            weights_only: As in fit; false unpickles a checkpoint that you trust.
         """
         raise NotImplementedError("HolmesCLI runs check without a trainer")
 
@@ -103,19 +103,19 @@ class HolmesTrainer(Trainer):
         Args:
             topology: A topology file; by default the strategy's.
             device_type: A known type for all clusters (A100-80GB), one for each ("east:A100-80GB;west:V100-32GB"), or
-                numbers ("speed=100e12,memory=40e9"). A host's own device_type in the topology file comes first.
+                numbers ("speed=100e12,memory=40e9"). A host's own device_type in the topology file takes precedence.
             batch_shape: The batch of one replica instead of the data module's, as in
                 input_ids=4x2048:int64,labels=4x2048:int64.
-            batch_samples: Samples of a step over all replicas; by default what fit would have.
+            batch_samples: Samples of a step over all replicas; by default as many as in fit.
             profile: "fake" counts FLOPs without weights, "measure" times the layers on this machine.
-            tensor_parallel_sizes: Sizes to try, for modules that know tensor parallelism; by default 1.
+            tensor_parallel_sizes: Sizes to try, for modules that support tensor parallelism; by default 1.
             recomputation: Also try plans in which every layer is recomputed in its backward.
-            sharded_optimizer: Whether optimizer states are sharded over replicas; by default as the strategy's argument says.
-            sharded_parameters: Whether parameters and gradients are sharded, too, under breadth_first; "auto" compares both. By default
-                as the strategy's argument says.
-            sequence_parallel: The module's tensor-parallel ranks share what lies between their parts, too.
+            sharded_optimizer: Whether optimizer states are sharded over replicas; by default the strategy's argument.
+            sharded_parameters: Whether parameters and gradients are also sharded, under breadth_first; "auto" compares both. By default
+                the strategy's argument.
+            sequence_parallel: The module's tensor-parallel ranks also shard the activations between their parallel layers.
             plot: A .png or .svg file for the timeline of the best plan's step.
-            html: A file for one page with everything.
+            html: A file for a page with the whole report.
             output: A plan file of the best plan, for HolmesStrategy(plan=...).
             format: What is printed: a table or JSON.
         """
@@ -123,11 +123,11 @@ class HolmesTrainer(Trainer):
 
 
 class RecordedConfig(SaveConfigCallback):
-    """Saves the configuration of a fit as Lightning does, and gives it and the plan to the loggers."""
+    """Save the configuration of a fit as Lightning does, and record it and the plan in the loggers."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
-            return  # a validation must not take the place of what the run was trained with
+            return  # a validation must not overwrite the configuration that the run was trained with
         super().setup(trainer, pl_module, stage)
         self._record = RunRecord(config=yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
@@ -139,8 +139,8 @@ class RecordedConfig(SaveConfigCallback):
 
 
 class HolmesCLI(LightningCLI):
-    """LightningCLI with the subcommands `check` and `plan`. Where the first word is a subcommand, as in `fit --config ...`, only
-    its options are collected, which takes half a second for each."""
+    """LightningCLI with the subcommands `check` and `plan`. If the first argument is a subcommand, as in `fit --config ...`, only
+    that subcommand's options are collected: collecting them takes half a second per subcommand."""
 
     def __init__(self, args: list[str] | None, **options: Any) -> None:
         first = next(iter(sys.argv[1:] if args is None else args), None)
@@ -153,7 +153,7 @@ class HolmesCLI(LightningCLI):
 
     def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
-        for name, (_, text) in COMMANDS.items():  # main runs them; here for --help and for completion
+        for name, (_, text) in COMMANDS.items():  # main runs them; they are added here for --help and completion
             parser._subcommands_action.add_subcommand(name, ArgumentParser(description=text), help=text)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -162,16 +162,16 @@ class HolmesCLI(LightningCLI):
         return self.init_parser(**kwargs)
 
     def _parse_ckpt_path(self) -> None:
-        """What is built is what the configuration says. Lightning would put the hyper-parameters of a checkpoint, if it is
-        a file, over what stands there or on the command line: a learning rate given for going on would be ignored."""
+        """Do nothing: the model is built from the configuration only. Lightning would let the hyper-parameters of a checkpoint
+        file override the configuration and the command line: a new learning rate for the resumed run would be ignored."""
 
     def instantiate_classes(self) -> None:
         if self.subcommand == PLAN:
-            return  # run_plan makes the module where its weights take no memory
+            return  # run_plan makes the module later, so that its weights take no memory
         if self.subcommand != CHECK:
             super().instantiate_classes()
             return
-        # check needs neither the trainer nor its loggers, devices and callbacks: none of them is made.
+        # check does not need the trainer, its loggers, devices or callbacks, so none of them is made
         self.strategy_args = make_strategy_args(self.config[CHECK].trainer.strategy)
         config = self._without_trainer(CHECK)
         self.config_init = self.parser.instantiate_classes(config)
@@ -196,7 +196,7 @@ class HolmesCLI(LightningCLI):
             path = Path(options["ckpt_path"])
             if not path.exists():
                 raise ConfigurationError(f"ckpt_path={str(path)!r}: there is no such checkpoint, file or folder.")
-            self.model.configure_model()  # as a trainer would, whatever __init__ has built
+            self.model.configure_model()  # as a trainer would do, even if __init__ has built the layers
             load_whole_state(self.model, read_state_dict(path, weights_only=options["weights_only"] is not False))
         shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
         print(f"check: one batch, one process, {shown}")
@@ -232,7 +232,7 @@ class HolmesCLI(LightningCLI):
             sys.exit(1)
 
     def _without_trainer(self, subcommand: str) -> Any:
-        """The configuration, with nothing that a Trainer would be made with."""
+        """The configuration without the objects that a Trainer would be made with."""
         config = self.config.clone()
         for name in ("strategy", "logger", "callbacks", "plugins", "profiler"):
             config[subcommand].trainer[name] = None if name != "strategy" else "auto"
@@ -255,10 +255,10 @@ class HolmesCLI(LightningCLI):
 
 
 def make_strategy_args(strategy: Any) -> dict[str, Any]:
-    """The arguments for check that a trainer's strategy setting gives; those left at "auto" are left out.
+    """The arguments for check from a trainer's strategy setting, without those that are "auto".
 
-    `strategy` is as parsed: a name, or a Namespace with class_path and init_args. The automatic number of
-    stages is that of the topology file's clusters, as in fit, where there are several.
+    `strategy` is the parsed setting: a name, or a Namespace with class_path and init_args. If the topology file has
+    several clusters, the automatic number of stages is the number of clusters, as in fit.
     """
     if not isinstance(strategy, Namespace | Mapping):
         return {}
@@ -275,7 +275,7 @@ def make_strategy_args(strategy: Any) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line; `args` default to the process's."""
+    """Run the command line; `args` default to those of the process."""
     given = list(args) if args is not None else sys.argv[1:]
     set_parsing_settings(add_print_completion_argument=True)
     try:
@@ -290,7 +290,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 "prog": "lightning-holmes",
                 "version": version("lightning-holmes"),
                 "description": "Train LightningModules as a pipeline across clusters.",
-                # else all options stand before what is wrong, and before the list of them
+                # the default usage would list all options before an error message and again before the help text
                 **{
                     name: {"usage": f"lightning-holmes {name} --config CONFIG [options]"}
                     for name in HolmesCLI.subcommands()
@@ -313,8 +313,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def find_users_error(error: BaseException | None) -> BaseException | None:
-    """The error of ours, or of Lightning in what its Trainer was given, that this one is or was raised from: jsonargparse
-    wraps what a constructor raises."""
+    """Return the first HolmesError or MisconfigurationException in the chain of causes of ``error``, itself included; None if there
+    is none. jsonargparse wraps the exceptions of constructors."""
     while error is not None and not isinstance(error, HolmesError | MisconfigurationException):
         error = error.__cause__
     return error

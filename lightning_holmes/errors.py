@@ -1,10 +1,10 @@
-"""The exceptions that users meet. Every module may import them; they import nothing of the package.
+"""The exceptions that users see. Every module may import this one; it imports nothing from the package.
 
-Each message names the value that is wrong, the place where it stands and what to write instead:
+Each message names the value that is wrong, the place where it is set and what to write instead:
 
     raise ConfigurationError("pipeline_parallel_size=3 does not divide the world size 8; use 1, 2, 4 or 8")
 
-Mistakes in our own code are plain assertions, not these.
+Bugs in this package itself are caught by plain assertions, not by these exceptions.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 
 class HolmesError(Exception):
-    """What all exceptions of this package have in common."""
+    """The base class of all exceptions of this package."""
 
 
 class ConfigurationError(HolmesError, ValueError):
@@ -20,12 +20,12 @@ class ConfigurationError(HolmesError, ValueError):
 
 
 class UnsupportedModuleError(HolmesError, TypeError):
-    """The LightningModule cannot give the numbers of plain Lightning as a pipeline. The message says why."""
+    """The LightningModule cannot be run as a pipeline with the same numbers as plain Lightning. The message says why."""
 
 
 class AbsentValueError(HolmesError, RuntimeError):
-    """A step reads or changes a value that this rank does not hold at that moment, and which the first batch, on which the step was traced,
-    did not read there. No TypeError, of which Python's operators make one of their own."""
+    """A step reads or changes a value that this rank does not hold at that moment, and that was not read at this place when the step was
+    traced on the first batch. It is not a TypeError, because Python's operators replace a TypeError by one of their own."""
 
 
 class RemoteError(HolmesError, RuntimeError):
@@ -33,46 +33,46 @@ class RemoteError(HolmesError, RuntimeError):
 
 
 class ConnectionLostError(HolmesError, RuntimeError):
-    """A rank that this one was talking to is gone, or the way to it; the message names group, transport and peer."""
+    """A peer rank, or the network connection to it, is lost. The message names the group, the transport and the peer."""
 
 
 class UnevenDataError(HolmesError, RuntimeError):
-    """Ranks that train together come to the end of their data, or to that of their run, at different places."""
+    """Ranks that train together reach the end of their data, or the end of their run, at different points."""
 
 
 class CheckpointError(HolmesError, RuntimeError):
-    """A checkpoint could not be written, or is damaged or another model's. The message names the file."""
+    """A checkpoint could not be written, is damaged, or belongs to another model. The message names the file."""
 
 
 class CheckpointDamagedError(CheckpointError):
-    """The bytes of a checkpoint are others than were written. The message names the file."""
+    """The bytes of a checkpoint differ from those that were written. The message names the file."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint where one was asked for. The message names the path."""
+    """There is no checkpoint at the given path. The message names the path."""
 
 
 class AnomalyError(HolmesError, RuntimeError):
-    """A backward gave NaN, or an infinity, under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
+    """A backward produced NaN or infinity under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
 
 
 class TestbedError(HolmesError, RuntimeError):
-    """Something on a testbed went wrong: a host that is not there, or a command that failed."""
+    """An error on a testbed: a host is missing, or a command failed."""
 
-    __test__ = False  # not a test, whatever pytest thinks of its name
+    __test__ = False  # pytest would take the class for a test because of its name
 
 
 class TestbedUnavailable(TestbedError):
-    """This machine cannot carry a testbed. The message says which capability is missing."""
+    """This machine cannot run a testbed. The message says which capability is missing."""
 
 
 class UnreachableError(HolmesError):
-    """Ranks that must talk cannot connect; the message names both ends, their interfaces and the port."""
+    """Ranks that must communicate cannot connect. The message names both ends, their interfaces and the port."""
 
 
 @contextlib.contextmanager
 def needs_extra(what: str, extra: str) -> Iterator[None]:
-    """Around an import of an optional package: ConfigurationError says how to install what ``what`` needs."""
+    """Wrap the import of an optional package that ``what`` needs: if it is missing, raise ConfigurationError with the pip command."""
     try:
         yield
     except ImportError as error:
@@ -83,9 +83,9 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_by_transformers(what: str) -> Iterator[None]:
-    """Around a call of transformers with somebody's settings or folder: ConfigurationError says ``what`` is wrong with which.
+    """Wrap a call of transformers with the user's settings or folder: any exception becomes a ConfigurationError that begins with ``what``.
 
-    Its code for a model raises whatever it comes across: KeyError, ZeroDivisionError, errors of other packages.
+    The model code of transformers raises all kinds of exceptions: KeyError, ZeroDivisionError, errors of other packages.
     """
     try:
         yield

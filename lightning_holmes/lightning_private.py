@@ -1,8 +1,8 @@
-"""Everything of Lightning and torchmetrics that this package uses and they do not document; tests/test_lightning_private.py
-fails when it changes.
+"""The undocumented parts of Lightning and torchmetrics that this package uses; tests/test_lightning_private.py fails when one of
+them changes.
 
-No other file imports a name with a leading underscore from them, or reads one on their objects. The names in capitals
-are attributes that are exchanged while a run lasts, by lightning_holmes.strategy.compat.replacements.
+No other file imports a name with a leading underscore from these libraries, or reads one on their objects. Constants in capitals
+are names: most of attributes that lightning_holmes.strategy.compat.replacements replaces for the duration of a run.
 """
 
 import functools
@@ -39,59 +39,59 @@ from torchmetrics import Metric
 # processes and collectives
 
 SubprocessLauncher = _SubprocessScriptLauncher
-"""Starts the other processes of this host as the same script, where nobody else does, and calls what a Trainer runs."""
+"""The launcher that starts the other processes of this host with the same script, unless another launcher does, and calls the Trainer's function."""
 
 set_num_threads = _set_num_threads_if_needed
-"""``(num_processes)``: of torch, so many that this host's processes share its cores; where the user has not set OMP_NUM_THREADS."""
+"""``(num_processes)``: set torch's number of threads so that this host's processes share its cores, unless OMP_NUM_THREADS is set."""
 
 init_dist_connection = _init_dist_connection
-"""``(cluster_environment, backend, **options)``: join the default process group with these options of torch's."""
+"""``(cluster_environment, backend, **options)``: form the default process group; the options are torch's."""
 
 default_backend = _get_default_process_group_backend_for_device
-"""``(device)`` to the backend that Lightning's strategies take on it: "nccl" or "gloo"."""
+"""``(device)`` to the backend that Lightning's strategies use on this device: "nccl" or "gloo"."""
 
 distributed_is_initialized = _distributed_is_initialized
 """``()``: whether there is a default process group."""
 
 reduce_over = _sync_ddp_if_available
-"""``(tensor, group, reduce_op=)``: the sum, or the mean, of a tensor over a group, as ``Strategy.reduce`` gives it."""
+"""``(tensor, group, reduce_op=)``: the sum or mean of a tensor over a group, as ``Strategy.reduce`` returns it."""
 
 gather_over = _all_gather_ddp_if_available
-"""``(tensor, group=, sync_grads=)``: a group's tensors, stacked, as ``Strategy.all_gather`` gives them."""
+"""``(tensor, group=, sync_grads=)``: the tensors of all ranks of a group, stacked, as ``Strategy.all_gather`` returns them."""
 
 # trainers
 
 FIND_CHECKPOINT = "_parse_ckpt_path"
-"""Of :func:`checkpoint_connector`: ``(state_fn, ckpt_path, ...)`` to the path of a checkpoint, asked once a Trainer call,
-before the strategy is set up."""
+"""A method of :func:`checkpoint_connector`: ``(state_fn, ckpt_path, ...)`` to the path of a checkpoint. It is called once per
+Trainer call, before the strategy is set up."""
 
 FIND_LAST_CHECKPOINTS = "_find_last_checkpoints"
-"""Of a ModelCheckpoint: ``(trainer)`` to the paths in its folder that are called last; asked by FIND_CHECKPOINT."""
+"""A method of ModelCheckpoint: ``(trainer)`` to the paths of the "last" checkpoints in its folder; called by FIND_CHECKPOINT."""
 
 ON_SIGTERM = "_sigterm_notifier_fn"
-"""Of :func:`signal_connector`: the handler ``(signum, frame)`` of SIGTERM."""
+"""A method of :func:`signal_connector`: the handler ``(signum, frame)`` of SIGTERM."""
 
 ON_REQUEUE = "_slurm_sigusr_handler_fn"
-"""Of :func:`signal_connector`: the handler ``(signum, frame)`` of SLURM's signal, which saves and asks for a requeue."""
+"""A method of :func:`signal_connector`: the handler ``(signum, frame)`` of SLURM's signal; it saves and requests a requeue."""
 
 BEFORE_BATCH = "_broadcast_sigterm_tensor"
-"""Of a training epoch loop: ``()``, called by all ranks before each batch, where there are several; rank 0 tells there
-that it is to end, which raises SIGTERMException."""
+"""A method of the training epoch loop: ``()``. If there are several ranks, all call it before each batch: rank 0 broadcasts whether it has
+received SIGTERM, and if so the method raises SIGTERMException."""
 
 
 def checkpoint_connector(trainer: "pl.Trainer") -> Any:
-    """What finds and opens checkpoints for a trainer."""
+    """The object that finds and opens checkpoints for a trainer."""
     return trainer._checkpoint_connector
 
 
 def signal_connector(trainer: "pl.Trainer") -> Any:
-    """What a trainer's signals are handled by; ``received_sigterm`` ends its loops."""
+    """The object that handles a trainer's signals; setting its ``received_sigterm`` ends the loops."""
     return trainer._signal_connector
 
 
 def read_folders(is_ours: Callable[[Any], bool], read: Callable[..., dict[str, Any]]) -> None:
-    """Have ``load_from_checkpoint``, and every strategy that reads one file, get ``read(path, map_location=, weights_only=)``
-    of a path that ``is_ours``: a folder, which they would refuse. What else they read they read as before."""
+    """Make ``load_from_checkpoint``, and every strategy that reads one file, call ``read(path, map_location=, weights_only=)``
+    for a path for which ``is_ours`` is true: a folder, which they would refuse. Other paths are read as before."""
     for place in (saving, torch_io):
         place.pl_load = _reading(place.pl_load, is_ours, read)  # type: ignore[attr-defined]
 
@@ -105,17 +105,17 @@ def _reading(read_file: Callable[..., Any], is_ours: Callable[[Any], bool], read
 
 
 def checkpoint_folder(callback: ModelCheckpoint, trainer: "pl.Trainer") -> str:
-    """The folder that a ModelCheckpoint writes to, also before its ``setup``."""
+    """The folder that a ModelCheckpoint writes to; known even before its ``setup``."""
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
 
 def active_loop(trainer: "pl.Trainer") -> Any:
-    """The loop of what a trainer is running; None for none."""
+    """The loop that a trainer is running; None if it is running none."""
     return trainer._active_loop
 
 
 def config_value(cli: Any, config: Any, key: str) -> Any:
-    """Of a LightningCLI's configuration, what belongs to the subcommand that runs; None where it is not given."""
+    """The value of ``key`` in a LightningCLI's configuration of the running subcommand; None if it is not given."""
     return cli._get(config, key)
 
 
@@ -123,7 +123,7 @@ def config_value(cli: Any, config: Any, key: str) -> Any:
 
 
 def restore_loaders(loop: Any) -> None:
-    """Give a fit loop's stateful loaders the states of a checkpoint, and begin their pass, if it resumes from some."""
+    """If a fit loop resumes from a checkpoint with loader states, load them into its loaders and start their pass."""
     loader = loop._combined_loader
     if loader is None or not loop.restarting or not loop._combined_loader_states_to_load:
         return
@@ -134,26 +134,26 @@ def restore_loaders(loop: Any) -> None:
 
 
 def data_fetcher(loop: Any) -> Any:
-    """What a fit loop takes its batches from: an iterator, which ``iter`` begins anew."""
+    """The iterator that a fit loop takes its batches from; ``iter`` of it starts a new pass."""
     return loop._data_fetcher
 
 
 def loaders_of(loop: Any) -> list[Any]:
-    """The training loaders of a fit loop, one after the other."""
+    """The training loaders of a fit loop, as a flat list."""
     return list(loop._combined_loader.flattened)
 
 
 BEFORE_FIT = "run-stage"
-"""The name of the strategy's barrier after everything is restored, and before the loops of a Trainer call run."""
+"""The name of the strategy's barrier between restoring and the loops of a Trainer call."""
 
 
 def wrapped_sampler(sampler: Any) -> Any:
-    """The sampler whose samples a DistributedSampler that Lightning has made deals out, itself where it draws them."""
+    """The user's sampler inside the DistributedSampler that Lightning made around it; ``sampler`` itself if Lightning made none."""
     return getattr(getattr(sampler, "dataset", None), "_sampler", sampler)
 
 
 def training_arguments(trainer: "pl.Trainer", batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """What Lightning gives ``training_step`` after this batch."""
+    """The arguments that Lightning passes to ``training_step`` after the batch."""
     given = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
     return tuple(value for name, value in given.items() if name != "batch")
 
@@ -161,57 +161,57 @@ def training_arguments(trainer: "pl.Trainer", batch: Any, batch_idx: int) -> tup
 # modules
 
 TRAINER, FABRIC = "_trainer", "_fabric"
-"""The attributes of a LightningModule that attach it to a Trainer or a Fabric, which are no state of its own."""
+"""The attributes that attach a LightningModule to a Trainer or a Fabric; they are not part of the module's state."""
 
 
 def trainer_of(module: "pl.LightningModule") -> Any:
-    """A module's trainer; None where it is attached to none."""
+    """A module's trainer; None if it has none."""
     return module._trainer
 
 
 def set_trainer(module: "pl.LightningModule", trainer: Any) -> None:
-    """Attach a module to a trainer, or to none; modules inside it stay."""
+    """Attach a module to a trainer, or detach it if None; submodules are not changed."""
     module._trainer = trainer
 
 
 def set_device_mesh(module: "pl.LightningModule", mesh: Any) -> None:
-    """Give a module what its ``device_mesh`` shows, as ModelParallelStrategy does."""
+    """Set the ``device_mesh`` of a module, as ModelParallelStrategy does."""
     module._device_mesh = mesh
 
 
 def is_compiled_module(module: "pl.LightningModule") -> bool:
-    """Whether a trainer was given what ``torch.compile`` made of a module."""
+    """Whether the module that was given to a trainer was compiled by ``torch.compile``."""
     return getattr(module, "_compiler_ctx", None) is not None
 
 
 MODULE_HOOK = "_call_lightning_module_hook"
-"""Of :func:`hook_calls`: ``(trainer, hook_name, *arguments)``, through which all hooks of a LightningModule are called."""
+"""A function of :func:`hook_calls`: ``(trainer, hook_name, *arguments)``; Lightning calls all hooks of a LightningModule through it."""
 
 
 def hook_calls() -> Any:
-    """Lightning's module of the functions that call hooks; the loops look them up there at each call."""
+    """The Python module with Lightning's functions that call hooks; the loops look the functions up in it at each call."""
     return call
 
 
 # optimizers and precision
 
 AFTER_CLOSURE = "_after_closure"
-"""Of a precision plugin: ``(module, optimizer)``, called between the closure and the step; runs hooks and clips."""
+"""A method of a precision plugin: ``(module, optimizer)``, called between the closure and the step; it runs hooks and clips gradients."""
 
 optimizers_to_device = _optimizers_to_device
-"""``(optimizers, device)``: move their states."""
+"""``(optimizers, device)``: move the optimizers' states to the device."""
 
 handles_unscaling = _optimizer_handles_unscaling
-"""``(optimizer)``: whether the optimizer takes the loss scale out of gradients itself."""
+"""``(optimizer)``: whether the optimizer unscales gradients itself."""
 
 
 def reset_optimizers(strategy: Any) -> None:
-    """Let go of a strategy's optimizers and schedulers before it is set up with new ones."""
+    """Drop a strategy's optimizers and schedulers before it is set up with new ones."""
     strategy._reset_optimizers_and_schedulers()
 
 
 def collects_checkpoint() -> bool:
-    """Whether Lightning is collecting a checkpoint at this moment, up the stack, which it hands on when it has collected it."""
+    """Whether the caller runs inside Lightning's ``dump_checkpoint``, which collects a checkpoint and then passes it on."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == "dump_checkpoint":
@@ -224,12 +224,12 @@ def collects_checkpoint() -> bool:
 
 
 def average_model(callback: Any) -> Any:
-    """The average that WeightAveraging (an AveragedModel) or StochasticWeightAveraging (a module) keeps; None before."""
+    """The average that WeightAveraging (an AveragedModel) or StochasticWeightAveraging (a module) keeps; None before it is made."""
     return callback._average_model
 
 
 def averaging_functions(callback: Any) -> list[tuple[Any, bool]]:
-    """The functions of its own by which such a callback averages; with each, whether it takes lists of tensors. Empty: torch's."""
+    """The functions by which such a callback averages, each with whether it takes lists of tensors. Empty: it uses torch's default."""
     average = callback._average_model
     if hasattr(callback, "_avg_fn"):
         return [(callback._avg_fn, False)]
@@ -243,13 +243,13 @@ def has_experiment(logger: Any) -> bool:
 
 
 def without_anonymous(logger: Any) -> None:
-    """Let a WandbLogger that has not begun not pass on ``anonymous=None``: wandb warns of the option whatever it is."""
+    """Keep a WandbLogger that has not begun its run from passing ``anonymous=None``: wandb warns about the option whatever its value."""
     if logger._wandb_init.get("anonymous") is None:
         logger._wandb_init.pop("anonymous", None)
 
 
 def log_offline(logger: Any) -> bool:
-    """Let a WandbLogger that has not begun keep its run on disk; False where it was asked to upload checkpoints."""
+    """Make a WandbLogger that has not begun its run keep it on disk; return False if it was set to upload checkpoints, which is dropped."""
     logger._wandb_init["mode"] = "offline"
     wanted, logger._log_model = logger._log_model, False
     return not wanted
@@ -258,38 +258,38 @@ def log_offline(logger: Any) -> bool:
 # metrics
 
 UPDATE_COUNT = "_update_count"
-"""The attribute of a Metric that its ``update_count`` shows: changed by each ``update``."""
+"""The attribute of a Metric behind ``update_count``: the number of ``update`` calls."""
 
 
 def batch_value(metric: Metric) -> Any:
-    """What the last ``forward`` of a metric returned; ``self.log(name, metric, on_step=True)`` logs it."""
+    """The value that the last ``forward`` of a metric returned; ``self.log(name, metric, on_step=True)`` logs it."""
     return metric._forward_cache
 
 
 def set_batch_value(metric: Metric, value: Any) -> None:
-    """Change what :func:`batch_value` gives."""
+    """Set the value that :func:`batch_value` returns."""
     metric._forward_cache = value
 
 
 def reductions(metric: Metric) -> list[Any]:
-    """How each of a metric's states is merged with another's: a function, or None."""
+    """For each state of a metric the function that merges it across processes, or None."""
     return list(metric._reductions.values())
 
 
 def set_update_count(metric: Metric, count: int) -> None:
-    """Say how often a metric's states were updated; what it has computed is forgotten."""
+    """Set the number of updates of a metric, and drop its cached ``compute`` result."""
     metric._update_count = count
     metric._computed = None
 
 
 def forget_computed(metric: Metric) -> None:
-    """Let the next ``compute`` begin from the metric's states."""
+    """Drop the cached result, so that the next ``compute`` starts from the metric's states."""
     metric._computed = None
 
 
 @contextmanager
 def not_syncing(metric: Metric) -> Iterator[None]:
-    """Inside, ``compute`` gathers nothing from other ranks."""
+    """A context in which ``compute`` gathers nothing from other ranks."""
     should, metric._to_sync = metric._to_sync, False
     try:
         yield
@@ -298,8 +298,8 @@ def not_syncing(metric: Metric) -> Iterator[None]:
 
 
 def build_trainers_for_one_cpu() -> None:
-    """From now on each Trainer of this process is built for one process on the CPU, whatever device, strategy, precision and launcher it
-    is told: an optimizer node runs a script that was written for other hosts."""
+    """Build every further Trainer of this process for one process on the CPU, whatever device, strategy, precision and launcher it is given.
+    An optimizer node needs this: it runs a script that was written for other hosts."""
 
     class OneCpu(_AcceleratorConnector):
         def __init__(self, *, precision: Any = None, plugins: Any = None, **_: Any) -> None:
@@ -312,7 +312,7 @@ def build_trainers_for_one_cpu() -> None:
 
 
 def declared_precision(trainer: "pl.Trainer") -> str | None:
-    """What a Trainer of :func:`build_trainers_for_one_cpu` was told, in Lightning's present words; None where a plugin says it."""
+    """The precision given to a Trainer of :func:`build_trainers_for_one_cpu`, in Lightning's current spelling; None if a plugin defines it."""
     connector: Any = trainer._accelerator_connector
     found: str | None = connector.declared
     return found

@@ -1,9 +1,9 @@
-"""What a run leaves behind in its loggers: its configuration, its plan, and Weights & Biases without an account or network.
+"""What a run records in its loggers: its configuration and its plan; and a WandbLogger that works without an account or network.
 
     Trainer(logger=WandbLogger(project="mine"), callbacks=[RunRecord()])
 
-Owns which facts go to loggers, and whether W&B goes online. Metrics go there by `self.log`; those of the machine (CPU,
-memory, GPUs) W&B collects by itself.
+This module decides which facts go to loggers and whether W&B goes online. Metrics are logged by `self.log`; W&B collects
+the metrics of the machine (CPU, memory, GPUs) by itself.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ANSWER_TIMEOUT_S = 5.0
 class WandbLogger(LightningWandbLogger):
     """Lightning's WandbLogger, offline unless someone is logged in and the server answers.
 
-    Nothing is asked for and nothing hangs: without a key, or if the server does not answer within five seconds, the
-    run is kept in `save_dir`, and `wandb sync` uploads it later. WANDB_MODE, where it is set, decides instead; so does
-    `offline`, unless it is None. Further options are Lightning's and those of `wandb.init`.
+    The logger never prompts and never hangs: without a key, or if the server does not answer within five seconds, the
+    run is kept in `save_dir`, and `wandb sync` uploads it later. If WANDB_MODE is set, or `offline` is not None, that
+    decides instead. Further options are those of Lightning's WandbLogger and of `wandb.init`.
 
-    It is decided on rank 0, when the run begins.
+    Rank 0 decides when the run begins.
     """
 
     def __init__(self, offline: bool | None = None, **options: Any) -> None:
@@ -61,12 +61,12 @@ class WandbLogger(LightningWandbLogger):
                 if not log_offline(self):
                     rank_zero_warn("W&B: log_model is left out, since the run is offline")
         if not has_experiment(self) and self.save_dir is not None:
-            Path(self.save_dir).mkdir(parents=True, exist_ok=True)  # wandb warns of a folder that is not there yet
+            Path(self.save_dir).mkdir(parents=True, exist_ok=True)  # wandb warns if the folder does not exist yet
         return super().experiment
 
 
 def why_offline() -> str | None:
-    """Why a run cannot be uploaded; None if it can."""
+    """Return why a run cannot be uploaded; None if it can."""
     import wandb
 
     settings = wandb.setup().settings
@@ -78,7 +78,7 @@ def why_offline() -> str | None:
 
 
 def is_logged_in(settings: Any) -> bool:
-    """Whether there is a key for the server, in the environment or where `wandb login` keeps it. Nothing is asked for."""
+    """Whether there is a key for the server, in the environment or where `wandb login` keeps it. Never prompts."""
     if settings.api_key or os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(settings.base_url).hostname or ""
@@ -93,7 +93,7 @@ def is_logged_in(settings: Any) -> bool:
 
 
 def _answers(url: str) -> bool:
-    """Whether anything at all, also an error page, comes back soon; names that nobody resolves take no longer either."""
+    """Whether the server answers within _ANSWER_TIMEOUT_S, even with an error page; resolving the name is included in the time."""
     answered = threading.Event()
 
     def ask() -> None:
@@ -112,13 +112,14 @@ def _answers(url: str) -> bool:
 
 
 class RunRecord(Callback):
-    """Gives every logger the configuration, when fit begins, and the plan, when it is made.
+    """Record the configuration in every logger when fit begins, and the plan when it is made.
 
     W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
     their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself.
-    The plan, and how gradients are summed, are known once the first batch has run; the latter may change: each choice goes
-    the same way, in CSVLogger's folder to gradient_sync.yaml. A job that was started again, or has survived a fault, gives its history: starts,
-    faults, and the seconds that they have cost, as `lightning-holmes status` shows them; in CSVLogger's folder history.txt.
+    The plan, and the algorithm that sums gradients, are known once the first batch has run. The algorithm may change during the run: each
+    choice is recorded in the same way, in CSVLogger's folder as gradient_sync.yaml. If the job was started again, or survived a fault, its
+    history is recorded, too: starts, faults, and the seconds lost by them, as `lightning-holmes status` shows them; in CSVLogger's folder
+    as history.txt.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
@@ -146,7 +147,7 @@ class RunRecord(Callback):
             self._record_history(trainer, getattr(trainer.strategy, "history", []))
 
     def _record_choices(self, logger: Any, choices: list[SyncChoice]) -> None:
-        """All choices so far, where a logger replaces what it has; else the new ones."""
+        """Record all choices so far."""
         lines = [f"before batch {choice.step}: {choice.describe()}" for choice in choices]
         if isinstance(logger, LightningWandbLogger):
             logger.experiment.config.update({"gradient_sync": lines}, allow_val_change=True)
@@ -171,7 +172,7 @@ class RunRecord(Callback):
                 writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
 
     def _record_history(self, trainer: Trainer, events: list[Event]) -> None:
-        """Of a job that was started again, or has survived a fault."""
+        """Record the history of a job that was started again or survived a fault; for any other job do nothing."""
         lines = [event.line() for event in events]
         if sum(event.kind == "start" for event in events) < 2 and not any(event.kind == "moved" for event in events):
             return
@@ -204,7 +205,7 @@ class RunRecord(Callback):
 
 
 def _tables(plan: Plan) -> dict[str, list[list[str]]]:
-    """By name: the columns' names, then the rows. One process has no groups."""
+    """The tables by name, each as a row of column names and the rows. A run of one process has no table of groups."""
     groups = [list(row) for row in group_rows(plan)]
     return {"plan": plan_rows(plan)} | (
         {"groups": [["for", "transport", "reason", "ranks"], *groups]} if groups else {}
@@ -212,7 +213,7 @@ def _tables(plan: Plan) -> dict[str, list[list[str]]]:
 
 
 def plan_rows(plan: Plan) -> list[list[str]]:
-    """The printed table of a plan, as text: the names of its columns, then a row for each pipeline rank."""
+    """The printed table of a plan, as strings: a row of column names, then a row for each pipeline rank."""
     rows = [["pipeline rank", "cluster", "stages", f"layers of {plan.layers}", "global ranks"]]
     for rank in range(plan.pipeline_parallel_size):
         stages = plan.stages_of(rank)

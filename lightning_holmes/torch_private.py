@@ -1,4 +1,4 @@
-"""Everything of torch that this package uses and torch does not document; tests/test_torch_private.py fails when it changes.
+"""The undocumented parts of torch that this package uses; tests/test_torch_private.py fails when one of them changes.
 
 No other file imports a name with a leading underscore from torch.
 """
@@ -71,7 +71,7 @@ __all__ = [
 
 
 MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_backward_hooks")
-"""The attributes of a module that keep what was registered with it, beside the plain ones."""
+"""The attributes in which a module keeps its parameters, buffers, submodules and hooks; they are not plain attributes of the user."""
 
 
 def default_store() -> Any:
@@ -80,9 +80,9 @@ def default_store() -> Any:
 
 
 def gloo_device(interface: str | None) -> Any:
-    """A gloo transport device, with its thread, on a network interface.
+    """Return a gloo transport device, with its thread, on a network interface.
 
-    Not a lazy one: groups that share a lazy device wait for each other's connections for ever (torch 2.13).
+    The device is not lazy: groups that share a lazy device wait for each other's connections for ever (torch 2.13).
 
     Raises:
         RuntimeError: the interface does not exist, or has no address.
@@ -95,22 +95,22 @@ def gloo_device(interface: str | None) -> Any:
 def gloo_group(
     store: Any, rank: int, size: int, devices: Sequence[Any], timeout: timedelta, *, connect: timedelta
 ) -> Any:
-    """A gloo group whose connections are made on ``devices``, within ``connect``; its operations have ``timeout``.
+    """Return a gloo group that connects on ``devices`` within ``connect``, and whose operations time out after ``timeout``.
 
     Raises:
-        RuntimeError: a rank cannot be reached; the text has its address and port.
+        RuntimeError: a rank cannot be reached; the message has its address and port.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = list(devices)
     options._timeout = min(timeout, connect)
     group = dist.ProcessGroupGloo(store, rank, size, options)
-    group._set_default_timeout(timeout)  # not that of sends and receives, whose waits must be given it
+    group._set_default_timeout(timeout)  # does not apply to sends and receives: their wait() must be given the timeout
     group._set_sequence_number_for_group()
     return group
 
 
 def plain_group(store: Any, rank: int, size: int, backend: Any, device: torch.device | None = None) -> Any:
-    """A group of a backend for tensors on ``device`` (None: the host), as ``new_group`` makes one, but known to nobody."""
+    """Return a process group of ``backend`` for tensors on ``device`` (None: the host), like ``new_group``, but not registered in torch."""
     group = dist.ProcessGroup(store, rank, size)
     kinds = dist.ProcessGroup.BackendType
     kind = kinds.NCCL if device is not None and device.type == "cuda" else kinds.CUSTOM
@@ -120,14 +120,14 @@ def plain_group(store: Any, rank: int, size: int, backend: Any, device: torch.de
 
 
 def leave_for_good(group: Any) -> None:
-    """Never end a gloo group in which an operation hangs: its end would wait for that operation's timeout."""
+    """Keep a gloo group in which an operation hangs from ever being destroyed: its destructor would wait for that operation's timeout."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class ForwardingGroup(dist.ProcessGroup):
-    """A group that hands its collectives to :meth:`collective`, and has the rest of another one, which may be exchanged.
+    """A process group that passes its collectives to :meth:`collective` and forwards the rest to another group, which may be replaced.
 
-    Of a backend's creator ``new_group`` takes such a group as it is (torch 2.13).
+    If a backend's creator function returns such a group, ``new_group`` uses it as it is (torch 2.13).
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, backend_name: str = "gloo") -> None:
@@ -137,11 +137,11 @@ class ForwardingGroup(dist.ProcessGroup):
         self._names = {"name": "", "desc": ""}
 
     def forward_to(self, group: Any) -> None:
-        """Have what ``group`` has from now on; None: nothing."""
+        """Forward to ``group`` from now on; None: to no group."""
         self.forwarded = group
 
     def collective(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Start the collective ``name`` of a group, and give its work."""
+        """Start the collective ``name``, and return its work."""
         raise NotImplementedError
 
     def _set_group_name(self, name: Any) -> None:
@@ -150,7 +150,7 @@ class ForwardingGroup(dist.ProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._names["desc"] = desc
 
-    def getGroupName(self) -> str:  # as torch calls it
+    def getGroupName(self) -> str:  # the name that torch calls
         return self._names["name"]
 
     def getGroupDesc(self) -> str:
@@ -193,7 +193,7 @@ for _name in _COLLECTIVES:
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long operations of a group that :func:`gloo_group` has made may take."""
+    """The timeout of the operations of a group that :func:`gloo_group` has made."""
     if isinstance(group, ForwardingGroup):
         return group.timeout
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
@@ -210,15 +210,17 @@ def nccl_options(net_name: str) -> Any:
 def nccl_group(
     store: Any, rank: int, size: int, timeout: timedelta, *, net_name: str | None, name: str, ranks: Sequence[int]
 ) -> Any:
-    """An NCCL group, as ``new_group`` makes one; its communicators are made at their first use."""
+    """Return an NCCL group like ``new_group``; its communicators are made at their first use."""
     options = dist.ProcessGroupNCCL.Options() if net_name is None else nccl_options(net_name)
     options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, list(ranks)
     return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def nccl_error(work: Any) -> Exception | None:
-    """What has gone wrong with an NCCL work whose ``is_completed()`` has said True. Its ``wait`` would abort the communicator then, whose other works
-    look as if they had ended well from that moment on; and a group without a watchdog sets this result by errors only (torch 2.13)."""
+    """Return the error of an NCCL work whose ``is_completed()`` is True; None if it has none.
+
+    ``wait`` is not used: for a failed work it would abort the communicator, and the communicator's other works would then look as if they
+    had succeeded. In a group without a watchdog only an error sets the future result (torch 2.13)."""
     if not work.get_future_result().done():
         return None
     found: Exception = work.exception() or dist.DistBackendError("NCCL has failed")
@@ -226,17 +228,17 @@ def nccl_error(work: Any) -> Exception | None:
 
 
 def is_backend_registered(name: str) -> bool:
-    """Whether torch.distributed knows a third-party backend of this name."""
+    """Whether a third-party backend of this name is registered with torch.distributed."""
     return name.upper() in dist.Backend._plugins
 
 
 def operator_name(operator: Any) -> str:
-    """The qualified name of an operator seen by a dispatch mode, without its overload: ``aten::add``."""
+    """The qualified name of an operator that a dispatch mode sees, without its overload: ``aten::add``."""
     return _traits(operator).name
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments which an operator changes in place; batch norms do not declare that they change their statistics."""
+    """Yield the arguments that an operator changes in place. Batch norms do not declare in their schema that they change their statistics."""
     traits = _traits(operator)
     if not traits.written and traits.trains is None:
         return
@@ -251,16 +253,19 @@ def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def computes(operator: Any) -> bool:
-    """Whether an operator does more than to give another view of its argument's memory, or to ask for its device."""
+    """Whether an operator does more than return a view of its argument, or query its device."""
     return _traits(operator).computes
 
 
 class _Traits(NamedTuple):
-    """What an operator's schema says, which takes longer to read than many an operator to run.
+    """Facts from an operator's schema, cached because reading a schema takes longer than running many an operator.
+
+    Arguments are given as position and name.
 
     Attributes:
-        written, statistics, trains: arguments, each by place and name: what it changes in place; what a batch norm changes beside, where
-            the last is true.
+        written: the arguments that the operator changes in place.
+        statistics: the running statistics, which a batch norm also changes if its argument ``trains`` is true.
+        trains: the argument of a batch norm that says whether it is in training mode; None for other operators.
     """
 
     name: str
@@ -300,13 +305,13 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """A number that grows when a tensor is changed in place; inference tensors count none and give their address."""
+    """A number that grows when a tensor is changed in place. Inference tensors have no version counter: for them it is their address."""
     return tensor.data_ptr() if tensor.is_inference() else tensor._version
 
 
 @contextlib.contextmanager
 def noticing_checkpoints(noticed: Callable[[], None]) -> Iterator[None]:
-    """Call ``noticed`` when activation checkpointing, of either kind, begins inside."""
+    """A context that calls ``noticed`` whenever activation checkpointing, reentrant or not, begins inside it."""
     from torch.utils import checkpoint
 
     module: Any = checkpoint
@@ -330,20 +335,20 @@ def noticing_checkpoints(noticed: Callable[[], None]) -> Iterator[None]:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """The part of a DTensor on this rank, outside of autograd and without waiting for it."""
+    """The local shard of a DTensor, outside of autograd and without waiting for pending collectives."""
     local: Tensor = tensor._local_tensor
     return local
 
 
 def set_local_tensor(tensor: Any, local: Tensor) -> None:
-    """Put ``local`` in the place of a DTensor's part on this rank, as FSDP2 does; its ``data`` setter leaves it alone."""
+    """Replace the local shard of a DTensor by ``local``, as FSDP2 does; the DTensor's ``data`` setter does not change its shard."""
     tensor._local_tensor = local
 
 
 @contextmanager
 def sharded_locally(chosen: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Inside, each rank takes its own part of a ``chosen`` tensor that is sharded over a mesh, and nothing is sent, as
-    with ``src_data_rank=None``; parallelize_module and distribute_tensor send rank 0's parts by default."""
+    """A context in which each rank shards a ``chosen`` tensor from its own copy without communication, as with
+    ``src_data_rank=None``; by default parallelize_module and distribute_tensor send the shards from rank 0."""
     from torch.distributed.tensor import placement_types as types
 
     def local(own: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
@@ -367,13 +372,13 @@ def sharded_locally(chosen: Callable[[Tensor], bool]) -> Iterator[None]:
 
 
 def async_value(tensor: Tensor) -> Tensor:
-    """The tensor that a functional collective fills; ``tensor`` itself if it comes from none."""
+    """The tensor that a functional collective fills; ``tensor`` itself if it is not the result of one."""
     loaded = sys.modules.get("torch.distributed._functional_collectives")
     return tensor.elem if loaded is not None and isinstance(tensor, loaded.AsyncCollectiveTensor) else tensor
 
 
 def collective_ranks(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int] | None:
-    """The global ranks among which a functional collective talks; None for one that only waits."""
+    """The global ranks of the group of a functional collective; None for an operator without a group, which only waits."""
     given = {
         a.name: kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(operator._schema.arguments)
     }
@@ -385,20 +390,20 @@ def collective_ranks(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Where torch.distributed.checkpoint's reader finds the bytes of a value."""
+    """The place of a value's bytes, in the form that torch.distributed.checkpoint's reader uses."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(relative_path=file, offset=offset, length=length)
 
 
 def forget_conversions(mode: Any) -> None:
-    """Let a fake tensor mode hold no weak references to what it has made: ``Module.to`` exchanges fake parameters, and cannot where
-    there is one. It keeps them, for real tensors that come again, where an operator meets arguments like these for the first time."""
+    """Drop the weak references that a fake tensor mode holds to its fake tensors. ``Module.to`` swaps fake parameters, which fails if a weak
+    reference exists. The mode keeps them, to reuse the fake tensor of a real one, when an operator first meets such arguments."""
     mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def fake_mode_of(tensor: Tensor) -> FakeTensorMode | None:
-    """The mode that a fake tensor was made under; None for a real one."""
+    """The mode under which a fake tensor was made; None for a real tensor."""
     if isinstance(tensor, FakeTensor):
         return tensor.fake_mode
     if not isinstance(tensor, nn.Parameter):
@@ -409,15 +414,15 @@ def fake_mode_of(tensor: Tensor) -> FakeTensorMode | None:
 
 
 def without_modes() -> Any:
-    """A context in which no dispatch mode, fake tensors' among them, sees what runs."""
+    """A context in which no dispatch mode is active, FakeTensorMode included."""
     return _disable_current_modes()
 
 
 def attention_flop_formulas() -> dict[Any, Any]:
-    """FLOPs of the CPU's fused attention, which FlopCounterMode (torch 2.13) passes over: its ``custom_mapping``.
+    """FLOP formulas of the CPU's fused attention, as ``custom_mapping`` of FlopCounterMode, which does not count it (torch 2.13).
 
-    Two matrix products forward; backward computes the first of them again and then four. A causal mask is not
-    taken off, as in torch's own formulas.
+    The forward has two matrix products; the backward recomputes the first of them and has four more. As in torch's own
+    formulas, a causal mask does not reduce the count.
     """
 
     def product(query: Any, key: Any, value: Any) -> tuple[int, int]:
@@ -439,12 +444,12 @@ def attention_flop_formulas() -> dict[Any, Any]:
 
 
 def forward_number(node: Any) -> int:
-    """The place of an autograd node among all of its thread's, in the order of the forward; backwards run from high to low."""
+    """The sequence number of an autograd node in its thread, in the order of the forward; the backward runs from high to low numbers."""
     return int(node._sequence_nr())
 
 
 def backward_has_run(node: Any) -> bool:
-    """Whether a node's backward has run and let go of what it saved; False for one that saved nothing."""
+    """Whether a node's backward has run and freed its saved tensors; False for a node that saved nothing."""
     for name in dir(node):
         if name.startswith("_saved_"):
             try:
@@ -455,38 +460,38 @@ def backward_has_run(node: Any) -> bool:
 
 
 def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own parameters by name, to be changed in place; one that was registered as None too."""
+    """A module's own parameters by name, those registered as None included; the dictionary may be changed in place."""
     return module._parameters
 
 
 def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own buffers by name, to be changed in place."""
+    """A module's own buffers by name; the dictionary may be changed in place."""
     return module._buffers
 
 
 def registered_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own children by name, the same child under each of its names; ``named_children`` gives one of them."""
+    """A module's own children by name. A child with several names is listed under each; ``named_children`` lists it once."""
     return module._modules
 
 
 def has_load_hooks(module: nn.Module) -> bool:
-    """Whether somebody is called before a module's state is loaded, and may rename what is in it."""
+    """Whether a module has hooks that run before its state is loaded and may rename its entries."""
     return bool(module._load_state_dict_pre_hooks)
 
 
 def initialiser_of(module: nn.Module) -> Callable[[], Any] | None:
-    """What gives a module's own parameters their first values: ``reset_parameters``, or ``nn.MultiheadAttention``'s name for it."""
+    """The method that initialises a module's own parameters: ``reset_parameters``, or ``_reset_parameters`` (``nn.MultiheadAttention``)."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
 
 
 def holds_hooks(name: str) -> bool:
-    """Whether an attribute of an optimizer keeps the hooks that were registered with it."""
+    """Whether the attribute ``name`` of an optimizer holds hooks that were registered with it."""
     return "hooks" in name
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """What is called before and after each of its steps: its own hooks, and those of all optimizers."""
+    """The hooks that run before and after each step of an optimizer: its own, and those registered for all optimizers."""
     registries: tuple[Mapping[int, Callable[..., Any]], ...] = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
@@ -502,41 +507,41 @@ def argument_names(operator: Any) -> set[str]:
 
 
 def is_broken_graph(error: BaseException) -> bool:
-    """Whether torch.compile(fullgraph=True) has met code that it may not trace."""
+    """Whether ``error`` says that torch.compile(fullgraph=True) met code under torch.compiler.disable."""
     return type(error).__module__ == "torch._dynamo.exc" and "torch.compiler.disable" in str(error)
 
 
 def has_accumulation_hook(parameter: Tensor) -> bool:
-    """Whether somebody is called after each accumulation of a parameter's gradient."""
+    """Whether a parameter has hooks that run after each accumulation of its gradient."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
 def has_backward_hook(module: nn.Module) -> bool:
-    """Whether somebody is called with the gradients of a module's inputs and outputs."""
+    """Whether a module has backward hooks, which get the gradients of its inputs and outputs."""
     return bool(module._backward_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` has made a module, or ``module.compile()`` has compiled it in place."""
+    """Whether a module is the result of ``torch.compile``, or was compiled in place by ``module.compile()``."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 without_torch_function = torch._C._disabled_torch_function_impl
-"""The ``__torch_function__`` of a class of which torch's functions see ordinary tensors, at no cost."""
+"""A ``__torch_function__`` for tensor subclasses that torch's functions shall treat as ordinary tensors, at no cost."""
 
 
 def without_torch_dispatch() -> AbstractContextManager[None]:
-    """Inside: operators see tensors whose class has a ``__torch_dispatch__`` as ordinary ones."""
+    """A context in which operators treat tensors whose class has a ``__torch_dispatch__`` as ordinary tensors."""
     made: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
     return made
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
-    """Inside: operations see tensors whose class has a ``__torch_function__`` as ordinary ones."""
+    """A context in which operations treat tensors whose class has a ``__torch_function__`` as ordinary tensors."""
     made: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return made
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of a COO tensor as they are, also of one that is not coalesced, whose public accessors refuse."""
+    """The indices and values of a COO tensor, uncoalesced or not; the public accessors refuse an uncoalesced one."""
     return tensor._indices(), tensor._values()

@@ -1,7 +1,7 @@
-"""What a run reports about itself: its speed, where its files lie, and a text that its model writes.
+"""Callbacks that report on a run: its speed, where its files are, and a text sample of its model.
 
-Owns three ordinary Lightning callbacks; each works under any strategy. What is measured inside a step
-(schedules, links) is left to others.
+Three ordinary Lightning callbacks that work under any strategy. What happens inside a step (schedules, links) is
+measured elsewhere.
 
     Trainer(callbacks=[Throughput(), SampleText(prompt="def "), RunSummary()])
 """
@@ -32,14 +32,15 @@ from lightning_holmes.pipeline import tree
 
 
 class Throughput(Callback):
-    """Logs how many tokens (or samples) a second the whole job trains on.
+    """Logs how many tokens (or samples) per second the whole job trains on.
 
-    A batch's "input_ids", or else its first integer tensor of two dimensions, is counted as tokens and logged
-    as `tokens_per_s`; without such a tensor, samples are counted and logged as `samples_per_s`. The count of
-    this process's batch is multiplied by the data-parallel size: replicas are taken to have batches alike.
+    A batch's "input_ids", or else its first int32 or int64 tensor with two or more dimensions, is counted as tokens
+    and logged as `tokens_per_s`; without such a tensor, samples are counted and logged as `samples_per_s`. The count
+    of this process's batch is multiplied by the data-parallel size: all replicas are assumed to have batches of the
+    same size.
 
-    The figure is smoothed over the last `window` steps. The time between two steps (data loading, saving)
-    counts, validation does not, and neither does the first step, which pays for what is set up only once.
+    The rate is averaged over the last `window` steps. The time between two steps (data loading, saving) counts;
+    validation and the first step, which includes one-time setup, do not.
     """
 
     def __init__(self, window: int = 20) -> None:
@@ -58,7 +59,7 @@ class Throughput(Callback):
 
     @property
     def mean_per_s(self) -> float | None:
-        """The mean over all steps but the first; None before there is one."""
+        """The mean rate over all steps but the first; None before there is one."""
         return self._total_units / self._total_s if self._total_s > 0.0 else None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,13 +94,13 @@ class Throughput(Callback):
 
 
 def data_parallel_size(trainer: Trainer) -> int:
-    """How many processes see different samples."""
+    """The number of processes that see different samples."""
     sampler_kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return int(sampler_kwargs["num_replicas"]) if sampler_kwargs else 1
 
 
 def count_batch(batch: Any) -> tuple[str, int]:
-    """("tokens", how many) or ("samples", how many) in one batch."""
+    """Return ("tokens", number of tokens) or ("samples", number of samples) for one batch."""
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         return "tokens", batch["input_ids"].numel()
     tensors = tree.tensors_of(batch)
@@ -110,7 +111,7 @@ def count_batch(batch: Any) -> tuple[str, int]:
 
 
 class RunSummary(Callback):
-    """Prints at the end of fit what came out of the run and where it lies; on rank 0."""
+    """Prints a table of the run's results and of where its files are, at the end of fit, on rank 0."""
 
     def __init__(self) -> None:
         self._start_s = 0.0
@@ -129,7 +130,7 @@ class RunSummary(Callback):
         Console().print(table)
 
     def make_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
-        """What the table shows, as pairs of a name and its value."""
+        """Return the rows of the table, as pairs of a name and its value."""
         rows = [("steps", str(trainer.global_step))]
         rows += [
             (name, f"{float(value):.4f}")
@@ -150,7 +151,7 @@ class RunSummary(Callback):
 
 
 def logger_folder(logger: Logger) -> str | None:
-    """Where a logger has written, None where it wrote no files."""
+    """Return the folder that a logger has written to, or None if it wrote no files."""
     if isinstance(logger, WandbLogger):
         run_folder = getattr(logger.experiment, "dir", None)  # .../offline-run-<time>-<id>/files
         if isinstance(run_folder, str):
@@ -163,13 +164,13 @@ def _callbacks_of(trainer: Trainer, kind: type[Any]) -> list[Any]:
 
 
 class SampleText(Callback):
-    """Prints a text that the trained model continues from `prompt`; at the end of fit, on rank 0.
+    """Prints a text with which the trained model continues `prompt`, at the end of fit, on rank 0.
 
-    For modules over bytes with `generate(prompt_ids, max_new_tokens, temperature, generator)`, like `GPT`.
-    While a pipeline trains, a process holds only its own layers; so the weights come from the checkpoint that
-    ModelCheckpoint wrote last, loaded into a fresh module of the same class
-    (`type(module)(**module.hparams)`). Without a checkpoint the module itself is used, if it is whole. What
-    cannot be done is said in a warning: this never ends a run.
+    For byte-level models with `generate(prompt_ids, max_new_tokens, temperature, generator)`, like `GPT`. While a
+    pipeline trains, a process holds only its own layers, so the weights come from ModelCheckpoint's last checkpoint
+    (else its best one), loaded into a new module of the same class (`type(module)(**module.hparams)`). Without a
+    checkpoint the module itself is used, if this process holds all of it. Errors are reported as warnings: this
+    callback never ends a run.
     """
 
     def __init__(self, prompt: str = "def ", num_bytes: int = 300, temperature: float = 0.8, seed: int = 0) -> None:
@@ -183,7 +184,7 @@ class SampleText(Callback):
         self.temperature = temperature
         self.seed = seed
 
-    # Not on_train_end: the last checkpoint may be written after this callback has had its turn there.
+    # Not on_train_end: ModelCheckpoint may write its last checkpoint there after this callback has run.
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
@@ -198,7 +199,7 @@ class SampleText(Callback):
         console.print()
 
     def sample(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, str]:
-        """The prompt and its continuation, and where the weights came from."""
+        """Return the prompt with its continuation, and where the weights came from."""
         if not hasattr(pl_module, "generate"):
             raise TypeError(
                 f"{type(pl_module).__name__} has no method generate(prompt_ids, max_new_tokens, temperature, generator)"
@@ -229,7 +230,7 @@ def _last_checkpoint(trainer: Trainer) -> Path | None:
 
 
 def _load_module(pl_module: LightningModule, path: Path) -> Any:
-    """A fresh module with the checkpoint's weights, on the CPU; the random state stays as it was."""
+    """A new module on the CPU with the checkpoint's weights; the random state is left unchanged."""
     hparams = {name: value for name, value in pl_module.hparams.items() if not name.startswith("_")}
     state_dict = read_state_dict(path)
     with torch.random.fork_rng(devices=[]):
@@ -239,7 +240,7 @@ def _load_module(pl_module: LightningModule, path: Path) -> Any:
 
 
 class ModuleStateSync(Callback):
-    """Brings what training steps left on the module to every rank before the hooks at the end of an epoch.
+    """Sends the module state that steps have changed to all ranks, before epoch-end hooks and validation.
 
     The strategy puts it first among the trainer's callbacks; it does nothing under other strategies.
     """
@@ -254,8 +255,8 @@ class ModuleStateSync(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self.on_train_epoch_end(trainer, pl_module)  # validation may read what training has left
+            self.on_train_epoch_end(trainer, pl_module)  # validation may read state that training has changed
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # before other callbacks, which may save a checkpoint here and wait for ranks that know nothing of it
+        # before other callbacks, which may save a checkpoint here and wait for ranks that have not failed
         trainer.strategy.on_exception(exception)

@@ -1,11 +1,11 @@
-"""TimelineMonitor: what each rank did when, in a run's own step, written into the run's folder.
+"""TimelineMonitor: a timeline of what each rank did in a real step, written into the run's folder.
 
     Trainer(strategy=HolmesStrategy(monitor=True))               # or monitor=100: also every 100 steps
     Trainer(strategy="holmes", callbacks=[TimelineMonitor(every_n_steps=100)])
 
-At the end of fit (and every n steps) the ranks' notes of the last steps are brought together: the step whose length is
-the middle one becomes a Timeline for each replica, in ``timeline.json``, and is drawn in ``timeline.png`` beside the
-predicted one, where there is a prediction. docs/planning.md lists the keys.
+At the end of fit (and every n steps) the records of the last steps are gathered from all ranks. The step of median
+duration becomes one Timeline per replica in ``timeline.json``, and is drawn in ``timeline.png`` next to the predicted
+timeline, if there is a prediction. docs/planning.md lists the keys.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.timeline import Timeline
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
 
-_MOST_FAULTS = 5  # in the picture
-_WARM_UP = 2  # steps that are left out where enough others are known
+_MOST_FAULTS = 5  # faults listed in the picture
+_WARM_UP = 2  # first steps that are left out if enough others are recorded
 
 
 class TimelineMonitor(Callback):
     """Records the timeline of steps; needs HolmesStrategy.
 
     Args:
-        every_n_steps: also write after every so many batches; None: at the end of fit only.
+        every_n_steps: also write after every this many batches; None: at the end of fit only.
         file: name of the JSON file in the run's folder (the logger's, else the trainer's ``default_root_dir``); the
-            picture lies beside it.
+            picture is written next to it.
         draw: whether to make a picture.
     """
 
@@ -55,7 +55,7 @@ class TimelineMonitor(Callback):
         self.draw = draw
         self._clock: StepClock | None = None
         self._faults: list[dict[str, Any]] = []
-        self._moves = 0  # of the strategy, that have been noted
+        self._moves = 0  # how many of the strategy's moves have been recorded
         self._batch_began_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,7 +93,8 @@ class TimelineMonitor(Callback):
         self._clock = None
 
     def _note_faults(self, trainer: Trainer, batch: int | None) -> None:
-        """Those that the strategy has survived since, in ``batch``, or between two."""
+        """Record the faults that the strategy has survived since the last call: as of ``batch`` if they began in it,
+        else as between two steps."""
         moves: Sequence[Move] = trainer.strategy.moves  # type: ignore[attr-defined]
         for move in moves[self._moves :]:
             inside = batch is not None and move.began_s >= self._batch_began_s
@@ -101,9 +102,9 @@ class TimelineMonitor(Callback):
         self._moves = len(moves)
 
     def write(self, trainer: Trainer) -> None:
-        """Bring the notes together and write them; all ranks must call."""
+        """Gather the records of all ranks and write the files on rank 0; all ranks must call."""
         assert self._clock is not None
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # asked by all: it is a collective
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # read on all ranks: log_dir is a collective
         found = _gather(self._clock.steps())
         if found is None:
             rank_zero_warn("TimelineMonitor: no step was noted to its end, so that there is no timeline to write")
@@ -126,7 +127,7 @@ class TimelineMonitor(Callback):
 
 
 def make_monitor(monitor: bool | int) -> TimelineMonitor | None:
-    """The callback that the strategy's ``monitor`` asks for."""
+    """Make the callback for the strategy's argument ``monitor``; None if it is False."""
     if isinstance(monitor, bool):
         return TimelineMonitor() if monitor else None
     if not isinstance(monitor, int) or monitor < 1:
@@ -135,7 +136,7 @@ def make_monitor(monitor: bool | int) -> TimelineMonitor | None:
 
 
 def timeline_data(plan: Plan, steps: Sequence[RankStep], predicted: Timeline | None) -> dict[str, Any]:
-    """What the file holds, from one step of every global rank; docs/planning.md documents the keys."""
+    """Make the contents of the JSON file from one step of every global rank; docs/planning.md documents the keys."""
     replicas = []
     for replica in range(plan.data_parallel_size):
         for part in range(plan.tensor_parallel_size):
@@ -151,7 +152,7 @@ def timeline_data(plan: Plan, steps: Sequence[RankStep], predicted: Timeline | N
 
 
 def lines_of_faults(faults: Sequence[dict[str, Any]]) -> list[str]:
-    """The last of what a fit has survived, a line each, for the picture."""
+    """Describe the last faults that a fit has survived for the picture, one line each."""
     left_out = len(faults) - _MOST_FAULTS
     return [
         *([f"faults before these: {left_out}"] if left_out > 0 else []),
@@ -163,7 +164,8 @@ def lines_of_faults(faults: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None:
-    """(number of the step of middle length, how many were noted, that step on every rank)."""
+    """Return (number of the step of median duration, number of recorded steps that were compared, that step on every
+    rank), or None if no step was recorded by all ranks; all ranks must call."""
     seconds = {number: step.seconds for number, step in mine.items()}
     everyone: list[Any] = all_gather_values(seconds)
     common = sorted(set(everyone[0]).intersection(*everyone[1:]))
@@ -185,5 +187,5 @@ def _draw(data: dict[str, Any], path: Path, *, title: str) -> None:
     ranks += [replica["ranks"] for replica in data["replicas"][:4]]
     try:
         save_timeline_plot(timelines, path, title=title, ranks=ranks)
-    except ConfigurationError as error:  # matplotlib is missing, say: the figures are in the JSON
+    except ConfigurationError as error:  # for example, matplotlib is missing; the JSON has the figures
         rank_zero_warn(f"TimelineMonitor draws nothing: {error}")

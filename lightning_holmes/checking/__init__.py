@@ -1,1 +1,1 @@
-"""``lightning_holmes.check``: a module in plain Lightning and as a pipeline, compared in one process."""
+"""``lightning_holmes.check``: compare a module in plain Lightning with the same module as a pipeline, in one process."""

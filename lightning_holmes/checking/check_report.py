@@ -1,4 +1,4 @@
-"""What ``check`` found: a plain and a staged run of a step compared value by value, as a table.
+"""The result of ``check``: a plain and a staged run of a step compared value by value, as a table.
 
 rows = compare("training_step", plain, staged, tolerance=1e-5)         # outcomes
 CheckReport(module="GPT", layers="blocks", stages=(2, 2), num_microbatches=4, tolerance=1e-5, rows=rows).print()
@@ -21,19 +21,19 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.replay import LogCall, MetricValue
 
 _ROUNDING = 1e-3
-"""In single precision a difference below this may be one of rounding."""
+"""A relative difference below this may be due to rounding in single precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a step gave, and what it left on the module.
+    """The result of one step, and the state it left on the module.
 
     Attributes:
-        output: what it returned.
-        calls: what it logged, in order.
-        gradients: by parameter; empty for a step that does not train.
+        output: what the step returned.
+        calls: its log calls, in order.
+        gradients: by parameter name; empty for a step that does not train.
         state: buffers, metrics and plain attributes, by name.
-        stages_of: the stages that hold a parameter; none where the module is not split.
+        stages_of: gives the stages that hold a parameter; none if the module is not split.
     """
 
     output: Any
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One compared thing: what, plain and staged as text, the relative difference, and a reason if it is not equal."""
+    """One compared value: its name, both results as text, their relative difference, and a reason if they are not equal."""
 
     step: str
     what: str
@@ -61,8 +61,10 @@ class CheckReport:
     """The outcome of :func:`check`.
 
     Attributes:
-        dependence: why microbatches cannot give the numbers of the whole batch, though both runs agree on the same ones.
-        notes: hooks before the first step that do not run without a run.
+        refused: why the module cannot run as this pipeline; None if it can.
+        dependence: why microbatches cannot give the numbers of the whole batch, even if both runs agree on the same
+            microbatches; None if no reason was found.
+        notes: messages about hooks before the first step that failed outside of a Trainer run and were left out.
     """
 
     module: str
@@ -77,12 +79,13 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything compared was equal within the tolerance: the same microbatches, plain and staged."""
+        """Whether the module was not refused, and all values of the two runs over the same microbatches are equal
+        within the tolerance."""
         return self.refused is None and all(row.ok for row in self.rows)
 
     @property
     def exact(self) -> bool:
-        """Whether, besides, microbatches give the numbers of the whole batch."""
+        """Whether ``ok`` holds and microbatches also give the numbers of the whole batch."""
         return self.ok and self.dependence is None
 
     def __str__(self) -> str:
@@ -93,7 +96,8 @@ class CheckReport:
         return text
 
     def print(self, console: Console | None = None) -> None:
-        """Print a table: every loss and log, the worst gradients, and all that differs."""
+        """Print a table: all equal outputs and logs, the five equal gradients that differ most, and up to 20 values
+        that differ."""
         console = console or Console(width=None if Console().is_terminal else 120)
         for note in self.notes:
             console.print(note, highlight=False, markup=False)
@@ -132,7 +136,7 @@ class CheckReport:
 
 
 def compare(step: str, plain: Outcome, staged: Outcome, tolerance: float) -> list[Difference]:
-    """A row for everything that the plain run gave, and for what only the staged one did."""
+    """Compare two outcomes: one row for each value of the plain run, and for each log call of the staged run only."""
     rows = _compare_trees(step, "output", plain.output, staged.output, tolerance)
     names = [c.name for c in plain.calls], [c.name for c in staged.calls]
     if names[0] != names[1]:
@@ -168,7 +172,7 @@ def compare(step: str, plain: Outcome, staged: Outcome, tolerance: float) -> lis
 
 
 def _by_call(calls: Sequence[LogCall]) -> dict[str, Any]:
-    """Logged values by name; after a name's first value its further ones, numbered."""
+    """Logged values by name; further values of the same name have the key ``name, call N``."""
     found: dict[str, Any] = {}
     seen: Counter[str] = Counter()
     for call in calls:
@@ -178,7 +182,7 @@ def _by_call(calls: Sequence[LogCall]) -> dict[str, Any]:
 
 
 def _where(stages: Sequence[int], row: Difference) -> str:
-    """Why a parameter's gradient differs, as far as can be seen: which stages compute it, and by how little."""
+    """Give a reason why a parameter's gradient differs: the stages that compute it, and whether rounding may explain it."""
     if row.ok or not stages:
         return row.reason
     place = ("shared by stages " if len(stages) > 1 else "on stage ") + ", ".join(map(str, stages))

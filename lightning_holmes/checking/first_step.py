@@ -1,10 +1,10 @@
-"""A module as it is at its first step, without a run: what Lightning would have called by then is called on a copy.
+"""Prepare a module for its first step without a Trainer run: call, on a copy, the hooks that run before it.
 
     with at_first_step(module, batch, ["training_step"]) as first:
         first.modules["training_step"].training_step(batch, 0)      # has what setup() and on_fit_start() make
-        first.notes                                                 # hooks that do not run without a run
+        first.notes                                                 # hooks that failed outside of a run
 
-The trainer is a stand-in: it has optimizers, a logger that keeps nothing, and no data.
+The trainer is a stand-in: it has optimizers, a logger that records nothing, and no data.
 """
 
 import logging
@@ -36,7 +36,7 @@ _BEFORE_STEP = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstSteps:
-    """By the name of a step, the module when it first runs; and what could not be done for it."""
+    """The module as it is before each step first runs, by step name, and messages about hooks that failed."""
 
     modules: Mapping[str, LightningModule]
     notes: Sequence[str]
@@ -44,7 +44,8 @@ class FirstSteps:
 
 @contextmanager
 def at_first_step(module: LightningModule, batch: Any, steps: Sequence[str]) -> Iterator[FirstSteps]:
-    """Inside, copies of ``module`` stand before their first steps; one that has a trainer, or no such hooks, is itself there."""
+    """Context with copies of ``module`` prepared for their first steps; a module that has a trainer, or overrides no
+    such hook, is used itself."""
     hooks = [*_BEFORE_RUN, *(hook for step in steps for hook in _BEFORE_STEP[step])]
     own = [hook for hook in hooks if is_overridden(hook, module)]
     has_trainer = trainer_of(module) is not None
@@ -76,7 +77,7 @@ def _prepare(module: LightningModule, batch: Any, steps: Sequence[str], hooks: S
             del vars(owner)["log"], vars(owner)["log_dict"]
 
     built = _copy(module, trainer)
-    # what hooks do to weights is done to the copy's
+    # hooks may change weights: the copy has its own
     replace_parameters(built, lambda p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad))
     for hook in hooks:
         if hook in _BEFORE_RUN:
@@ -99,7 +100,7 @@ def _copy(module: LightningModule, trainer: Trainer) -> LightningModule:
 
 @contextmanager
 def attached(module: LightningModule) -> Iterator[None]:
-    """Give a module without a trainer one that does nothing, for steps that ask it something."""
+    """Attach a trainer that does nothing to a module without one, for steps that read ``self.trainer``."""
     if trainer_of(module) is not None:
         yield
         return
@@ -108,7 +109,7 @@ def attached(module: LightningModule) -> Iterator[None]:
     chatter.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of GPUs that it does not use
+            warnings.simplefilter("ignore")  # about GPUs that this trainer does not use
             trainer = Trainer(
                 accelerator="cpu",
                 devices=1,

@@ -1,7 +1,7 @@
-"""``check``: a module's steps run plainly and as a pipeline, in one process, and compared.
+"""``check``: run a module's steps plainly and as a pipeline, in one process, and compare them.
 
-No network, no trainer: transfers go through memory, everything else is what a real run uses. It is the first
-thing to do with a new module.
+No network and no Trainer run: transfers go through memory, everything else is what a real run uses. Use it first on a
+new module.
 
     report = lightning_holmes.check(module, batch, pipeline_parallel_size=2, num_microbatches=4)
     report.print()
@@ -59,24 +59,25 @@ def check(
 ) -> CheckReport:
     """Compare a module run plainly with the same module run as a pipeline, on one batch in one process.
 
-    The plain run leaves the module as it is (one that draws random numbers has its layers seeded as in a pipeline). Both
-    run the same microbatches; compared are the loss, every gradient, every
-    logged value, and what the steps leave on the module. The module itself is not changed.
+    The plain run uses the module unchanged, except that the layers of a module that draws random numbers are seeded
+    as in a pipeline. Both runs use the same microbatches. The loss, every gradient, every logged value, and the state
+    that the steps leave on the module are compared. The module itself is not changed.
 
     Args:
         module: a LightningModule with all its weights, on the device to use.
-        batch: as its loader would give it; the sample is split into ``num_microbatches``.
+        batch: as its loader would give it; for the training step it is split into ``num_microbatches``, other steps
+            run it whole.
         pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy; all
-            stages are equally fast here, so that "proportional" is "uniform".
+            stages are equally fast here, so "proportional" means "uniform".
         steps: which steps to run; those that the module does not define are left out.
         tolerance: the largest relative difference that counts as rounding.
 
     Returns:
-        A report; ``report.ok`` says whether all was equal. A module that is refused gives a report with the
-        reason.
+        A report; ``report.ok`` says whether all values were equal. If the module is refused, ``report.refused`` gives
+        the reason.
 
     Raises:
-        ConfigurationError: arguments that do not go together.
+        ConfigurationError: the arguments do not fit together, or the module defines none of ``steps``.
     """
     check_layout(
         pipeline_parallel_size=pipeline_parallel_size,
@@ -103,9 +104,8 @@ def check(
         except Exception as error:
             if not first.notes:
                 raise
-            report.refused = (
-                f"its step ends with {type(error).__name__}: {error}"  # which may come of what was left out
-            )
+            # possibly because of the hooks that were left out
+            report.refused = f"its step ends with {type(error).__name__}: {error}"
     return report
 
 
@@ -157,7 +157,7 @@ def _fill_buckets(
     size: int,
     num_chunks: int,
 ) -> Partition:
-    """The layers of each stage."""
+    """Make the partition: the number of layers of each stage."""
     if partition != "self_adapting":
         rule = "uniform" if partition == "proportional" else partition
         return make_partition(rule, structure.num_layers, size * num_chunks)
@@ -175,7 +175,7 @@ def _fill_buckets(
 
 
 def _few_samples(batch: Any, splitter: BatchSplitter) -> Any:
-    """Two samples of a batch, or all of it where only the module's ``split_batch`` can tell."""
+    """Two samples of a batch, or the whole batch if only the module's ``split_batch`` can split it."""
     try:
         size = splitter.batch_size(batch)
         return batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
@@ -204,10 +204,10 @@ def _reference(
     num_microbatches: int,
     splitter: BatchSplitter,
 ) -> "_SimulatedPipeline":
-    """The plain run: the module as it is, nothing in its layers.
+    """Do the plain run: the module as it is, without gates in its layers.
 
-    A module that draws random numbers runs with the gates that seed each layer, for only then are its numbers
-    those of a pipeline; whether it draws any is found by running it twice.
+    A module that draws random numbers runs with the gates that seed each layer, because only then are its numbers
+    those of a pipeline. Whether it draws any is found by running it twice with different seeds.
     """
     plain, again = (_SimulatedPipeline(module, None, Partition((1,)), 1, "gpipe", 1, splitter) for _ in range(2))
     plain.run(name, batch, num_microbatches)
@@ -220,7 +220,7 @@ def _reference(
 
 
 class _SimulatedPipeline:
-    """A pipeline whose ranks are all in this process: a copy of the module for each."""
+    """A pipeline whose ranks are all in this process, each with its own copy of the module."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class _SimulatedPipeline:
             self.drivers.append(driver)
 
     def run(self, step_name: str, batch: Any, num_microbatches: int, seed: int = _SEED) -> None:
-        """Run one step on all ranks, taking turns."""
+        """Run one step on all ranks in turn."""
         training = step_name == "training_step"
 
         def scales(weights: Sequence[float]) -> Callable[[], list[float]]:
@@ -292,17 +292,17 @@ class _SimulatedPipeline:
         self.results = [results[rank] for rank in range(len(self.drivers))]
 
     def outcome(self, step_name: str) -> Outcome:
-        """What the step that was run gave and left on the module."""
+        """The outcome of the step that was run: its results and the state it left on the module."""
         output, calls = self.results[0].output, self.results[0].calls
         gradients = self.gradients() if step_name == "training_step" else {}
         return Outcome(output=output, calls=calls, gradients=gradients, state=self.state(), stages_of=self.stages_of)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that hold parameter ``name``; none where the module is not split."""
+        """The stages that hold parameter ``name``; none if the module is not split."""
         return () if self.structure is None else self.structure.stages_of(self.partition, name)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Gradients by name, those of shared parameters summed over the stages that hold them."""
+        """Gradients by name; those of shared parameters are summed over the stages that hold them."""
         total: dict[str, Tensor | None] = {}
         for driver in self.drivers:
             for name, parameter in driver.module.named_parameters():
@@ -313,7 +313,7 @@ class _SimulatedPipeline:
         return total
 
     def state(self) -> dict[str, Any]:
-        """Buffers and plain attributes by name, each from the rank that knows it."""
+        """Buffers, plain attributes and metric states by name, each from the rank that owns it."""
         found: dict[str, Any] = {}
         for driver in self.drivers:
             pipeline = driver.pipeline

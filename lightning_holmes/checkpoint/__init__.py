@@ -1,7 +1,7 @@
-"""What a run leaves on disk and starts again from: state by global parameter names, whatever the layout.
+"""Checkpoints: the state of a run by global parameter names, independent of the layout.
 
-One plain Lightning file (plain.py), or a folder that every rank writes its part of (saving.py, folder.py).
-CheckpointManager is what the strategy asks.
+A checkpoint is one plain Lightning file (plain.py), or a folder of which every rank writes a part (saving.py, folder.py).
+The strategy uses CheckpointManager.
 """
 
 from lightning_holmes.checkpoint.loading import read_plan, read_state_dict

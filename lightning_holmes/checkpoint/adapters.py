@@ -1,6 +1,7 @@
-"""LoRA adapters added to the weights beside which they stand: W + (alpha / rank) B A (arXiv 2106.09685, section 4.1).
+"""Merge LoRA adapters into their weights: W + (alpha / rank) B A (arXiv 2106.09685, section 4.1).
 
-Owns what LoRACausalLM's names mean (they are peft's) and the sum, a weight at a time; hf_export writes the result.
+This module interprets LoRACausalLM's parameter names (they are peft's) and computes the sum, one weight at a time; hf_export
+writes the result.
 
     tensors = with_adapters_added(tensors, {"pretrained": "models/llama", "rank": 8, "alpha": 16.0})
 """
@@ -20,11 +21,11 @@ _ADAPTER = ".lora_"
 
 
 def with_adapters_added(tensors: dict[str, Item], hyper_parameters: Mapping[str, Any]) -> dict[str, Item]:
-    """The model's tensors named as without adapters, each with its adapter added when it is read; ``tensors`` itself
-    where there are none.
+    """Return the model's tensors under their names without adapters, each merged with its adapter when it is read; ``tensors``
+    itself if there are no adapters.
 
     Raises:
-        CheckpointError: an adapter is of a kind that is not known here.
+        CheckpointError: an adapter is of an unknown kind, or the pretrained folder cannot be read.
         ConfigurationError: transformers is not installed.
     """
     if not any(_ADAPTER in name for name in tensors):
@@ -64,7 +65,7 @@ def _adding(item: Item, down: Item, up: Item, scale: float, *, transposed: bool)
 
 
 def load_transformers() -> Any:
-    """The library, which an export needs. Raises ConfigurationError if it is not installed."""
+    """Import transformers, which an export needs. Raises ConfigurationError if it is not installed."""
     with needs_extra("exporting safetensors", "hf"):
         import transformers
     return transformers
@@ -80,7 +81,7 @@ def _transposed(folder: str) -> set[str]:
         with torch.device("meta"):
             made_by: Any = transformers.AutoModelForCausalLM
             model = made_by.from_config(config, trust_remote_code=False)
-    except Exception as error:  # whatever transformers' code for a model comes across
+    except Exception as error:  # the model code of transformers raises all kinds of exceptions
         raise CheckpointError(
             f"the model came from the folder {folder!r}, which the export needs and cannot read now: {error}"
         ) from error

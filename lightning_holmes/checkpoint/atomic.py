@@ -1,7 +1,7 @@
 """Files and folders that appear whole or not at all, whenever the process is killed.
 
-What is written gets a temporary name beside its target, is brought to the disk, and takes the target's place in
-one step. Temporary names do not resemble checkpoints, so that nobody who lists the folder takes them for one.
+A file or folder is written under a temporary name beside its target, is synced to the disk, and replaces the target in
+one step. Temporary names do not resemble checkpoints, so that programs that list the folder do not take them for one.
 
     temporary = temporary_path(target, "3f2a")
     ...write temporary...
@@ -30,18 +30,18 @@ def _stem(target: Path) -> str:
 
 
 def temporary_path(target: Path, token: str) -> Path:
-    """Where a checkpoint for ``target`` is written before it is whole."""
-    # with an ending: torch.save takes a name that is nothing but one for no name
+    """The path under which a checkpoint for ``target`` is written until it is complete."""
+    # with a suffix: torch.save takes a name such as ".saving" for a suffix without a name
     return target.parent / f"{SAVING}-{_stem(target)}-{token}.tmp"
 
 
 def previous_path(target: Path) -> Path:
-    """Where the old ``target`` is for a moment, on file systems that cannot exchange two names."""
+    """The path of the old ``target`` while it is replaced, on file systems that cannot exchange two names."""
     return target.parent / f"{PREVIOUS}-{_stem(target)}"
 
 
 def temporary_paths(target: Path) -> list[Path]:
-    """What earlier, unfinished writes to ``target`` have left."""
+    """The temporary files and folders that earlier, unfinished writes to ``target`` have left."""
     return sorted(target.parent.glob(f"{SAVING}-{_stem(target)}-*.tmp"))
 
 
@@ -52,7 +52,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk; some file systems cannot and need not."""
+    """Wait until the names in a folder are on the disk; errors are ignored, because some file systems cannot and need not do this."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -70,7 +70,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot."""
+    """Exchange two names in one step; return False if the system or the file system cannot."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         done = libc.renameat2(_AT_FDCWD, os.fsencode(left), _AT_FDCWD, os.fsencode(right), _RENAME_EXCHANGE)
@@ -80,9 +80,9 @@ def exchange(left: Path, right: Path) -> bool:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Give ``source`` the name ``target``, in one step; what had the name is removed. Both may be files or folders.
+    """Rename ``source`` to ``target`` in one step, and delete the old ``target``. Both may be files or folders.
 
-    Where the system cannot exchange names, the old target is called :func:`previous_path` for a moment.
+    Where the system cannot exchange names, the old target has the name :func:`previous_path` for a moment.
     """
     if not os.path.lexists(target) or (source.is_file() and not target.is_dir()):
         os.replace(source, target)
@@ -101,7 +101,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def remove(target: Path) -> None:
-    """Take a file or folder away: it is gone at once, and then deleted."""
+    """Remove a file or folder: first it is renamed, so that its name is gone in one step, then deleted."""
     if not os.path.lexists(target):
         return
     doomed = target.parent / f"{REMOVING}-{uuid.uuid4().hex[:8]}"
@@ -110,20 +110,20 @@ def remove(target: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file or folder that may not be there."""
+    """Delete a file or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         try:
             path.unlink(missing_ok=True)
-        except OSError:  # a file system that can only be read says so before it looks
+        except OSError:  # a read-only file system raises even if the file does not exist
             if path.exists():
                 raise
 
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[Path]:
-    """A temporary file or folder that becomes ``target`` at the end, or vanishes if there is an exception."""
+    """A context with the path of a temporary file or folder, which becomes ``target`` at the end, or is deleted after an exception."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_path(target, uuid.uuid4().hex[:8])
     try:

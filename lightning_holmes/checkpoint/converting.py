@@ -1,7 +1,7 @@
-"""From one format to another, a value at a time: folders, plain files, and safetensors as Hugging Face has them.
+"""Convert checkpoints between formats, one value at a time: folders, plain files, and the safetensors of Hugging Face.
 
 write_file(open_source(Path("last.ckpt")), Path("plain.ckpt"))
-read_whole(Path("last.ckpt"))       # what torch.load gives for plain.ckpt
+read_whole(Path("last.ckpt"))       # the same as torch.load of plain.ckpt
 """
 
 import io
@@ -35,8 +35,8 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """A value of a source: a tensor of ``dtype`` and ``shape``, or something else if ``dtype`` is None. Items with equal
-    ``place`` are one value."""
+    """A value of a source: a tensor of ``dtype`` and ``shape``, or another object if ``dtype`` is None. Items with equal
+    ``place`` are the same value under several names."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Item:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """Bytes of the tensor; 0 for other objects."""
         if self.dtype is None:
             return 0
         return torch.Size(self.shape).numel() * torch.empty(0, dtype=self.dtype).element_size()
@@ -53,8 +53,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """An opened checkpoint. ``rest`` is everything but the states, ``groups`` the optimizers' parameter groups, None
-    where only weights were saved."""
+    """An opened checkpoint. ``rest`` is everything but the states; ``groups`` are the optimizers' parameter groups, None
+    if only weights were saved."""
 
     items: dict[Value, Item]
     rest: dict[str, Any]
@@ -68,7 +68,7 @@ class Source:
         return sum({item.place: item.num_bytes for item in self.items.values()}.values())
 
     def read(self, item: Item) -> Any:
-        """The value of an item; tells who watches."""
+        """Return the value of an item, and report its bytes to the callbacks in ``advance``."""
         value = item.read()
         for advance in self.advance:
             advance(item.num_bytes)
@@ -76,11 +76,11 @@ class Source:
 
 
 def open_source(path: Path, *, weights_only: bool = True) -> Source:
-    """Open a checkpoint of either format. ``weights_only=False`` is for a folder that is trusted.
+    """Open a checkpoint of either format. ``weights_only=False`` is for a folder that you trust.
 
     Raises:
-        CheckpointError: it is damaged or torn.
-        FileNotFoundError: there is none.
+        CheckpointError: the checkpoint is damaged or torn.
+        FileNotFoundError: there is no checkpoint at ``path``.
     """
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
@@ -149,7 +149,7 @@ def _open_file(path: Path) -> Source:
 
 
 def write_folder(source: Source, target: Path) -> None:
-    """Write a checkpoint folder."""
+    """Write a checkpoint as a folder."""
     rest = dict(source.rest)
     if source.groups is not None:
         rest["optimizer_states"] = [{"param_groups": groups} for groups in source.groups]
@@ -174,7 +174,7 @@ def _reading(source: Source, item: Item) -> Callable[[], Any]:
 
 
 def write_file(source: Source, target: Path) -> None:
-    """Write one file that plain Lightning reads."""
+    """Write a checkpoint as one file that plain Lightning reads."""
     blanks: dict[Any, Tensor] = {}
     items: dict[int, Item] = {}
 
@@ -197,10 +197,10 @@ def write_file(source: Source, target: Path) -> None:
 
 
 def read_whole(folder: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-    """What torch.load would give if plain Lightning had saved; its arguments are torch.load's, too.
+    """Read a folder as the dictionary that torch.load returns for a file of plain Lightning; the arguments are those of torch.load.
 
     Raises:
-        CheckpointError: it is damaged or torn, or holds more than tensors and plain data, and ``weights_only`` is not
+        CheckpointError: the folder is damaged or torn, or holds more than tensors and plain data while ``weights_only`` is not
             False.
     """
     source = open_source(Path(folder), weights_only=weights_only is not False)
@@ -224,7 +224,7 @@ def read_whole(folder: Any, map_location: Any = None, weights_only: bool | None 
 
 
 def _assembled(source: Source, value_of: Callable[[Item], Any]) -> dict[str, Any]:
-    """A checkpoint as plain Lightning has it."""
+    """The checkpoint's dictionary as plain Lightning saves it."""
     checkpoint = dict(source.rest)
     resume.add_plan(checkpoint, source.plan)
     state_dict = {name[1]: value_of(item) for name, item in source.items.items() if name[0] == "state_dict"}
@@ -239,7 +239,7 @@ def _assembled(source: Source, value_of: Callable[[Item], Any]) -> dict[str, Any
 def _numbered(
     source: Source, index: int, groups: list[dict[str, Any]], value_of: Callable[[Item], Any]
 ) -> dict[str, Any]:
-    """An optimizer's state as plain Lightning has it: parameters by their place in all groups."""
+    """An optimizer's state as plain Lightning saves it: parameters are numbered by their position over all groups."""
     places = {str(name): place for place, name in enumerate(n for g in groups for n in g["params"])}
     state: dict[int, dict[str, Any]] = {}
     for name, item in source.items.items():
@@ -251,7 +251,7 @@ def _numbered(
 
 
 def weights(source: Source) -> Iterator[tuple[str, Item]]:
-    """The tensors of the module's state, by name."""
+    """Yield the name and item of each tensor of the module's state."""
     for name, item in source.items.items():
         if name[0] == "state_dict" and item.dtype is not None:
             yield name[1], item

@@ -1,9 +1,9 @@
-"""Copies: each rank's file of a snapshot also on another host, so that the loss of a host loses no state.
+"""Copies: each rank's file of a snapshot is also kept on another host, so that the loss of one host loses no state.
 
     copies = Copies(group, partner_of(systems.of_rank, clusters))
-    copies(folder, folder / "__3_0.distcp")     # every rank must call, in a thread if it likes: the group is the copies' own
+    copies(folder, folder / "__3_0.distcp")     # every rank must call, possibly in a thread: no other code uses the group
 
-What is written and what a copy is good for is saving.py's and loading.py's: a file counts wherever it is found.
+saving.py writes the files and loading.py uses the copies: a file is used wherever it is found.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,17 @@ from lightning_holmes.checkpoint.folder import part_file
 from lightning_holmes.comm.file_space import reserve
 from lightning_holmes.comm.gloo import wait_for
 
-_SIZE, _BYTES = 1, 2  # tags
+_SIZE, _BYTES = 1, 2  # tags of messages
 _NOTHING = -1
 
 
 def partner_of(file_systems: Sequence[int], clusters: Sequence[int]) -> list[int | None]:
-    """For each rank the one that keeps a copy of its file: on another file system, in another cluster where there is one, since a
-    cluster can be lost as a whole. None where all ranks share one file system.
+    """For each rank, the rank that keeps a copy of its file: on another file system, and in another cluster if there is one, since a
+    cluster can be lost as a whole. None if all ranks share one file system.
 
     Args:
-        file_systems, clusters: the numbers of each rank's.
+        file_systems: the number of each rank's file system.
+        clusters: the number of each rank's cluster.
     """
     members: dict[int, list[int]] = {}
     for rank, system in enumerate(file_systems):
@@ -36,7 +37,7 @@ def partner_of(file_systems: Sequence[int], clusters: Sequence[int]) -> list[int
         ring = [(system + step) % len(members) for step in range(1, len(members))]
         cluster = clusters[rank]
         elsewhere = [other for other in ring if clusters[members[other][0]] != cluster]
-        number = sum(clusters[members[other][0]] == cluster for other in range(system))  # of the host in its cluster
+        number = sum(clusters[members[other][0]] == cluster for other in range(system))  # host's index in its cluster
         chosen = elsewhere[number % len(elsewhere)] if elsewhere else next(iter(ring), None)
         place = members[system].index(rank)
         found.append(None if chosen is None else members[chosen][place % len(members[chosen])])
@@ -47,8 +48,8 @@ class Copies:
     """Exchanges files between partners.
 
     Args:
-        group: all ranks, by gloo; nobody else uses it.
-        partners: as :func:`partner_of` gives them.
+        group: a gloo group of all ranks that no other code uses.
+        partners: the result of :func:`partner_of`.
     """
 
     def __init__(self, group: Any, partners: Sequence[int | None]) -> None:
@@ -56,11 +57,11 @@ class Copies:
         self._partners = partners
 
     def senders(self, rank: int) -> list[int]:
-        """Whose files this rank keeps."""
+        """The ranks whose files ``rank`` keeps."""
         return [other for other, partner in enumerate(self._partners) if partner == rank]
 
     def __call__(self, folder: Path, file: Path) -> None:
-        """Send ``file``, where it is there, to the partner, and write the others' into ``folder``. All ranks must call.
+        """Send ``file``, if it exists, to the partner, and write the files received from :meth:`senders` into ``folder``. All ranks must call.
 
         Raises:
             OSError: a file cannot be written.
@@ -95,7 +96,7 @@ class Copies:
 
 
 def _room_for(path: Path, size: int) -> torch.Tensor:
-    """A file of so many bytes, as the memory that it is: nothing is copied twice. Raises OSError where there is no room."""
+    """Make a file of ``size`` bytes and return it as a memory-mapped tensor, to receive into it directly. Raises OSError if no space is left."""
     if size <= 0:
         path.touch()
         return torch.empty(0, dtype=torch.uint8)

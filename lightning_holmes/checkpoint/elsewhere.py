@@ -1,6 +1,6 @@
-"""Parts of a folder that are not this rank's to write: values that stand elsewhere, say on an optimizer node, and are written from there.
+"""Parts of a folder that other processes write for this rank: values that are held elsewhere, such as on an optimizer node.
 
-own, parts = split(values, writers, temporary, rank)       # from here on what stands elsewhere may change
+own, parts = split(values, writers, temporary, rank)       # from here on the values held elsewhere may change
 entries, size, host = parts[0].wait()
 """
 
@@ -16,14 +16,14 @@ from lightning_holmes.checkpoint.parts import Deferred, PartWriter, Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElsewherePart:
-    """A file that is being written by somebody else; ``places`` of its values."""
+    """A file that another process is writing; ``places``: the place of each of its values."""
 
     file: str
     places: Mapping[Value, Any]
     written: Callable[[], Mapping[str, Any]]
 
     def wait(self) -> tuple[dict[Value, ValueEntry], int, str]:
-        """Where its values are, its bytes, and the host that has written it. Raises what has failed."""
+        """Wait until the file is written; return its values' entries, its bytes and the host that wrote it. Raises the writer's error."""
         told = self.written()
         of_place = {(name, key): ValueEntry(file=self.file, **placed) for name, key, placed in told["entries"]}
         return {value: of_place[place] for value, place in self.places.items()}, told["bytes"], told["host"]
@@ -32,8 +32,8 @@ class ElsewherePart:
 def split(
     values: Mapping[Value, Any], writers: Collection[PartWriter], folder: Path, rank: int
 ) -> tuple[dict[Value, Any], list[ElsewherePart]]:
-    """Let ``writers`` start to write what they can into ``folder``, each a file; and what is left for this rank. ``values`` are those of
-    rank ``rank``."""
+    """Start ``writers`` writing their values of ``values``, those of rank ``rank``, into ``folder``, one file per writer. Return the values that
+    are left for this rank, and the files."""
     own, of_writer = dict(values), {id(writer): dict[Value, Any]() for writer in writers}
     for name, value in values.items():
         if isinstance(value, Deferred) and id(value.writer) in of_writer:

@@ -1,11 +1,11 @@
-"""How this process ends, as far as that is known while it ends: what a job leaves behind depends on it.
+"""Detect at exit whether this process ends with an error: it decides whether a job's snapshots are kept.
 
     note_exits()
     ...
     atexit.register(lambda: print(why_not_well() or "well"))
 
-Python tells an exception that nobody has caught (``sys.last_value``), but of SystemExit nothing: calls of ``sys.exit``, ``exit`` and ``quit`` are
-noted. ``raise SystemExit(1)`` is not seen.
+Python keeps an uncaught exception (``sys.last_value``), but not SystemExit, so calls of ``sys.exit``, ``exit`` and ``quit`` are recorded.
+``raise SystemExit(1)`` is not detected.
 """
 
 import builtins
@@ -18,11 +18,11 @@ from typing import Any
 from lightning_holmes.comm.uncaught import one_line
 
 _said: list[Any] = []
-"""What the main thread has given to sys.exit last."""
+"""The argument of the main thread's last call of sys.exit; empty if there was none."""
 
 
 def note_exits() -> None:
-    """Note from now on what ``sys.exit`` is called with."""
+    """Record from now on the argument of ``sys.exit``, ``exit`` and ``quit``."""
     _said.clear()
     for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
         leave = getattr(module, name, None)  # without the site module there is no builtins.exit
@@ -33,7 +33,7 @@ def note_exits() -> None:
 def _noting(leave: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(leave, assigned=("__doc__",), updated=())
     def noting(code: Any = None) -> Any:
-        if threading.current_thread() is threading.main_thread():  # elsewhere it ends a thread
+        if threading.current_thread() is threading.main_thread():  # in another thread, sys.exit ends only that thread
             _said[:] = [code]
         leave(code)
 
@@ -42,7 +42,7 @@ def _noting(leave: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def why_not_well() -> str:
-    """The exception or the call that ends this process with another exit code than 0; "": neither is known."""
+    """Return the exception or the call that ends this process with an exit code other than 0; "" if none is known."""
     exception = getattr(sys, "last_value", None)
     if exception is not None:
         return one_line(exception)

@@ -1,6 +1,6 @@
-"""Which ranks see the same folder: clusters, and even hosts, need not share a file system.
+"""Find which ranks see the same folder: clusters, and even hosts, need not share a file system.
 
-Found by trying: a rank writes a file of an unheard-of name, and all look for it.
+A rank writes a file with a unique name, and all ranks look for it.
 """
 
 import os
@@ -22,13 +22,13 @@ PROBE = ".probe"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSystems:
-    """``of_rank[rank]`` numbers the file systems; the lowest rank on each is its leader."""
+    """``of_rank[rank]`` is the number of the rank's file system; the lowest rank on each file system is its leader."""
 
     of_rank: tuple[int, ...]
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The lowest rank on each."""
+        """The lowest rank on each file system."""
         return tuple(self.of_rank.index(number) for number in range(max(self.of_rank) + 1))
 
     def is_leader(self, rank: int) -> bool:
@@ -37,10 +37,10 @@ class FileSystems:
 
 
 def find_file_systems(folder: Path, rank: int, size: int, all_gather: Callable[[Any], list[Any]]) -> FileSystems:
-    """Make ``folder`` everywhere and find out who shares it; all ranks must call.
+    """Make ``folder`` on every file system, and find which ranks share one; all ranks must call.
 
     Raises:
-        CheckpointError: a rank cannot write there.
+        CheckpointError: a rank cannot write to the folder.
     """
     of_rank: list[int | None] = [None] * size
     number = 0
@@ -61,7 +61,7 @@ def find_file_systems(folder: Path, rank: int, size: int, all_gather: Callable[[
         else:
             name, problem = all_gather((name, problem))[leader]
             seen = all_gather(not problem and _sees(folder, name))
-            all_gather(None)  # nobody looks any more
+            all_gather(None)  # after this, no rank is still looking for the file
             if rank == leader and not problem:
                 atomic.delete(folder / name)
         if problem:
@@ -72,12 +72,12 @@ def find_file_systems(folder: Path, rank: int, size: int, all_gather: Callable[[
 
 
 def _of_host() -> str:
-    """With what the names begin that processes of this host give."""
+    """The prefix of the names of probe files that processes of this host write."""
     return f"{PROBE}-{zlib.crc32(socket.gethostname().encode()):08x}-"
 
 
 def _remove_former(folder: Path) -> None:
-    """Remove what processes of this host have left that were killed in between."""
+    """Remove the probe files of processes of this host that were killed before they removed them."""
     for path in folder.glob(f"{_of_host()}*"):
         if not psutil.pid_exists(int(path.name.split("-")[2])):
             atomic.delete(path)
@@ -85,6 +85,6 @@ def _remove_former(folder: Path) -> None:
 
 def _sees(folder: Path, name: str) -> bool:
     try:
-        return name in os.listdir(folder)  # a listing: network file systems remember that a name was not there
+        return name in os.listdir(folder)  # list the folder: network file systems cache that a name did not exist
     except OSError:
         return False

@@ -1,6 +1,6 @@
-"""Which checkpoints of a folder are whole.
+"""Find the whole checkpoints of a folder.
 
-Lightning's ``ckpt_path="last"`` takes the youngest file called last, whole or not; here the torn are passed over with a
+Lightning's ``ckpt_path="last"`` takes the newest file named last, whole or torn; here torn checkpoints are skipped with a
 warning.
 """
 
@@ -16,7 +16,7 @@ from lightning_holmes.checkpoint.restricted import is_cut_off
 
 
 def is_folder(path: Any) -> bool:
-    """Whether ``path`` is a checkpoint folder of ours, whole or torn."""
+    """Whether ``path`` is a checkpoint folder of this package, whole or torn."""
     return (
         isinstance(path, str | os.PathLike)
         and os.path.isdir(path)
@@ -25,14 +25,15 @@ def is_folder(path: Any) -> bool:
 
 
 def problems(path: Path) -> list[str]:
-    """What keeps ``path`` from being a whole checkpoint, in words. Says nothing about flipped bits: reading does."""
+    """Messages that say why ``path`` is not a whole checkpoint; empty if it is. Flipped bits are not detected here, but when it is read."""
     if path.is_dir():
         return missing_files(path)
     return [f"{path} is cut off"] if is_cut_off(path) else []
 
 
 def whole_checkpoints(paths: set[str], folder: Path) -> set[str]:
-    """Those of ``paths`` that are whole; if none is, the youngest whole checkpoint of the folder."""
+    """Those of ``paths`` that are whole. If none is, the newest other whole checkpoint of the folder; if ``paths`` is empty, only if that is an
+    old checkpoint whose replacement was interrupted."""
     found = set()
     for path in sorted(paths):
         wrong = problems(Path(path))
@@ -54,6 +55,6 @@ def whole_checkpoints(paths: set[str], folder: Path) -> set[str]:
 
 
 def newest_whole(paths: Iterable[str]) -> str | None:
-    """The youngest of these checkpoints that is there and whole."""
+    """The newest of these checkpoints that exists and is whole; None if there is none."""
     found = [(path.stat().st_mtime, path) for path in map(Path, paths) if path.exists()]
     return next((str(path) for _, path in sorted(found, reverse=True) if not problems(path)), None)

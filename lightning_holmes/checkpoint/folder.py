@@ -26,7 +26,7 @@ from lightning_holmes.torch_private import storage_info
 
 
 def part_file(rank: int, number: int = 0) -> str:
-    """The name of the file with a rank's values; with a ``number``, of those that others write for it."""
+    """The name of the file with a rank's values; with a ``number`` above 0, of a file that another process writes for the rank."""
     return f"__{rank}_{number}.distcp"
 
 
@@ -45,8 +45,8 @@ def write_part(path: Path, values: Mapping[Value, Any]) -> dict[Value, ValueEntr
 
 
 def dcp_metadata(manifest: Manifest) -> bytes:
-    """The file ``.metadata`` of torch.distributed.checkpoint that says what the manifest says."""
-    # slow to import, and not needed by those that write no folder
+    """The content of torch.distributed.checkpoint's file ``.metadata``, made from the manifest."""
+    # slow to import, and needed only to write folders
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,
@@ -87,7 +87,7 @@ def dcp_metadata(manifest: Manifest) -> bytes:
 
 
 def all_values(manifest: Manifest) -> Iterator[tuple[Value, ValueEntry]]:
-    """Name and place of every value."""
+    """Yield the name and the place of every value."""
     for name, entry in manifest.state_dict.items():
         yield ("state_dict", name), entry
     for index, optimizer in enumerate(manifest.optimizers):
@@ -104,8 +104,8 @@ class FolderReader:
     """Reads single values of a checkpoint folder.
 
     Args:
-        manifest: the folder's.
-        folder: where this rank sees it; None if it does not.
+        manifest: the folder's manifest.
+        folder: the path at which this rank sees the folder; None if it does not.
         fetch: gets the bytes of values whose files this rank does not see from ranks that do; all ranks then call
             it together. None if every rank sees all files.
     """
@@ -118,10 +118,10 @@ class FolderReader:
         self.sees_all = fetch is None
 
     def read(self, entries: Mapping[Value, ValueEntry]) -> dict[Value, Any]:
-        """The values of ``entries``; if files are not seen everywhere, all ranks must call, each for its own.
+        """Return the values of ``entries``. If not every rank sees all files, all ranks must call, each with its own entries.
 
         Raises:
-            CheckpointError: a value is damaged, or its file is nowhere.
+            CheckpointError: a value is damaged, or its file is not found.
         """
         places: dict[ValueEntry, Any] = {}
         far = {entry for entry in entries.values() if entry.file not in self.present}
@@ -146,7 +146,7 @@ class FolderReader:
             return read_at(file, entry)
 
     def not_here(self, entry: ValueEntry) -> CheckpointError:
-        """What to say where a file is not seen."""
+        """The error for a value whose file this rank does not see."""
         host = self.manifest.files[entry.file].host
         return CheckpointError(
             f"{entry.file} of the checkpoint {self.folder or self.manifest.id} is missing or cut off here; it was written on host {host!r}: copy it from "
@@ -165,13 +165,13 @@ class FolderReader:
 
 
 def read_at(file: IO[bytes], entry: ValueEntry) -> bytes:
-    """The bytes of a value; immutable, since io.BytesIO copies anything else."""
+    """Read the bytes of a value, as immutable bytes: io.BytesIO copies anything else."""
     file.seek(entry.offset)
     return file.read(entry.length)
 
 
 class FolderStateDict(MutableMapping[str, Any]):
-    """The module's state in a folder, as a mapping that reads what is asked for; what hooks set or delete counts."""
+    """The module's state in a folder, as a mapping that reads a value when it is used; hooks may set and delete entries."""
 
     def __init__(self, reader: FolderReader) -> None:
         self._reader = reader
@@ -205,7 +205,7 @@ class FolderStateDict(MutableMapping[str, Any]):
         return len(set(self._entries) | set(self._own))
 
     def read_many(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values of ``names``; see :meth:`FolderReader.read`."""
+        """Return the values of ``names``; see :meth:`FolderReader.read`."""
         names = list(names)
         wanted: dict[Value, ValueEntry] = {("state_dict", n): self._entries[n] for n in names if n not in self._own}
         found = self._reader.read(wanted)
@@ -213,14 +213,14 @@ class FolderStateDict(MutableMapping[str, Any]):
 
 
 class FolderOptimizerState(Mapping[str, Any]):
-    """An optimizer's states in a folder: the names of the parameters that have one, read by :meth:`read_many`."""
+    """An optimizer's states in a folder, by parameter name; :meth:`read_many` reads several at once."""
 
     def __init__(self, reader: FolderReader, index: int) -> None:
         self._reader = reader
         self._index = index
         self._entries = reader.manifest.optimizers[index] if index < len(reader.manifest.optimizers) else {}
         self.is_near = reader.sees_all
-        """Each rank reads by itself, whenever it wants."""
+        """Whether each rank sees all files, so that it can read at any time without the other ranks."""
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         if name not in self._entries:
@@ -234,7 +234,7 @@ class FolderOptimizerState(Mapping[str, Any]):
         return len(self._entries)
 
     def read_many(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """The states of those of ``names`` that have one; see :meth:`FolderReader.read`."""
+        """Return the states of those of ``names`` that have one; see :meth:`FolderReader.read`."""
         found = self._reader.read(
             {
                 (f"optimizer_{self._index}", "state", name, key): entry

@@ -1,6 +1,6 @@
-"""A checkpoint of HFCausalLM as the folder that Hugging Face's from_pretrained reads: config.json and safetensors.
+"""Export a checkpoint of HFCausalLM as a folder for Hugging Face's from_pretrained: config.json and safetensors.
 
-LoRACausalLM's adapters are added to the weights beside which they stand, so that nobody needs peft to read the result.
+LoRACausalLM's adapters are merged into the weights, so that the result can be read without peft.
 Tensors are written one at a time. A safetensors file is the length of a header, the header (JSON: name, type, shape
 and place of each tensor), and the tensors' bytes (https://huggingface.co/docs/safetensors).
 """
@@ -23,7 +23,7 @@ from lightning_holmes.errors import CheckpointError
 PREFIX = "model."
 MAX_SHARD_BYTES = 5 * 10**9
 
-# what save_pretrained of transformers' tokenizers writes
+# the files that save_pretrained of transformers' tokenizers writes
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja"),
@@ -73,7 +73,7 @@ def write_pretrained(source: Source, target: Path, *, max_shard_bytes: int = MAX
 
 
 def write_safetensors(path: Path, items: dict[str, Item], read: Callable[[Item], Any]) -> None:
-    """Write a safetensors file, a tensor at a time."""
+    """Write a safetensors file, one tensor at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, item in items.items():
@@ -97,7 +97,7 @@ def write_safetensors(path: Path, items: dict[str, Item], read: Callable[[Item],
 
 
 def _named_as_in_transformers(source: Source) -> dict[str, Item]:
-    """The model's tensors without HFCausalLM's own prefix; of tied ones the first, as save_pretrained does."""
+    """The model's tensors without HFCausalLM's prefix; of tied tensors only the first, as in save_pretrained."""
     tensors: dict[str, Item] = {}
     places = set()
     for name, item in weights(source):
@@ -125,7 +125,7 @@ def _split(tensors: dict[str, Item], max_shard_bytes: int) -> list[list[str]]:
 
 
 def _write_config(source: Source, folder: Path, tensors: dict[str, Item]) -> None:
-    """config.json, from what HFCausalLM was built from."""
+    """Write config.json, from the configuration or folder that HFCausalLM was built from."""
     given = source.rest.get("hyper_parameters", {})
     config, pretrained = given.get("config"), given.get("pretrained")
     dtype = next((i.dtype for i in tensors.values() if i.dtype is not None and i.dtype.is_floating_point), None)
@@ -150,8 +150,8 @@ def _write_config(source: Source, folder: Path, tensors: dict[str, Item]) -> Non
             f"export needs: put the folder back (looked in {Path.cwd()})"
         )
     described = json.loads((origin / "config.json").read_text(encoding="utf-8"))
-    # from_pretrained rounds the weights to this type: the folder's may be smaller than the one that was trained in
-    described.pop("torch_dtype", None)  # the older name
+    # from_pretrained casts the weights to this dtype: the folder's may have less precision than the one used in training
+    described.pop("torch_dtype", None)  # the older name of the entry
     described["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
     for name in ("generation_config.json", *_TOKENIZER_FILES):

@@ -1,11 +1,11 @@
-"""History: what has happened to a job on this host: a line of JSON each, beside its snapshots.
+"""History: the events of a job on this host, one line of JSON each, in a file beside its snapshots.
 
     history = History(folder / "history")
     history.note("start", "start 2, of 8 ranks")
     history.note("caught up", "step 912 is done again", lost_s=41.0)
     [event.line() for event in history.read()]
 
-A process that is killed says nothing; its fellows do. What there is no room for is left out.
+A killed process cannot record an event; other ranks record it. Events for which no space is left are dropped.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """``kind``: start, resumed, told (by a signal), slow (a rank), moved (groups, to other cards), failed, or caught up; ``at`` in seconds since the
-    epoch."""
+    """An event. ``kind``: start, resumed, told (a signal asked the job to end), slow (a rank), moved (groups, to other network cards), failed, or
+    caught up; ``at``: its time in seconds since the epoch."""
 
     kind: str
     at: float
@@ -26,7 +26,7 @@ class Event:
     lost_s: float = 0.0
 
     def line(self) -> str:
-        """For people."""
+        """Return the event as a line of text for people."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.at))
         return f"{when}  {self.words}{f': {self.lost_s:.0f} s lost' if self.lost_s else ''}"
 
@@ -38,24 +38,24 @@ class History:
         self._path = path
 
     def note(self, kind: str, words: str, *, lost_s: float = 0.0) -> None:
-        """Add an event of now; of ``words`` the first line."""
+        """Add an event with the present time; only the first line of ``words`` is kept."""
         event = Event(kind=kind, at=time.time(), words=words.partition("\n")[0], lost_s=lost_s)
         with contextlib.suppress(OSError), self._path.open("a") as file:
             print(json.dumps(asdict(event)), file=file)
 
     def read(self) -> list[Event]:
-        """All that was noted whole."""
+        """Return all events, without lines that are incomplete."""
         found = []
         with contextlib.suppress(OSError):
             for line in self._path.read_text().splitlines():
-                with contextlib.suppress(ValueError, TypeError):  # there was no room for it
+                with contextlib.suppress(ValueError, TypeError):  # a line cut off because no space was left
                     found.append(Event(**json.loads(line)))
         return found
 
 
 def summary(events: list[Event]) -> str:
-    """How often the job was started, and what that has cost."""
+    """A text with the number of starts of the job and the seconds lost."""
     starts = sum(event.kind == "start" for event in events)
     lost_s = sum(event.lost_s for event in events)
-    started = f"{starts} start{'s' * (starts != 1)}, " if starts else ""  # without snapshots they are not known
+    started = f"{starts} start{'s' * (starts != 1)}, " if starts else ""  # without snapshots starts are not recorded
     return f"{started}{lost_s:.0f} s lost in faults"

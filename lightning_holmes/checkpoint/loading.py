@@ -1,4 +1,4 @@
-"""Finding and opening a checkpoint of either format, on file systems that may not be shared."""
+"""Find and open a checkpoint of either format, on file systems that may not be shared."""
 
 import socket
 import zipfile
@@ -20,13 +20,13 @@ from lightning_holmes.pipeline import tree
 
 
 def load_folder(path: Path, rank: int, all_gather: Callable[[Any], list[Any]], *, weights_only: bool) -> dict[str, Any]:
-    """Lightning's checkpoint from a folder; its states read what they are asked for. All ranks must call."""
+    """Return Lightning's checkpoint from a folder; its states are read when they are used. All ranks must call."""
     found, problem = _find(path)
     everyone = all_gather((problem, [(m.id, f is not None) for f, m in found], socket.gethostname()))
     ids = [ids[0][0] for _, ids, _ in everyone if ids]
     if not ids:
         raise CheckpointError(next(p for p, _, _ in everyone if p))
-    # the youngest on the lowest rank that has one: where rank 0 renamed its folder, others may not have had time to
+    # take the first checkpoint of the lowest rank that has one: other ranks may have been killed before they renamed theirs
     mine = next(((folder, m) for folder, m in found if m.id == ids[0]), None)
     rest = b""
     if mine is not None:
@@ -58,7 +58,7 @@ def load_folder(path: Path, rank: int, all_gather: Callable[[Any], list[Any]], *
 
 
 def read_state_dict(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
-    """The whole module's state from a checkpoint of either format, in one process.
+    """Return the whole module's state from a checkpoint of either format, in one process.
 
     Raises:
         CheckpointError: the checkpoint is damaged or torn.
@@ -71,7 +71,7 @@ def read_state_dict(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
 
 
 def read_plan(path: Path) -> str | None:
-    """The YAML of the plan in a checkpoint of either format, empty where it has none; None where ``path`` is no checkpoint.
+    """Return the YAML of the plan in a checkpoint of either format; "" if it has no plan, None if ``path`` is no checkpoint.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -82,8 +82,8 @@ def read_plan(path: Path) -> str | None:
 
 
 def _find(path: Path) -> tuple[list[tuple[Path, Manifest]], str]:
-    """The folders here that may be the checkpoint, or why there is none. A folder that was whole, but not yet renamed
-    when the process was killed, counts."""
+    """Return the folders on this host that may be the checkpoint, and the reason if there is none. They include a folder that was
+    complete but not yet renamed when the process was killed."""
     found, problem = [], f"there is no checkpoint {path} on {socket.gethostname()}"
     for folder in (path, *atomic.temporary_paths(path), atomic.previous_path(path)):
         if folder.is_dir():
@@ -96,7 +96,7 @@ def _find(path: Path) -> tuple[list[tuple[Path, Manifest]], str]:
 
 
 def _providers(path: Path, manifest: Manifest, present: Sequence[frozenset[str]]) -> dict[str, int]:
-    """The lowest rank that sees each file with values."""
+    """For each file with values the lowest rank that sees it."""
     providers = {}
     for name, entry in manifest.files.items():
         if entry.file_system is None:
@@ -112,7 +112,7 @@ def _providers(path: Path, manifest: Manifest, present: Sequence[frozenset[str]]
 
 
 class NetworkFetch:
-    """Gets the bytes of values from ranks that see their files; all ranks must call it together."""
+    """Fetches the bytes of values from ranks that see their files; all ranks must call it together."""
 
     def __init__(self, rank: int, providers: dict[str, int], all_gather: Callable[[Any], list[Any]]) -> None:
         self._rank = rank
@@ -121,7 +121,7 @@ class NetworkFetch:
 
     def __call__(self, reader: FolderReader, wanted: Sequence[ValueEntry]) -> dict[ValueEntry, bytes]:
         requests: list[list[ValueEntry]] = self._all_gather(list(wanted))
-        group = dist.new_group(backend="gloo")  # values are on the host, and WORLD may be NCCL's
+        group = dist.new_group(backend="gloo")  # values are on the host, and WORLD may use NCCL
         fetched: dict[ValueEntry, bytes] = {}
         try:
             for receiver, entries in enumerate(requests):
@@ -142,10 +142,11 @@ class NetworkFetch:
 
 
 def load_plain(path: Path, *, weights_only: bool, check: bool, agree: Callable[[Any], Any]) -> dict[str, Any]:
-    """Lightning's checkpoint from one file; the states' tensors are read when they are used. All ranks must call.
+    """Return Lightning's checkpoint from one file; the states' tensors are read when they are used. All ranks must call.
 
     Args:
-        check: read the whole file once and compare its checksums; on one rank.
+        check: read the whole file once and compare its checksums; true on one rank.
+        agree: broadcasts that rank's result to all ranks.
     """
     damaged = agree(damaged_records(path) if check else [])
     if damaged:

@@ -1,4 +1,4 @@
-"""CheckpointManager: a strategy's checkpoints, whichever format: saves, loads, removes, and waits for what is written.
+"""CheckpointManager: saves, loads and removes a strategy's checkpoints of either format, and waits for background writes.
 
 manager = CheckpointManager(distributed="auto", background=False)
 manager.save(job, checkpoint, "last.ckpt", ...)
@@ -41,12 +41,12 @@ from lightning_holmes.errors import (
 from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.torch_private import default_store
 
-_TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception come within this
+_TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception arrive within this time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Who is who: this rank among all, its replica among the replicas, and its place in its tensor group."""
+    """This rank's position in the job: among all ranks, its replica among the replicas, and its rank in its tensor group."""
 
     rank: int = 0
     size: int = 1
@@ -56,27 +56,27 @@ class Job:
     tensor_rank: int = 0
     tensor_size: int = 1
     host_group: Any = None
-    """All ranks, by gloo; None: WORLD."""
+    """The gloo group of all ranks; None: WORLD."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value; all must call."""
+        """Return every rank's value, on all ranks; all ranks must call."""
         if self.size == 1:
             return [value]
         return all_gather_values(value)
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value; all must call."""
+        """Return rank 0's value, on all ranks; all ranks must call."""
         if self.size == 1:
             return value
         return broadcast_value(value)
 
 
 class CheckpointManager:
-    """What a strategy asks to save and load.
+    """Saves and loads the checkpoints of a strategy.
 
     Args:
-        distributed: folders rather than files; "auto" for more than one process.
-        background: write in a thread while training goes on.
+        distributed: write folders rather than files; "auto": if there is more than one process.
+        background: write in a thread while training continues.
     """
 
     def __init__(self, *, distributed: bool | Literal["auto"], background: bool) -> None:
@@ -87,15 +87,15 @@ class CheckpointManager:
         self._file_systems: dict[str, FileSystems] = {}
         self._last: Meeting | None = None
         self.reading: JoinedSteps | None = None
-        """What brings values of the next folder while it is written; all ranks finish it."""
+        """The collective steps that bring values of the next folder to this rank while it is written; all ranks finish them."""
         self.others_may_write = False
-        """Some of its values have writers of their own; the same on all ranks."""
+        """Whether optimizer nodes may write some of the next folder's values; the same on all ranks."""
         self._writers: dict[Path, tuple[dict[int, PartWriter], list[PartWriter]]] = {}
-        """By folder those who could write, and those of them who see it."""
+        """For each folder the writers of deferred values by id, and the list of those that see the folder."""
         self._told: set[Path] = set()
 
     def writes_folders(self, job: Job, checkpoint_io: Any) -> bool:
-        """Whether checkpoints are folders; a CheckpointIO plugin of the user's gets files, as it expects."""
+        """Whether checkpoints are written as folders; a user's CheckpointIO plugin gets files, as it expects."""
         if self.distributed == "auto":
             return job.size > 1 and type(checkpoint_io) is TorchCheckpointIO
         return bool(self.distributed)
@@ -118,12 +118,12 @@ class CheckpointManager:
 
         Args:
             order: the names of the whole ``state_dict``.
-            parameters: those of them that are parameters.
+            parameters: those of these names that are parameters.
             plan: the plan as YAML.
-            assigned: what is on one replica each already: "optimizer", its states; "state_dict", the parameters.
+            assigned: which values each exist on one replica only: "optimizer", the optimizers' states; "state_dict", the parameters.
         """
         self._writer.wait()
-        # gathered, not broadcast: after it every rank's writer has ended, and read what is to be forgotten
+        # all-gather rather than broadcast: afterwards every rank's writer has ended and has read the announcements to be deleted
         name, token = job.all_gather((os.fspath(path), uuid.uuid4().hex[:8]))[0]
         if self._last is not None:
             self._last.forget(TOPICS)
@@ -147,7 +147,7 @@ class CheckpointManager:
         self._writer.run(functools.partial(save.run, meeting), background=background)
 
     def leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:
-        """Let who has values elsewhere and sees the folder write them. All ranks must call."""
+        """Let the writers of deferred values that see the folder write these values; return the save of the rest. All ranks must call."""
         save.prepare()
         folder, values = save.target.parent, save.values
         wanted = {id(v.writer): v.writer for v in values.values() if isinstance(v, Deferred) and v.writer is not None}
@@ -155,7 +155,7 @@ class CheckpointManager:
         if known is None or known[0].keys() != wanted.keys():
             known = self._writers[folder] = wanted, [writer for writer in wanted.values() if writer.sees(folder)]
         seen = known[1]
-        # after it nobody prepares any more
+        # after this all-gather no rank is still in prepare()
         told = job.all_gather(([w.name for w in wanted.values()], [w.name for w in seen]))
         if job.rank == 0 and folder not in self._told and any(names for names, _ in told):
             self._told.add(folder)
@@ -176,10 +176,10 @@ class CheckpointManager:
         plan: str,
         assigned: frozenset[str],
     ) -> None:
-        """Write a folder while an exception ends the run, if all ranks come here at the same step within a moment.
+        """Write a folder while an exception ends the run, if all ranks call this at the same step within _TOGETHER.
 
         Raises:
-            CheckpointError: they do not.
+            CheckpointError: they do not, or the ranks form tensor groups.
         """
         self.finish(failed=True, alone=job.size == 1)
         if job.tensor_size > 1:
@@ -189,7 +189,7 @@ class CheckpointManager:
         target = _local(os.fspath(path))
         token = f"failure-{checkpoint['global_step']}"
         meeting = Meeting(_client(job, _TOGETHER), job.rank, job.size, f"{token}-{target}", _TOGETHER)
-        systems = self._systems(job, target.parent, meeting.all_gather)  # process groups may not answer any more
+        systems = self._systems(job, target.parent, meeting.all_gather)  # the process groups may not work any more
         self.folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned).run(meeting)
 
     def folder_save(
@@ -224,10 +224,10 @@ class CheckpointManager:
         )
 
     def save_plain(self, job: Job, checkpoint: dict[str, Any], path: Any, *, background: bool) -> None:
-        """Write ``checkpoint``, whole on rank 0, as one file that plain Lightning reads. All ranks must call.
+        """Write ``checkpoint``, which rank 0 has whole, as one file that plain Lightning reads. All ranks must call.
 
         Raises:
-            CheckpointError: on every rank, if rank 0 could not write it, or, in the background, the one before it.
+            CheckpointError: on every rank, if rank 0 could not write this checkpoint, or an earlier one in the background.
         """
         target = _local(os.fspath(path))
         if background and job.rank == 0:
@@ -251,7 +251,7 @@ class CheckpointManager:
             raise CheckpointError(problem)
 
     def remove(self, job: Job, path: Any) -> None:
-        """Remove a checkpoint of either format, once what is being written is whole. All ranks must call."""
+        """Remove a checkpoint of either format once the checkpoint that is being written is complete. All ranks must call."""
         target = _local(os.fspath(path))
         folder = str(target.parent)
         if folder in self._file_systems:
@@ -268,13 +268,14 @@ class CheckpointManager:
         alone: bool = False,
         all_gather: Callable[[Any], list[Any]] = lambda value: [value],
     ) -> None:
-        """Wait for the present write; after a failure of the run only a moment, unless this process is ``alone``.
+        """Wait for the current write; after a failure of the run only for _TOGETHER, unless this process is ``alone``.
 
         Args:
-            all_gather: what each rank gives; all call it where they write in the background.
+            all_gather: gathers a value of each rank; if checkpoints are written in the background and the run has not failed, all
+                ranks call it.
 
         Raises:
-            CheckpointError: the write has failed, on any rank, and the run has not.
+            CheckpointError: the write has failed on any rank, and the run has not failed.
         """
         if not failed:
             error: Exception | None = None
@@ -283,7 +284,7 @@ class CheckpointManager:
             except Exception as own:
                 error = own
             problems = all_gather(None if error is None else str(error)) if self.background else []
-            others = [problem for problem in problems if problem is not None]  # one file is rank 0's alone
+            others = [problem for problem in problems if problem is not None]  # a single file is written by rank 0 only
             if error is None and others:
                 error = CheckpointError(others[0])
             if error is not None:
@@ -299,7 +300,7 @@ class CheckpointManager:
         states = resume.loader_states(checkpoint)
         replicas = [states]
         if states and job.num_replicas > 1:
-            if failed:  # the others may not answer; resuming inside an epoch will be refused
+            if failed:  # the other ranks may not answer; resuming inside an epoch will be refused
                 replicas = []
             else:
                 everyone = dict(reversed(job.all_gather((job.replica, states))))
@@ -316,11 +317,11 @@ class CheckpointManager:
     # loading
 
     def load(self, job: Job, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
-        """Lightning's checkpoint, of either format, whose states read what they are asked for; all ranks must call.
+        """Return Lightning's checkpoint of either format; its states are read when they are used. All ranks must call.
 
         Raises:
-            CheckpointError: it is damaged or torn.
-            CheckpointNotFoundError: there is none.
+            CheckpointError: the checkpoint is damaged or torn.
+            CheckpointNotFoundError: there is no checkpoint at ``path``.
         """
         self._writer.wait()
         name = job.broadcast(os.fspath(path))
@@ -345,7 +346,7 @@ class CheckpointManager:
 def _share(
     job: Job, values: Mapping[Value, Any], parameters: frozenset[str], assigned: frozenset[str]
 ) -> dict[Value, Any]:
-    """What this rank writes; the ranks of a tensor group, which must call together, write parts of their replica's share."""
+    """The values that this rank writes. The ranks of a tensor group split their replica's share among them; all of them must call."""
 
     def is_alone(name: Value) -> bool:
         of_module = name[0] == "state_dict"
@@ -360,7 +361,7 @@ def _share(
 
 
 def _who_writes(folder: Path, told: Sequence[tuple[Sequence[str], Sequence[str]]]) -> str:
-    """In words, by what each rank says of those who could, and of those who see the folder."""
+    """The message that says which writers write; ``told`` has for each rank the names of its writers, and of those that see the folder."""
     all_names, names = (sorted({name for of_rank in told for name in of_rank[place]}) for place in (0, 1))
     if not names:
         return f"{folder}: {', '.join(all_names)} cannot write there, so that workers write all parts of checkpoints"
@@ -369,7 +370,7 @@ def _who_writes(folder: Path, told: Sequence[tuple[Sequence[str], Sequence[str]]
 
 
 def is_local(path: Any) -> bool:
-    """Whether a path is one of the operating system's, and no URL."""
+    """Whether a path is a file system path or a file:// URL, and no other URL."""
     return "://" not in os.fspath(path) or os.fspath(path).startswith("file://")
 
 
@@ -388,7 +389,7 @@ def _holds_folder(path: Path) -> bool:
 
 
 def _client(job: Job, timeout: timedelta) -> Any:
-    """A client of the job's store for a thread of its own. Raises CheckpointError."""
+    """A new client of the job's store, for use in another thread; None in a job of one process. Raises CheckpointError."""
     if job.size == 1:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Manifest: what a checkpoint folder holds, where each value's bytes stand, and what their checksums are.
+"""Manifest: the contents of a checkpoint folder, the place of each value's bytes, and their checksums.
 
-It is the last file written, so that a folder without one, or with files shorter than it says, is torn. It is JSON
-with a checksum of itself: nothing in it can run. torch.distributed.checkpoint's own ``.metadata`` says the same as a
+The manifest is the last file written, so a folder without it, or with files shorter than it says, is torn. It is JSON
+with a checksum of itself, and cannot run code. torch.distributed.checkpoint's own ``.metadata`` has the same facts as a
 pickle; it is written for other tools and never read here.
 """
 
@@ -29,7 +29,7 @@ DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).valu
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file of the folder. ``file_system`` numbers the file systems of the job; None: the file is on each of them."""
+    """A file of the folder. ``file_system`` is the number of the file system that has it; None: every file system of the job has it."""
 
     num_bytes: int
     file_system: int | None = None
@@ -39,7 +39,7 @@ class FileEntry:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueEntry:
-    """Where a value was saved by torch.save: ``length`` bytes of ``file`` from ``offset`` on. A value that is no
+    """The place of a value saved by torch.save: ``length`` bytes of ``file`` from ``offset`` on. A value that is not a
     tensor has no ``dtype``."""
 
     file: str
@@ -53,8 +53,8 @@ class ValueEntry:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """``state_dict[name]`` and ``optimizers[index][parameter name][key]`` are the values; ``state_dict`` is in the
-    module's own order. ``rest_crc32`` is that of the file with everything else."""
+    """The manifest of a folder. ``state_dict[name]`` and ``optimizers[index][parameter name][key]`` are the values; ``state_dict``
+    is in the module's own order. ``rest_crc32`` is the checksum of the file with everything else."""
 
     id: str
     files: dict[str, FileEntry]
@@ -65,7 +65,7 @@ class Manifest:
     format: str = FORMAT
 
     def to_bytes(self) -> bytes:
-        """What :meth:`from_bytes` reads."""
+        """Serialise the manifest for :meth:`from_bytes`."""
         body = json.dumps(asdict(self), separators=(",", ":")).encode()
         return body + b"\n" + f"{zlib.crc32(body):08x}\n".encode()
 
@@ -74,7 +74,7 @@ class Manifest:
         """Read a manifest.
 
         Raises:
-            CheckpointError: it is damaged, or of another format.
+            CheckpointError: the manifest is damaged, or of another format.
         """
         body, _, check = data.rstrip(b"\n").rpartition(b"\n")
         try:
@@ -87,7 +87,8 @@ class Manifest:
         return manifest
 
     def check(self) -> None:
-        """Raise ValueError for what no manifest of ours says: files elsewhere, and values outside of their files."""
+        """Raise ValueError if the manifest is of another format, names files outside of the folder, or has values outside of their files or of an
+        unknown dtype."""
         if self.format != FORMAT:
             raise ValueError(f"it is not of the format {FORMAT!r}; read it with the version that wrote it")
         for name in self.files:
@@ -108,10 +109,10 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """The manifest of a checkpoint folder. Raises CheckpointError if there is none or it is damaged."""
+        """Read the manifest of a checkpoint folder. Raises CheckpointError if it is missing or damaged."""
         path = folder / MANIFEST
         try:
-            if not stat.S_ISREG(path.stat().st_mode):  # one would wait for a pipe's writer
+            if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would wait for its writer
                 raise OSError("it is no file")
             data = path.read_bytes()
         except OSError as error:
@@ -119,14 +120,14 @@ class Manifest:
         return cls.from_bytes(data, str(path))
 
     def present_files(self, folder: Path) -> frozenset[str]:
-        """The files that ``folder`` has, at full length."""
+        """The files that ``folder`` has at full length."""
         return frozenset(name for name, entry in self.files.items() if _size(folder / name) == entry.num_bytes)
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What keeps a folder from being a whole checkpoint, in words; empty if nothing does.
+    """Messages that say why a folder is not a whole checkpoint; empty if it is.
 
-    A folder of one of several file systems is whole if it has the files of that one.
+    If several file systems hold the checkpoint, a folder is whole if it has the files of one of them.
     """
     try:
         manifest = Manifest.load(folder)

@@ -1,6 +1,6 @@
-"""Meeting: ranks agree about one checkpoint over the job's key-value store.
+"""Meeting: ranks exchange messages about one checkpoint over the job's key-value store.
 
-No process group takes part, so that files can be written in a thread while training uses the groups.
+No process group is used, so that files can be written in a thread while training uses the groups.
 """
 
 import json
@@ -16,19 +16,19 @@ from lightning_holmes.errors import CheckpointError, ConnectionLostError
 
 _T = TypeVar("_T")
 _LOOK_S = 2.0
-_ANSWER_S = 2.0  # beyond the timeout of what is asked
+_ANSWER_S = 2.0  # added to the timeout of a request
 
 
 class Meeting:
-    """One save; every rank makes one with the same ``name``.
+    """The messages of one save; every rank makes a Meeting with the same ``name``.
 
     Args:
-        store: a client of the job's store of this thread's own; None in a job of one process.
+        store: a client of the job's store that no other thread uses; None in a job of one process.
         rank: this global rank.
-        size: all ranks.
-        name: this save's, used by no other.
+        size: the number of ranks.
+        name: the name of this save, used by no other save.
         timeout: how long ranks wait for each other.
-        has_ended: whether a rank's process is known to have ended, which is then not waited for; asked every two seconds.
+        has_ended: returns whether a rank's process is known to have ended, which ends the wait for it; called every two seconds.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Meeting:
         self._round = 0
 
     def gather(self, topic: str, data: bytes) -> Sequence[bytes]:
-        """The data of all ranks on rank 0; nothing on the others."""
+        """Return the data of all ranks on rank 0, nothing on the others."""
         if self.size == 1:
             return [data]
         if self.rank != 0:
@@ -63,7 +63,7 @@ class Meeting:
         return found
 
     def announce(self, topic: str, data: bytes = b"") -> bytes:
-        """What rank 0 gives, on every rank."""
+        """Return the data of rank 0 on every rank."""
         if self.size == 1:
             return data
         if self.rank == 0:
@@ -72,7 +72,7 @@ class Meeting:
         return self._take(self._key(topic, 0), 0)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, plain data, on every rank."""
+        """Return the values of all ranks, which must be JSON data, on every rank."""
         self._round += 1
         gathered = self.gather(f"values {self._round}", json.dumps(value).encode())
         everyone = [json.loads(data) for data in gathered]
@@ -80,7 +80,7 @@ class Meeting:
         return found
 
     def forget(self, topics: Sequence[str]) -> None:
-        """Take rank 0's announcements out of the store, once all ranks have read them."""
+        """Delete rank 0's announcements from the store; call this once all ranks have read them."""
         if self.size > 1 and self.rank == 0:
             for topic in topics:
                 self._delete(self._key(topic, 0))
@@ -103,7 +103,7 @@ class Meeting:
                 try:
                     self._store.wait([key], timedelta(seconds=max(min(left_s, _LOOK_S), 0.001)))
                     return bytes(self._store.get(key))
-                except dist.DistStoreError:  # nothing came
+                except dist.DistStoreError:  # the key was not set in time
                     if left_s <= _LOOK_S:
                         raise
                     if self._has_ended(rank):
@@ -112,7 +112,7 @@ class Meeting:
         return self._ask(wait_and_get, f"rank {rank}")
 
     def _ask(self, request: Callable[[], _T], who: str) -> _T:
-        """What the store says, in time, whatever becomes of the way to it. Raises CheckpointError."""
+        """Return the store's answer to ``request``; raise CheckpointError if it fails, or takes too long because the connection is lost."""
         seconds = self._timeout.total_seconds()
         try:
             return answer_within(request, timeout_s=seconds + _ANSWER_S)

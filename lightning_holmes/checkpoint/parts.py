@@ -1,7 +1,7 @@
-"""What this rank holds of a module's and an optimizer's state, by global parameter names, and what of it it writes.
+"""This rank's part of a module's and an optimizer's state, by global parameter names, and the share of it that this rank writes.
 
-Replicas hold the same parameters and optimizer states: each writes a share of them. Everything else (buffers, what
-modules keep beside) may differ between replicas, and is the first replica's.
+Replicas hold the same parameters and optimizer states, so each writes a share of them. Everything else (buffers, extra state
+of modules) may differ between replicas, and is written by the first replica.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,25 +20,25 @@ Value = tuple[str, ...]
 
 
 class PartWriter(Protocol):
-    """Somebody else who can write values, such as an optimizer node."""
+    """A writer of values in another process, such as an optimizer node."""
 
     name: str
 
     def sees(self, folder: Path) -> bool:
-        """Whether it can write to this folder."""
+        """Whether the writer can write to this folder."""
 
     def start(self, path: Path, places: Collection[Any]) -> Callable[[], Mapping[str, Any]]:
-        """Start to write a file of these values, as they are now. What this gives waits, and says "entries", "bytes" and "host"; an entry
-        is a place and a Placed as a dictionary."""
+        """Start to write a file with these values as they are now. Return a function that waits until it is written and returns "entries",
+        "bytes" and "host"; an entry is a place and a Placed as a dictionary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deferred:
-    """A value that is read when it is written; equal ``place``, same value.
+    """A value that is read only when it is written. Values with equal ``place`` are the same.
 
     Attributes:
-        num_bytes: of it; 0 where nobody asks.
-        writer: who may write it where it is, without its being read.
+        num_bytes: the value's bytes; 0 where they are not needed.
+        writer: the writer that may write the value where it is, so that this rank need not read it.
     """
 
     place: Any
@@ -48,10 +48,10 @@ class Deferred:
 
 
 def module_part(pipeline: PipelineModule, collected: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The entries of the module's ``state_dict`` whose copy on this rank counts.
+    """The entries of the module's ``state_dict`` that this rank owns (see :meth:`PipelineModule.is_owner`).
 
     Args:
-        collected: of parameters that live in shards, those that were brought to this rank; None: parameters are whole.
+        collected: if parameters are sharded, the whole parameters that were collected on this rank; None: parameters are not sharded.
     """
     found: dict[str, Any] = {}
     for key, value in pipeline.module.state_dict(keep_vars=True).items():
@@ -67,7 +67,7 @@ def module_part(pipeline: PipelineModule, collected: Mapping[str, Any] | None = 
 
 
 def owned(state: Mapping[str, Any], pipeline: PipelineModule) -> dict[str, Any]:
-    """Of the module's ``state_dict``, or what a hook has made of it, the entries whose copy on this rank counts."""
+    """The entries of ``state``, the module's ``state_dict`` or what a hook has made of it, that this rank owns."""
     names = {key: pipeline.name_of(value, key) for key, value in pipeline.module.state_dict(keep_vars=True).items()}
     return {key: value for key, value in state.items() if pipeline.is_owner(names.get(key, key))}
 
@@ -78,10 +78,10 @@ def local_states(
     pipeline: PipelineModule,
     collected: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, dict[str, Any]]:
-    """The states of the parameters whose copy on this rank's stages counts, by name.
+    """The optimizer states of the parameters that this rank owns, by parameter name.
 
     Args:
-        collected: those that a sharded optimizer has brought to this rank; None: the optimizer has them itself.
+        collected: the states that a sharded optimizer has collected on this rank; None: ``optimizer`` holds the states itself.
     """
     if collected is None:
         parameters = pipeline.parameters
@@ -100,7 +100,7 @@ def optimizer_part(
     pipeline: PipelineModule,
     collected: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The optimizer's groups with the names of all their parameters, and the states that count on this rank; see
+    """The optimizer's groups with the names of all their parameters, and the states of the parameters that this rank owns; see
     :func:`local_states`."""
     state = local_states(optimizer, groups, pipeline, collected)
     described = [
@@ -111,7 +111,7 @@ def optimizer_part(
 
 
 def named_values(state_dict: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]]) -> dict[Value, Any]:
-    """All values of a rank's parts by name."""
+    """All values of a rank's parts of the module's and the optimizers' states, by name."""
     values: dict[Value, Any] = {("state_dict", name): value for name, value in state_dict.items()}
     for index, optimizer in enumerate(optimizer_states):
         for name, entries in optimizer.get("state", {}).items():
@@ -123,10 +123,10 @@ def named_values(state_dict: Mapping[str, Any], optimizer_states: Sequence[Mappi
 def share_of(
     values: Mapping[Value, Any], parameters: frozenset[str], replica: int, num_replicas: int
 ) -> dict[Value, Any]:
-    """What replica ``replica`` writes of ``values``, which its fellows hold too: the same bytes each, about.
+    """The values that replica ``replica`` writes of ``values``, which all replicas hold: about the same number of bytes for each replica.
 
     Args:
-        parameters: keys of the ``state_dict`` that are parameters.
+        parameters: keys of the ``state_dict`` that are parameters; the first replica writes its other entries.
     """
     if num_replicas == 1:
         return dict(values)
@@ -147,10 +147,10 @@ def share_of(
 
 
 def made_whole(ours: Mapping[Value, Any], mine: Mapping[Value, Any]) -> dict[Value, Any]:
-    """``mine``, which this rank writes of what its tensor group holds, with whole tensors in place of sharded ones.
+    """Return ``mine``, the values that this rank writes, with whole tensors in place of DTensors.
 
     Args:
-        ours: what the ranks of the tensor group write together; all of them must call, with the same names.
+        ours: the values that the ranks of the tensor group write together; all of them must call, with the same names.
     """
     found: dict[Value, Any] = {}
     for name, value in ours.items():
@@ -163,14 +163,14 @@ def made_whole(ours: Mapping[Value, Any], mine: Mapping[Value, Any]) -> dict[Val
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of a tensor, also of one that is read later; 0 for anything else."""
+    """Bytes of a tensor or of a :class:`Deferred` value; 0 for anything else."""
     if isinstance(value, Deferred):
         return value.num_bytes
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def same_memory(name: Value, value: Any) -> Any:
-    """Equal for values that are the same tensor under two names, such as tied weights."""
+    """A key that is equal for values that are the same tensor under two names, such as tied weights."""
     if isinstance(value, Deferred):
         return value.place
     if not isinstance(value, Tensor):

@@ -1,7 +1,7 @@
-"""State by the global names of the user's parameters, whatever the layout.
+"""State by the global names of the user's parameters, independent of the layout.
 
-Collects a pipeline's parts into the dictionaries that plain Lightning would have written, and takes from
-such dictionaries what a rank needs. The first replica's ranks do it; the others hold the same.
+Collects a pipeline's parts into the dictionaries that plain Lightning would have written, and takes from such
+dictionaries the part that a rank needs. The ranks of one replica do this; the other replicas hold the same state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ TOPIC_GATHER = 6
 
 
 def gather_parts(p2p: P2P | None, part: Mapping[Any, Any], *, root: int) -> dict[Any, Any]:
-    """The union of the parts of all ranks of a pipeline on its rank ``root``; {} on the others, which must call too."""
+    """Return the union of the parts of all ranks of a pipeline on its rank ``root``, {} on the others; all of them must call."""
     if p2p is None:
         return dict(part)
     if p2p.rank != root:
@@ -47,11 +47,11 @@ def module_state_dict(
 ) -> dict[str, Any]:
     """The module's whole ``state_dict`` on the pipeline's rank ``root``, in the module's own order; {} elsewhere.
 
-    All ranks of the replica must call: those of a tensor group make its tensors whole together, and one of them
-    ``keeps`` them.
+    All ranks of the replica must call: the ranks of a tensor group gather its tensors together, and one of them
+    ``keeps`` the result; the others get {}.
 
     Args:
-        collected: of parameters that live in shards, those that were brought to this rank; None: parameters are whole.
+        collected: if parameters are sharded, the whole parameters that were collected on this rank; None: parameters are not sharded.
     """
     local: dict[str, Any] = {}
     order = []
@@ -72,7 +72,7 @@ def module_state_dict(
 
 
 def parameter_group_names(pipeline: PipelineModule, optimizer: Optimizer, first: int = 0) -> list[list[str]]:
-    """The names of the parameters in each group of ``optimizer`` from the ``first`` on, which still holds all of them.
+    """The names of the parameters in each group of ``optimizer`` from group ``first`` on. The groups must still hold the parameters of all stages.
 
     Raises:
         ConfigurationError: the optimizer holds a tensor that was no parameter of the module when the run began.
@@ -93,10 +93,10 @@ def parameter_group_names(pipeline: PipelineModule, optimizer: Optimizer, first:
 def keep_local_parameters(
     param_groups: Sequence[dict[str, Any]], groups: Sequence[Sequence[str]], local: set[str]
 ) -> None:
-    """Take other stages' parameters out of an optimizer's groups, in place: schedulers hold the groups.
+    """Remove other stages' parameters from an optimizer's groups, in place, because schedulers hold the groups.
 
     Args:
-        groups: the names of the parameters in each.
+        groups: the names of the parameters in each group.
     """
     for group, names in zip(param_groups, groups, strict=True):
         kept = [index for index, name in enumerate(names) if name in local]
@@ -115,9 +115,9 @@ def optimizer_state_dict(
     keeps: bool = True,
     collected: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The optimizer's state as plain Lightning numbers it (by place in the whole module's groups), on the
-    pipeline's rank ``root``; without states elsewhere. All ranks of the replica must call, one of a tensor group
-    ``keeps`` it. ``collected``: see :func:`local_states`."""
+    """The optimizer's state as plain Lightning numbers it (by position in the whole module's groups), on the pipeline's
+    rank ``root``; other ranks get it without parameter states. All ranks of the replica must call; one rank of a tensor
+    group ``keeps`` the result, the others get {}. ``collected``: see :func:`local_states`."""
     local: dict[str, Any] = {}
     for name, state_here in local_states(optimizer, groups, pipeline, collected).items():
         found = tree.map_tensors(whole_on_host, state_here)
@@ -145,10 +145,10 @@ def optimizer_state_dict(
 def load_optimizer_state_dict(
     optimizer: Optimizer, saved: Mapping[str, Any], groups: Sequence[Sequence[str]], local: set[str]
 ) -> None:
-    """Load what :func:`optimizer_state_dict` or plain Lightning wrote into an optimizer with local parameters only.
+    """Load a state of :func:`optimizer_state_dict` or of plain Lightning into an optimizer that holds only local parameters.
 
     Raises:
-        ConfigurationError: the saved groups are not of the sizes that ``configure_optimizers`` gave.
+        ConfigurationError: the sizes of the saved groups differ from those of ``groups``.
     """
     states = states_by_name(saved, groups)
 
@@ -166,14 +166,14 @@ def load_optimizer_state_dict(
 
 
 def states_by_name(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The state of each parameter that has one in an optimizer's saved dictionary.
+    """The states in an optimizer's saved dictionary by parameter name, for the parameters that have one.
 
     Args:
-        saved: numbers whole parameters by their places in ``groups``.
+        saved: the dictionary, which numbers whole parameters by their positions in ``groups``.
         groups: the names of each parameter group.
 
     Raises:
-        ConfigurationError: the saved groups are not of the sizes of ``groups``.
+        ConfigurationError: the sizes of the saved groups differ from those of ``groups``.
     """
     sizes = [len(g["params"]) for g in saved["param_groups"]]
     if sizes != [len(names) for names in groups]:
@@ -192,7 +192,7 @@ def states_by_name(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) ->
 def load_states(
     optimizer: Optimizer, saved: Mapping[str, Any], states: Sequence[Sequence[dict[str, Any] | None]]
 ) -> None:
-    """Load the options of the groups in ``saved``, and ``states`` of the parameters that ``optimizer`` has, by group."""
+    """Load into ``optimizer`` the options of the groups in ``saved``, and ``states``: by group, one entry for each of its parameters."""
     own: dict[str, Any] = {"state": {}, "param_groups": []}
     number = 0
     for saved_group, group, group_states in zip(saved["param_groups"], optimizer.param_groups, states, strict=True):
@@ -214,14 +214,14 @@ def fill_whole_module(
     *,
     keep_local: bool = False,
 ) -> None:
-    """Give every rank of the pipeline all parameters and buffers again. All of them must call, after
-    ``pipeline.uninstall()``.
+    """Broadcast all parameters and buffers, so that every rank of the pipeline holds the whole module again. All its ranks must call,
+    after ``pipeline.uninstall()``.
 
     Args:
         owner_rank: the global rank that runs each stage.
-        group: the pipeline's ranks.
+        group: the process group of the pipeline's ranks; None: there is nothing to do.
         rank: this global rank.
-        keep_local: leave the memory of what this rank holds as it is: somebody works with it.
+        keep_local: do not replace the memory of parameters that this rank holds, because it is still in use.
     """
     if group is None:
         return
@@ -246,13 +246,13 @@ def fill_whole_module(
 
 
 def whole_on_host(tensor: Tensor) -> Tensor:
-    """A tensor outside of autograd; of a sharded one all of it, on the host. Its tensor group must call."""
+    """Return a tensor detached from autograd; a DTensor is gathered whole to the host, for which all ranks of its tensor group must call."""
     found = dtensor.whole(tensor.detach())
     return found.cpu() if dtensor.is_dtensor(tensor) else found
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
-    """A saved entry of an optimizer's state for ``parameter``: this rank's part, if that is what the optimizer holds."""
+    """Return a saved entry of an optimizer's state for ``parameter``, reduced to this rank's shard if the parameter is sharded."""
     if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
         return dtensor.share_of(value, parameter)
     return value

@@ -1,4 +1,4 @@
-"""Putting saved states into a module and an optimizer of which this rank holds a part: it reads only that part."""
+"""Load saved states into a module and an optimizer of which this rank holds a part; only that part is read."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,13 +22,13 @@ _SHOWN = 10
 def load_module_state(
     pipeline: PipelineModule, saved: Mapping[str, Any], *, strict: bool, only: Collection[str] | None = None
 ) -> None:
-    """Load what this rank's stages need of ``saved``, the whole module's state; all ranks must call.
+    """Load the part of ``saved``, the whole module's state, that this rank's stages need; all ranks must call.
 
     Args:
-        only: these parameters; where there is none, what is no parameter. None: everything.
+        only: load only these parameters; if empty, only entries that are not parameters; None: everything.
 
     Raises:
-        CheckpointError: it is another model's: shapes differ, or names, and ``strict`` is set.
+        CheckpointError: the state is another model's: shapes differ, or names differ and ``strict`` is set.
     """
     module = pipeline.module
     first_names = {id(p): n for n, p in module.named_parameters()}
@@ -41,7 +41,7 @@ def load_module_state(
     if only is not None:
         names_of = {key: first_names.get(id(value)) for key, value in expected.items()}
         elsewhere |= {key for key, name in names_of.items() if (name not in only if only else name is not None)}
-    # hooks may know old names, and load_state_dict of the module's own may make others of them
+    # load hooks may know old names, and the module's own load_state_dict may rename entries
     may_rename = renames(module)
     names = [key for key in saved if key in expected or may_rename or strict]
     missing = [key for key in expected if key not in saved]
@@ -60,7 +60,7 @@ def load_module_state(
 
 
 def renames(module: nn.Module) -> bool:
-    """Whether hooks of its own may load a name into another one."""
+    """Whether a module has load hooks, which may load an entry under another name."""
     return any(map(has_load_hooks, module.modules()))
 
 
@@ -68,7 +68,7 @@ def load_whole_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load the whole module's state, in one process without a trainer.
 
     Raises:
-        CheckpointError: it is another model's.
+        CheckpointError: the state is another model's.
     """
     missing, unexpected = _load(module, saved)
     if missing or unexpected:
@@ -76,10 +76,10 @@ def load_whole_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def _load(module: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The names that ``saved`` lacks, and those that the module lacks."""
+    """Load ``saved``; return the names that ``saved`` lacks and those that the module lacks."""
     try:
         missing, unexpected = module.load_state_dict(saved, strict=False)
-    except RuntimeError as error:  # torch lists all that differ in shape, a line each
+    except RuntimeError as error:  # torch lists all entries whose shapes differ, one per line
         differences = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
         text = f"the checkpoint is of another model than this {type(module).__name__}: "
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -94,15 +94,15 @@ def load_optimizer_state(
     local: set[str],
     shards: OwnedStates | None = None,
 ) -> None:
-    """Load the states of this rank's parameters, saved in either format; all ranks must call.
+    """Load the optimizer states of this rank's parameters, saved in either format; all ranks must call.
 
     Args:
         local: the names of this rank's parameters.
-        shards: who has the states, if the optimizer has not.
+        shards: holds the states if the optimizer does not: sharded, or on optimizer nodes.
 
     Raises:
         CheckpointError: the saved groups hold other parameters than this run's.
-        ConfigurationError: likewise, for groups of one plain file.
+        ConfigurationError: the groups of a plain file have other sizes than this run's.
     """
     state = saved["state"]
     if shards is not None:
@@ -140,7 +140,7 @@ def load_optimizer_state(
     elif shards is None:
         names = [n for g in groups for n in g]
         own = {number for number, name in enumerate(names) if name in local}
-        # copies: the file's pages must not stay in use
+        # clone, so that the pages of the mapped file do not stay in use
         saved = {**saved, "state": {n: tree.map_tensors(Tensor.clone, v) for n, v in state.items() if n in own}}
     if shards is None:
         load_optimizer_state_dict(optimizer, saved, groups, local)
@@ -149,13 +149,13 @@ def load_optimizer_state(
 
 
 class _ReadWhenUsed(Mapping[str, dict[str, Any]]):
-    """States of whole parameters, of which each is in memory only while it is cut."""
+    """States of whole parameters, each read when it is used and in memory only while it is cut into pieces."""
 
     def __init__(self, state: FolderOptimizerState, keys: Mapping[str, str]) -> None:
         self._state, self._keys = state, keys
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        give_back_freed_memory()  # of the one before
+        give_back_freed_memory()  # of the state before
         return self._state[self._keys[name]]
 
     def __contains__(self, name: object) -> bool:
@@ -169,7 +169,7 @@ class _ReadWhenUsed(Mapping[str, dict[str, Any]]):
 
 
 def _load_pieces(saved: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], shards: OwnedStates) -> None:
-    """Load states of whole parameters by name, where the optimizer does not hold these."""
+    """Load states of whole parameters by name into ``shards``, where the optimizer does not hold whole states."""
     load_states(shards.optimizer, saved, shards.cut_by_group(states))
     shards.loaded(states)
 

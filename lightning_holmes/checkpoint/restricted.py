@@ -1,8 +1,8 @@
-"""Reading what torch.save wrote without running any code in it.
+"""Read files of torch.save without running any code in them.
 
-Everything this package reads from a checkpoint passes through :func:`load_bytes` or :func:`load_file`: torch's own
-unpickler that knows tensors and plain data only. ``weights_only=False``, which a user may give for a file that they
-trust, is the one exception.
+Everything this package reads from a checkpoint passes through :func:`load_bytes` or :func:`load_file`, which use torch's
+own unpickler for tensors and plain data only. ``weights_only=False``, which a user may give for a file that they trust, is
+the only exception.
 """
 
 import io
@@ -17,7 +17,7 @@ from lightning_holmes.errors import CheckpointError
 
 
 def load_bytes(data: bytes, source: str, *, weights_only: bool = True) -> Any:
-    """What ``data`` holds, on the host.
+    """Return the content of ``data``, on the host.
 
     Raises:
         CheckpointError: the data are damaged, or hold more than tensors and plain data.
@@ -29,7 +29,7 @@ def load_bytes(data: bytes, source: str, *, weights_only: bool = True) -> Any:
 
 
 def load_file(path: Path, *, weights_only: bool = True) -> Any:
-    """What a file holds, on the host; tensors are read when they are used.
+    """Return the content of a file, on the host; tensors are read when they are used.
 
     Raises:
         CheckpointError: the file is damaged, or holds more than tensors and plain data.
@@ -52,8 +52,8 @@ def is_cut_off(path: Path) -> bool:
 
 
 def damaged_records(path: Path) -> list[str]:
-    """The records of a file of torch.save whose checksum is wrong; none where torch was told to write no checksums, or
-    wrote as it did before version 1.6, without any."""
+    """The records of a file of torch.save whose checksum is wrong. Empty if the file has no checksums: torch was set to write none,
+    or the file has the format of torch before 1.6."""
     if not zipfile.is_zipfile(path) and not is_cut_off(path):
         return []
     try:

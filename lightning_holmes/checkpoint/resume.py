@@ -1,7 +1,7 @@
-"""What a run needs beside Lightning's own checkpoint to go on as if it had never stopped.
+"""The state beyond Lightning's own checkpoint that a run needs to resume as if it had never stopped.
 
-Lightning saves the state of rank 0's data loaders; here every replica has its own. Random numbers of the steps are
-drawn from a seed of the run, which is saved. One file holds the run's plan, too; a folder has a file for it.
+Lightning saves the state of rank 0's data loaders; here every replica's is saved. Random numbers of the steps are
+drawn from a seed of the run, which is saved. A plain file also holds the run's plan; a folder has a file for it.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lightning_holmes.errors import ConfigurationError
 
 KEY = "lightning_holmes"
 SAMPLES_SEEN = "samples_seen"
-"""A loader state with this key counts samples of all replicas together, and so fits any number of them."""
+"""A loader state with this key counts the samples of all replicas together, and so can be loaded with any number of replicas."""
 
 
 def loader_states(checkpoint: dict[str, Any]) -> list[Any]:
@@ -21,11 +21,11 @@ def loader_states(checkpoint: dict[str, Any]) -> list[Any]:
 
 
 def add(checkpoint: dict[str, Any], *, base_seed: int, num_microbatches: int, replicas: Sequence[list[Any]]) -> None:
-    """Write into ``checkpoint`` what the functions below read.
+    """Add to ``checkpoint`` the entries that the functions below read.
 
     Args:
-        num_microbatches: of a replica's batch; 0 where nothing was trained.
-        replicas: each one's loader states.
+        num_microbatches: the number of microbatches of a replica's batch; 0 if nothing was trained.
+        replicas: the loader states of each replica.
     """
     checkpoint[KEY] = {
         "base_seed": base_seed,
@@ -36,13 +36,13 @@ def add(checkpoint: dict[str, Any], *, base_seed: int, num_microbatches: int, re
 
 
 def add_plan(checkpoint: dict[str, Any], plan: str) -> None:
-    """Write a plan's YAML into ``checkpoint``, for :func:`take_plan`."""
+    """Add a plan's YAML to ``checkpoint``, for :func:`take_plan`."""
     if plan:
         checkpoint[KEY] = checkpoint.get(KEY, {}) | {"plan": plan}
 
 
 def take_plan(checkpoint: dict[str, Any]) -> str:
-    """Take the plan's YAML out of ``checkpoint``; nothing where it has none."""
+    """Remove the plan's YAML from ``checkpoint`` and return it; "" if it has none."""
     ours = dict(checkpoint.get(KEY, {}))
     plan = str(ours.pop("plan", ""))
     if plan:
@@ -51,14 +51,14 @@ def take_plan(checkpoint: dict[str, Any]) -> str:
 
 
 def base_seed(checkpoint: dict[str, Any]) -> int | None:
-    """The seed of the run that was saved, if this package saved it."""
+    """The seed of the saved run; None if this package did not save it."""
     seed = checkpoint.get(KEY, {}).get("base_seed")
     return None if seed is None else int(seed)
 
 
 def num_microbatches(checkpoint: dict[str, Any], num_replicas: int) -> int | None:
-    """The number with which ``num_replicas`` replicas have as many microbatches in all as the run that was saved, and so
-    the same random numbers; its own number where theirs would be no whole one. None where it is not known."""
+    """The number of microbatches per replica with which ``num_replicas`` replicas have as many microbatches in total as the saved run, and
+    so the same random numbers. If that is not an integer, the saved run's number per replica; None if that is not known."""
     saved = checkpoint.get(KEY, {})
     own = int(saved.get("num_microbatches", 0))
     in_all = own * int(saved.get("data_parallel_size", 1))
@@ -70,7 +70,7 @@ def give_loaders_their_states(checkpoint: dict[str, Any], replica: int, num_repl
 
     Raises:
         ConfigurationError: the run stopped inside an epoch with another number of replicas, and the loader's state
-            does not say where that is for this number.
+            cannot be converted to this number.
     """
     states = loader_states(checkpoint)
     if not states or all(SAMPLES_SEEN in state for state in states):
@@ -87,7 +87,7 @@ def give_loaders_their_states(checkpoint: dict[str, Any], replica: int, num_repl
             f"end of an epoch, or with a loader whose state has the key {SAMPLES_SEEN!r}, counting samples of all "
             f"replicas, as lightning_holmes.data's have"
         )
-    del fit_loop["state_dict"]["combined_loader"]  # a new epoch begins
+    del fit_loop["state_dict"]["combined_loader"]  # start a new epoch
 
 
 def _is_inside_epoch(fit_loop: dict[str, Any]) -> bool:

@@ -1,9 +1,9 @@
-"""One save: every rank writes its part, rank 0 the manifest, and the folder appears whole on every file system.
+"""Save one folder: every rank writes its part, rank 0 makes the manifest, and the folder appears whole on every file system.
 
-Steps: parts are written beside the target; rank 0 gathers where the values stand; each file system's leader adds the
-files that are the same everywhere, the manifest last; when all are on the disk rank 0 renames its folder, and then
-the other leaders theirs. Whoever is killed in between leaves the old checkpoint, or, on file systems that had not
-renamed yet, a whole folder under its temporary name, where loading finds it.
+Steps: parts are written to a temporary folder beside the target; rank 0 gathers the places of the values; each file system's
+leader adds the files that are the same everywhere, the manifest last; when all are on the disk, rank 0 renames its folder, and
+then the other leaders rename theirs. If a process is killed in between, the old checkpoint remains, or, on file systems that
+had not renamed yet, a whole folder under its temporary name, where loading finds it.
 """
 
 import json
@@ -33,13 +33,13 @@ TOPICS = ("files", "commit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderSave:
-    """What one rank brings to a save.
+    """One rank's contribution to a save.
 
-    ``rest`` is the file with everything that is no part, ``order`` the names of the whole ``state_dict``; both count
-    on rank 0. ``num_optimizers`` is None where optimizer states are not saved. ``elsewhere`` are files that others write for this rank, on
-    its file system. ``finish`` is called when this rank has read its
-    values: others may still need it for theirs. ``prepare`` is called first; ``copy`` with the folder and this rank's file once that is
-    written, or the file is not there: it brings files of ranks elsewhere to this file system, and this one's there.
+    ``rest`` is the file with everything that belongs to no part, ``order`` the names of the whole ``state_dict``; both are used
+    only on rank 0. ``num_optimizers`` is 0 if optimizer states are not saved. ``elsewhere`` are files that other processes write for
+    this rank, on its file system. ``prepare`` is called first. ``finish`` is called when this rank has read its values: other ranks
+    may still need it to read theirs. ``copy`` is called with the folder and this rank's file once the file is written, or has failed
+    and does not exist: it exchanges copies of files between file systems.
     """
 
     target: Path
@@ -56,10 +56,10 @@ class FolderSave:
     copy: Callable[[Path, Path], None] = lambda folder, file: None
 
     def run(self, meeting: Meeting) -> None:
-        """Write; every rank must call.
+        """Write the folder; every rank must call.
 
         Raises:
-            CheckpointError: on every rank, if one could not write. The target is then as it was.
+            CheckpointError: on every rank, if one rank could not write. The target is then unchanged.
         """
         temporary = atomic.temporary_path(self.target, self.token)
         try:
@@ -126,7 +126,7 @@ class FolderSave:
                 atomic.delete(left)
 
     def _common_files(self, gathered: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
-        """The files that are the same on every file system, in the order of their writing."""
+        """The files that are the same on every file system, in the order in which they are written."""
         values: dict[Value, ValueEntry] = {}
         files: dict[str, FileEntry] = {}
         for rank, message in enumerate(gathered):
@@ -157,7 +157,7 @@ class FolderSave:
 
 
 def not_written(rank: int, target: Path, error: BaseException) -> str:
-    """What to say where a rank could not write a checkpoint of either format."""
+    """The error message of a rank that could not write a checkpoint of either format."""
     left = "the checkpoint before it is still there" if os.path.lexists(target) else "nothing is left of it"
     return (
         f"{target} could not be written by rank {rank} on host {socket.gethostname()}: "

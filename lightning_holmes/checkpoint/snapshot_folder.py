@@ -1,11 +1,11 @@
-"""Snapshots: checkpoint folders in the memory of the hosts, from which a job that is started again goes on.
+"""Snapshots: checkpoint folders in the memory of the hosts, from which a job that is started again resumes.
 
-    folder = SnapshotFolder(Path("/dev/shm"), name)      # of a fit; each rank makes its own
-    manager = SnapshotManager(folder, ...)               # saves as CheckpointManager does, into folder.path / "<step>"
-    found = find_newest(folder.path, all_gather)         # (path, step) of what is there as a whole, or None
+    folder = SnapshotFolder(Path("/dev/shm"), name, 0)   # one per fit; each rank makes the object
+    manager = SnapshotManager(folder, ...)               # saves like CheckpointManager, into folder.path / "<step>"
+    found = find_newest(folder.path, all_gather)         # (path, step) of the newest whole snapshot, or None
 
-Every host has its ranks' files, and copies of others' (copies.py). Of the snapshots the newest two stay: the older one until the newer is
-whole everywhere. What a snapshot holds is a checkpoint's content.
+Every host has its ranks' files, and copies of other ranks' files (copies.py). The newest two snapshots are kept: the older one until the
+newer is whole everywhere. A snapshot has the same content as a checkpoint.
 """
 
 import atexit
@@ -42,24 +42,25 @@ MEMORY = Path("/dev/shm")
 _PREFIX = "lightning_holmes"
 _MUTEX, _LOCK, _ATTEMPT, _BEGAN, _PROGRESS, _WHOLE = "mutex", "lock", "attempt", "began", "step", "whole"
 _SAVED, _HISTORY, _PROCESS = "checkpoints", "history", "process"
-_START = uuid.uuid4().hex  # with its number it names a process, also where containers share the memory
+_START = uuid.uuid4().hex  # with the process id it identifies a process, even if containers share the memory
 _DIGITS = 20
 _READ = {".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg"}
-"""What a command names and a run does not write."""
-_ENDED_S = 3600.0  # a job none of whose processes lives is not started again later than this
-_ENDING_S = 45.0  # within which processes that a launcher has told to end are gone
+"""Suffixes of files that a command may name and that a run does not write."""
+_ENDED_S = 3600.0  # a job without a living process is not expected to be started again after this time
+_ENDING_S = 45.0  # processes that a launcher terminates are gone within this time
 _PAUSE_S = 0.1
-_ROOM = 1.05  # of what is written, for headers and the manifest
+_ROOM = 1.05  # factor on the bytes written, for headers and the manifest
 _COMMIT = "+"
 
 Commit = tuple[str, int]
-"""A run's name, and the version of its values: what optimizer nodes keep when workers are lost."""
+"""A run's name and the version of its values, which optimizer nodes keep when workers are lost."""
 
 
 def job_name(variables: Mapping[str, str], address: str, port: int) -> str:
-    """What the folders of a job are called, the same when it is started again, and another for any other job: the launcher's name of the
-    job, else the address of rank 0; the user; the script's place, the command, and what stands in the script and in the configurations that
-    the command names."""
+    """Return the name of a job's folders: the same when the job is started again, and different for any other job.
+
+    It is derived from the launcher's name of the job, or else the address of rank 0; the user; the script's path; the command; and the
+    contents of the script and of the configuration files that the command names."""
     run_id = variables.get("TORCHELASTIC_RUN_ID", "none")
     if run_id != "none":
         job = f"torchrun {run_id}"
@@ -80,24 +81,24 @@ def job_name(variables: Mapping[str, str], address: str, port: int) -> str:
 class SnapshotFolder:
     """The folder of a fit's snapshots on this rank's host, readable by its user alone.
 
-    While a process of the job lives it holds a lock there; folders of jobs that have ended long ago are removed.
+    A living process of the job holds a lock in the folder. Folders of jobs that ended long ago are removed.
 
     Args:
-        base: the memory's; or what the user has named.
-        name: of the job.
-        fit: how many the process has begun before.
-        start: names this start of the job, the same on all its ranks.
+        base: the folder of the host's memory, or the one that the user has named.
+        name: the name of the job.
+        fit: the number of fits that the process has begun before.
+        start: the name of this start of the job, the same on all its ranks.
 
     Attributes:
         path: the folder.
         began: when the first attempt at this fit began on this host, in seconds since the epoch; None: this is the first.
-        reached: how many steps attempts before have done.
-        newest: the step of the newest snapshot that is known to have been whole, here or elsewhere; 0: none is.
-        history: of the job on this host.
-        is_first: this process was the first of its start of the job to come here; it notes what concerns all.
+        reached: the number of steps that earlier attempts have done.
+        newest: the step of the newest snapshot that is known to have been whole on all hosts; 0 if there was none.
+        history: the history of the job on this host.
+        is_first: whether this process was the first one of this start on this host; it records the events that concern all ranks.
 
     Raises:
-        ConfigurationError: it cannot be made, is somebody else's, or another job of this name lives on this host.
+        ConfigurationError: the folder cannot be made, belongs to another user, or another job of this name runs on this host.
     """
 
     def __init__(self, base: Path, name: str, fit: int, start: str = "") -> None:
@@ -106,7 +107,7 @@ class SnapshotFolder:
         self.history = History(self._job / _HISTORY)
         self.is_first = False
         self.began: float | None = None
-        self._behind_since: float | None = None  # when the last of the steps was done that are to be done again
+        self._behind_since: float | None = None  # when the last of the steps that must be repeated was done
         self.reached = self.newest = 0
         for other in base.glob(f"{_PREFIX}-{os.geteuid()}-*") if base.is_dir() else ():
             if other != self._job:
@@ -132,8 +133,8 @@ class SnapshotFolder:
             ) from None
 
     def _begin(self, start: str) -> bool:
-        """Take the lock, and be part of this attempt, which the first of its processes here counts. False: processes of another start of a job
-        of this name live."""
+        """Take the lock and join this attempt, whose number the first of its processes on this host increments. Return False if processes of
+        another start of a job of this name are alive."""
         with _alone(self._job / _MUTEX):
             lock, path = os.open(self._job / _LOCK, os.O_CREAT | os.O_RDWR, 0o600), self._job / _ATTEMPT
             attempt, _, found = path.read_text().partition(" ") if path.exists() else ("0", "", start)
@@ -143,7 +144,7 @@ class SnapshotFolder:
                 for left in self._job.glob(f"{_PROCESS}.*"):
                     left.unlink()
                 _write(path, f"{attempt} {start}")
-            except BlockingIOError:  # another rank, or this process for a fit before, has it; or another job
+            except BlockingIOError:  # held by another rank, by this process for an earlier fit, or by another job
                 if found != start:
                     os.close(lock)
                     return False
@@ -156,7 +157,7 @@ class SnapshotFolder:
             return True
 
     def _look_back(self, attempt: int) -> None:
-        """What attempts before this one have left of the fit."""
+        """Read what earlier attempts at this fit have recorded."""
         path = self.path / _BEGAN
         if not path.exists():
             _write(path, str(attempt))
@@ -170,8 +171,8 @@ class SnapshotFolder:
             self.newest = int((self.path / _WHOLE).read_text() or 0)
 
     def note_step(self, step: int) -> None:
-        """So many steps have been done."""
-        with contextlib.suppress(OSError):  # there is no room: a restart tells another number
+        """Record that ``step`` steps have been done."""
+        with contextlib.suppress(OSError):  # no space left: after a restart the reported number is wrong
             os.pwrite(self._progress, b"%0*d" % (_DIGITS, step), 0)
         if self._behind_since is not None and step > self.reached:
             lost_s = time.time() - self._behind_since
@@ -179,12 +180,12 @@ class SnapshotFolder:
             self._behind_since = None
 
     def note_whole(self, step: int) -> None:
-        """The snapshot of this step, with all that it needs, is whole on all hosts."""
+        """Record that the snapshot of this step, with everything it needs, is whole on all hosts."""
         with contextlib.suppress(OSError):
             _write(self.path / _WHOLE, str(step))
 
     def note_checkpoint(self, path: str, step: int) -> None:
-        """A checkpoint of the fit has been saved."""
+        """Record that a checkpoint of the fit has been saved."""
         try:
             with (self.path / _SAVED).open("a") as file:
                 print(json.dumps([os.path.abspath(path), step]), file=file)
@@ -192,43 +193,44 @@ class SnapshotFolder:
             warnings.warn(f"{path} will not be found if this job is started again without a snapshot: {error}")
 
     def saved_checkpoints(self) -> dict[str, int]:
-        """The steps of those that were noted, of attempts before too."""
+        """The recorded checkpoints, those of earlier attempts included: path to step."""
         found: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError):
             for line in (self.path / _SAVED).read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # for which there was no room
+                with contextlib.suppress(json.JSONDecodeError):  # a line cut off because no space was left
                     path, step = json.loads(line)
                     found[path] = step
         return found
 
     def clear(self, keep: Path | None = None) -> None:
-        """Remove the snapshots of a fit that has ended well, but for one: the script goes on, and if that fails the job is started again."""
-        with contextlib.suppress(FileNotFoundError):  # a rank of this host has ended already, and has removed all
+        """Remove the snapshots of a fit that has succeeded, except ``keep``: the script continues, and if it fails the job is started again."""
+        with contextlib.suppress(FileNotFoundError):  # a rank of this host has already ended and removed everything
             for path in self.path.iterdir():
                 if path.is_dir() and path != keep:
                     atomic.delete(path)
 
     def ended_fits(self) -> list[Path]:
-        """The snapshots of fits that the process has had before this one."""
+        """The snapshots of earlier fits of this process."""
         before = [self._job / f"fit-{number}" for number in range(self._fit)]
         return [path for fit in before if fit.is_dir() for path in fit.iterdir() if path.is_dir()]
 
     def remove_at_exit(self, *, well: bool) -> None:
-        """Have all that the job has here removed when the last of this host's processes ends, if all of them have ended well; or not any more."""
+        """If ``well``, register the removal of the job's folder: the last of this host's processes to exit removes it if all have ended well.
+        Otherwise cancel that."""
         atexit.unregister(_leave_job)
         if well:
             note_exits()
             atexit.register(_leave_job, self._job)
 
     def release(self) -> None:
-        """Let go of the lock, as the process's end does."""
+        """Release the lock, as the end of the process does."""
         _locks.discard(self._lock)
         os.close(self._lock)
         os.close(self._progress)
 
 
 _locks: set[int] = set()
-"""Which this process holds. Forked data workers, which may live longer than a killed process, hold none of them."""
+"""The descriptors of the locks that this process holds. Forked data workers, which may outlive a killed process, close them."""
 
 
 def _hold_none() -> None:
@@ -241,7 +243,7 @@ os.register_at_fork(after_in_child=_hold_none)
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Inside, no other process of the host is inside."""
+    """A mutual exclusion between the processes of this host, by a lock on the file ``path``."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -251,30 +253,30 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all, though this process may be killed, or there is no room."""
+    """Write a file completely or not at all, even if this process is killed or no space is left."""
     part = path.with_suffix(f".{os.getpid()}")
     part.write_text(text)
     part.replace(path)
 
 
 def _present(job: Path) -> Path:
-    """A file of this process in its job's folder, until it has ended well."""
+    """The path of this process's marker file in its job's folder, which it removes when it ends well."""
     return job / f"{_PROCESS}.{_START}-{os.getpid()}"
 
 
 def _leave_job(folder: Path) -> None:
-    """This process, whose last fit has ended well, ends."""
+    """At exit of a process whose last fit has succeeded: remove its marker, and the folder if no other process's marker is left."""
     why = why_not_well()
     if why:
         return History(folder / _HISTORY).note("failed", f"a process ends after its fit has ended well: {why}")
-    with contextlib.suppress(OSError), _alone(folder / _MUTEX):  # another one may have removed it
+    with contextlib.suppress(OSError), _alone(folder / _MUTEX):  # another process may have removed the folder
         _present(folder).unlink(missing_ok=True)
         if next(folder.glob(f"{_PROCESS}.*"), None) is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_if_ended(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another rank removes it at this moment
+    with contextlib.suppress(OSError):  # another rank may be removing it
         descriptor = os.open(folder / _LOCK, os.O_RDWR)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -287,7 +289,7 @@ def _remove_if_ended(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOnHost:
-    """How far a fit has come, and when; and its snapshots here, newest first: steps, and when they were written."""
+    """The progress of a fit: its last step and when it was done; and its snapshots on this host, newest first, each as step and time of writing."""
 
     name: str
     step: int
@@ -297,7 +299,7 @@ class FitOnHost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOnHost:
-    """What a job has in the memory of this host. ``lives``: one of its processes holds the lock."""
+    """A job's folder in the memory of this host. ``lives``: whether one of its processes holds the lock."""
 
     path: Path
     lives: bool
@@ -309,7 +311,7 @@ def jobs_on_host(base: Path) -> list[JobOnHost]:
     """This user's jobs that have a folder in ``base``."""
     jobs = []
     for path in sorted(base.glob(f"{_PREFIX}-{os.geteuid()}-*")):
-        with contextlib.suppress(OSError):  # it is being removed
+        with contextlib.suppress(OSError):  # the folder is being removed
             fits = [_fit_on_host(fit) for fit in sorted(path.glob("fit-*"))]
             events = History(path / _HISTORY).read()
             jobs.append(JobOnHost(path=path, lives=_lives(path), fits=tuple(fits), events=events))
@@ -337,12 +339,12 @@ def _lives(folder: Path) -> bool:
 
 
 def snapshot_name(step: int, commit: Commit | None = None) -> str:
-    """Of the folder of a snapshot; ``commit``: of the parameters and states that are not in it, but on optimizer nodes."""
+    """The name of a snapshot's folder. ``commit``: the commit of the parameters and states that are on optimizer nodes and not in the snapshot."""
     return str(step) if commit is None else f"{step}{_COMMIT}{commit[0]}{_COMMIT}{commit[1]}"
 
 
 def read_name(name: str) -> tuple[int, Commit | None] | None:
-    """The inverse; None: it is no snapshot."""
+    """The inverse of :func:`snapshot_name`; None if ``name`` is not that of a snapshot."""
     step, *commit = name.split(_COMMIT)
     if not step.isdigit() or len(commit) not in (0, 2):
         return None
@@ -352,10 +354,11 @@ def read_name(name: str) -> tuple[int, Commit | None] | None:
 def find_newest(
     folder: Path, all_gather: Callable[[Any], list[Any]], have_kept: Callable[[str, int], bool] | None = None
 ) -> tuple[Path, int] | None:
-    """The newest snapshot of which the hosts of today hold every part together, and its step. All ranks must call.
+    """Return the newest snapshot of which the job's present hosts together hold every part, and its step. All ranks must call.
 
     Args:
-        have_kept: whether optimizer nodes still hold what they held at a commit; all ranks call it together. None: such are left out.
+        have_kept: returns whether optimizer nodes still hold the values of a commit; all ranks call it together. None: snapshots with a
+            commit are left out.
     """
     here: list[tuple[int, str, str, list[str], list[str]]] = []
     for path in folder.iterdir():
@@ -378,18 +381,18 @@ def find_newest(
         if about is not None and about[1] is not None and (have_kept is None or not have_kept(*about[1])):
             continue
         if any(found == name and token != chosen for _, found, token, *_ in here):
-            atomic.delete(folder / name)  # of another attempt, which did not come so far on all hosts
+            atomic.delete(folder / name)  # this host's is of another attempt, and was not completed on all hosts
         return folder / name, step
     return None
 
 
 class SnapshotManager(CheckpointManager):
-    """Saves snapshots in a thread. A snapshot that could not be written is told, and the one before it stays.
+    """Saves snapshots in a thread. If a snapshot cannot be written, a warning says so, and the one before it is kept.
 
     Args:
-        folder: of this fit.
-        group: makes the group for copies, when it is known that there are several hosts; all ranks call it together.
-        clusters: the number of each rank's cluster.
+        folder: the folder of this fit.
+        group: makes the process group for copies; called by all ranks together, and only if there are several file systems.
+        clusters: the cluster number of each rank.
     """
 
     def __init__(self, folder: SnapshotFolder, *, group: Callable[[], Any], clusters: Sequence[int]) -> None:
@@ -400,20 +403,20 @@ class SnapshotManager(CheckpointManager):
         self._copies: Copies | None = None
         self._admitted = False
         self.whole: Path | None = None
-        """The newest that is whole on all hosts."""
+        """The newest snapshot that is whole on all hosts."""
         self.beside_nodes: Path | None = None
-        """Likewise of those whose parameters and states optimizer nodes hold."""
+        """The newest whole snapshot whose parameters and states are held by optimizer nodes."""
         self.write_s = 0.0
-        """How long the last one with parameters took to be written, beside the steps."""
-        self._latest: Path | None = None  # which may still be written
+        """Seconds that the last snapshot with parameters took to be written in the background."""
+        self._latest: Path | None = None  # the latest snapshot; it may still be being written
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes."""
+        """Whether this rank is still writing."""
         return self._writer.is_busy
 
     def settle(self, job: Job) -> None:
-        """Wait for what is being written. All ranks must call; afterwards all know whether it is whole."""
+        """Wait for the snapshot that is being written. All ranks must call; afterwards all of them know whether it is whole."""
         problem = ""
         try:
             self._writer.wait()
@@ -428,7 +431,7 @@ class SnapshotManager(CheckpointManager):
             if commit is None:
                 self.whole, self.write_s = self._latest, self._writer.last_s
                 self._folder.note_whole(step)
-            else:  # of no use without the nodes' commit: that it is not gone on from does not mean that memory was lost
+            else:  # not recorded as whole: it needs the nodes' commit, so not resuming from it does not mean that a host's memory was lost
                 self.beside_nodes = self._latest
         self._latest = None
 
@@ -454,11 +457,11 @@ class SnapshotManager(CheckpointManager):
         return save if self._copies is None else replace(save, copy=self._copies)
 
     def leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:
-        """Not where hosts keep copies for each other, of what their own ranks write."""
+        """Leave nothing to other writers if hosts keep copies for each other: copies are made of the files that the ranks write themselves."""
         return save if self._copies is not None else super().leave_to_others(job, save)
 
     def _check_room(self, job: Job, systems: FileSystems, save: FolderSave) -> None:
-        """Refuse a folder that two snapshots do not fit in. All ranks must call."""
+        """Raise ConfigurationError if two snapshots do not fit in the folder's file system. All ranks must call."""
         own = sum({same_memory(name, value): num_bytes(value) for name, value in save.values.items()}.values())
         sizes = job.all_gather(own + len(save.rest))
         system = systems.of_rank[job.rank]

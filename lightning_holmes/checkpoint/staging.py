@@ -1,6 +1,6 @@
 """Staging: a copy of a rank's values that training does not change, and the thread that writes it.
 
-The copies' memory is kept for the next time: making it costs more than filling it.
+The memory of the copies is reused: allocating it costs more than filling it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Staging:
         self._buffers: dict[Value, Tensor] = {}
 
     def copy(self, values: Mapping[Value, Any]) -> dict[Value, Any]:
-        """The values as they are now; valid until the next call."""
+        """Copy the values as they are now; the copies are valid until the next call."""
         copies: dict[Value, Any] = {}
         places: dict[Any, Any] = {}
         buffers: dict[Value, Tensor] = {}
@@ -56,7 +56,7 @@ class Staging:
 
 
 class Writer:
-    """Runs one write at a time, in a thread if asked to, and keeps its failure until someone asks."""
+    """Runs one write at a time, in a thread if ``background`` is set, and keeps its exception for the next :meth:`wait`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -64,26 +64,26 @@ class Writer:
         self._later: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self.last_s = 0.0
-        """How long the last write in a thread took."""
+        """Seconds that the last write in a thread took."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being written at this moment."""
+        """Whether a write is running in the thread."""
         return self._thread is not None and self._thread.is_alive()
 
     def run(self, write: Callable[[], None], *, background: bool) -> None:
-        """Wait for the write before, and start this one. Raises what went wrong with the one before."""
+        """Wait for the previous write, and start this one. Raises the exception of the previous write."""
         self.wait()
         if not background:
             write()
             return
-        # a daemon: if the process ends by an error, a write that waits for other ranks must not keep it
+        # a daemon: if the process ends by an error, a write that waits for other ranks must not keep it alive
         self._thread = threading.Thread(target=self._run, args=(write,), name="holmes-checkpoint", daemon=True)
         self._thread.start()
 
     def afterwards(self, action: Callable[[], None]) -> None:
-        """Do ``action`` once the present write has ended well; at once if there is none. Dropped if it fails, since the
-        write was to take the place of what ``action`` removes."""
+        """Run ``action`` once the current write has succeeded, or now if there is none. If the write fails, ``action`` is dropped,
+        since it removes what the write was to replace."""
         with self._lock:
             if self._thread is not None:
                 self._later.append(action)
@@ -91,7 +91,7 @@ class Writer:
         action()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the present write; raises what went wrong with it."""
+        """Wait for the current write, and raise its exception if it failed; after ``timeout_s`` warn and return."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -108,8 +108,8 @@ class Writer:
             raise failure
 
     def _run(self, write: Callable[[], None]) -> None:
-        if sys.platform == "linux":  # elsewhere it would be the whole process's
-            with contextlib.suppress(OSError):  # training, and other ranks that still copy, go first
+        if sys.platform == "linux":  # on other systems the priority would be that of the whole process
+            with contextlib.suppress(OSError):  # training, and other ranks that still copy, have priority
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         begin = time.monotonic()
         try:

@@ -1,8 +1,8 @@
-"""Files of torch.save, read and written a storage at a time: a checkpoint can be larger than memory.
+"""Read and write files of torch.save one storage at a time: a checkpoint can be larger than memory.
 
-Such a file is an uncompressed zip archive with a pickle and one record for each storage. torch writes a file with
-holes in place of the storages (``torch.serialization.skip_data``) and maps a file without reading it
-(``mmap=True``); where the storages stand is what this module finds out.
+Such a file is an uncompressed zip archive with a pickle and one record for each storage. torch can write a file
+with holes in place of the storages (``torch.serialization.skip_data``) and map a file without reading it (``mmap=True``);
+this module finds the offsets of the storages.
 """
 
 import struct
@@ -28,7 +28,7 @@ _DESCRIPTOR = b"PK\x07\x08"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageRecord:
-    """One storage's bytes in the file."""
+    """The place of one storage's bytes in the file."""
 
     name: str
     offset: int
@@ -36,7 +36,7 @@ class StorageRecord:
 
 
 def storage_records(path: Path) -> list[StorageRecord]:
-    """The storages of a file that have bytes, by place."""
+    """The records of a file's storages, ordered by offset, without empty ones."""
     records = []
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         for info in archive.infolist():
@@ -51,7 +51,7 @@ def storage_records(path: Path) -> list[StorageRecord]:
 
 
 def records_of(path: Path, mapped: Any) -> dict[int, StorageRecord]:
-    """The record of each storage of ``mapped``, what ``path`` holds as torch.load maps it; by the storage's address."""
+    """The record of each storage of ``mapped``, the memory-mapped content of ``path``, by the address of the storage. Raises CheckpointError."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tree.tensors_of(mapped)}
     addresses = sorted(address for address, storage in storages.items() if storage.nbytes() > 0)
     records = storage_records(path)
@@ -66,7 +66,7 @@ def records_of(path: Path, mapped: Any) -> dict[int, StorageRecord]:
 
 
 def read_tensor(path: Path, record: StorageRecord | None, like: Tensor) -> Tensor:
-    """The tensor ``like``, which maps the file, in memory of its own."""
+    """Read the tensor ``like``, which maps the file, into new memory."""
     if record is None:
         return like.clone()
     data = bytearray(record.num_bytes)
@@ -78,11 +78,11 @@ def read_tensor(path: Path, record: StorageRecord | None, like: Tensor) -> Tenso
 
 
 def write_streamed(path: Path, skeleton: Any, read: Callable[[Tensor], Tensor | None]) -> None:
-    """Write what torch.save would, a storage at a time.
+    """Write the same file as torch.save, one storage at a time.
 
     Args:
-        skeleton: what to save. Memory of large tensors need not be filled.
-        read: the contiguous tensor to put in place of one of the skeleton's; None for one that has its values.
+        skeleton: the object to save. The memory of large tensors need not be filled.
+        read: returns the contiguous tensor to write in place of one of the skeleton's; None if the skeleton's has the values.
     """
     with torch.serialization.skip_data(), path.open("wb") as empty:
         save_to(Outlet(empty), skeleton)
@@ -101,12 +101,12 @@ def write_streamed(path: Path, skeleton: Any, read: Callable[[Tensor], Tensor | 
             file.seek(record.offset)
             file.write(memoryview(data))
             written[record.name] = zlib.crc32(data)
-            del source, data  # else two are in memory while the next one is read
+            del source, data  # otherwise two tensors are in memory while the next one is read
         _write_checksums(file, path, {r.name: r for r in records.values()}, written)
 
 
 def _write_checksums(file: Any, path: Path, records: dict[str, StorageRecord], checksums: dict[str, int]) -> None:
-    """Put the checksums of filled records where zip readers look for them: after the data and in the directory."""
+    """Write the checksums of filled records to the places of the zip format: after the data and in the central directory."""
     with zipfile.ZipFile(path) as archive:
         position = archive.start_dir
         count = len(archive.infolist())

@@ -1,17 +1,17 @@
-"""Grouping hosts into clusters: by what their cards say of their fabric, and by who reached whom.
+"""Groups hosts into clusters, from hints about the fabrics of their network cards and from connection tests.
 
-A pure function of the inventories and of the answers to connection tests: nothing is tried here, and the order
-of the ranks does not matter. Evidence, the stronger first:
+A pure function of the inventories and of the results of connection tests: it opens no connections, and the order
+of the ranks does not matter. Evidence, the strongest first:
 
-1. HOLMES_CLUSTER of a host: hosts of one name are one cluster.
+1. HOLMES_CLUSTER of a host: hosts with the same value are one cluster.
 2. Connection tests between a representative of each candidate group and its other hosts.
-3. Hints. InfiniBand: subnet prefix and subnet manager. RoCE: IP subnet. Same hints, same fabric, unless the
-   switches that SLURM or Topograph name have different tops. RoCE hosts in different subnets under one top switch
-   are one fabric if a test says so (routed RoCE v2).
+3. Hints. InfiniBand: subnet prefix and subnet manager. RoCE: IP subnet. Hosts with the same hints are on one fabric,
+   unless SLURM or Topograph report different top switches for them. RoCE hosts in different subnets under one top switch
+   are on one fabric if a test between them succeeds (routed RoCE v2).
 
-A host with several fabrics goes to the cluster with the most hosts, then the fastest. A host whose RDMA ports are
-all down goes where its hints say, and the cluster notes that it must fall back to Ethernet. Hosts without RDMA
-form clusters by the subnet of their main interface.
+A host on several fabrics goes to the cluster with the most hosts, then to the fastest. A host whose RDMA ports are
+all down goes to the cluster that its hints match, and the cluster notes that it must fall back to Ethernet. Hosts without
+RDMA form clusters by the subnet of their main interface.
 
     topology = group_hosts(inventories, reachable=lambda one, other: None)
 """
@@ -35,19 +35,19 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True, order=True)
 class NicEnd:
-    """A NIC of a host, as connection tests name it."""
+    """A NIC of a host, as an end of a connection test."""
 
     host: str
     nic: str
 
 
-# Whether the second answered the first over these NICs; None: not tried, or it cannot be tried.
+# Whether the second NIC could connect to the first; None: not tested, or it cannot be tested.
 Reachable = Callable[[NicEnd, NicEnd], "bool | None"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A host in a fabric, with the cards by which it is in it. The first one stands for all."""
+    """A host on a fabric, with its cards on the fabric. The first card represents all of them."""
 
     host: LiveHost
     nics: tuple[Nic, ...]
@@ -79,11 +79,11 @@ def group_hosts(
     *,
     reachable: Reachable | None = None,
 ) -> Topology:
-    """The topology of a job: clusters, their hosts and ranks, without speeds.
+    """Make the topology of a job: clusters, their hosts and ranks, without speeds.
 
     Args:
-        inventories: one a rank.
-        reachable: what connection tests gave; see :data:`Reachable`. Without it hints alone decide.
+        inventories: one for each rank.
+        reachable: returns results of connection tests; see :data:`Reachable`. Without it, only hints are used.
     """
     hosts = merge_ranks(inventories)
     return _Grouping(hosts, reachable or (lambda one, other: None)).topology()
@@ -130,7 +130,7 @@ class _Grouping:
     # Fabrics
 
     def find_rdma_fabrics(self) -> list[_Fabric]:
-        """All RDMA fabrics, of the ports that are up."""
+        """All RDMA fabrics of the ports that are up."""
         fabrics: list[_Fabric] = []
         for kind in RDMA_KINDS:
             candidates = []
@@ -144,7 +144,7 @@ class _Grouping:
     def find_fabrics(
         self, kind: TransportKind, candidates: Iterable[tuple[LiveHost, Sequence[tuple[Nic, str]]]]
     ) -> list[_Fabric]:
-        """The fabrics of one kind: candidates are hosts with their cards and what hints at the fabric of each."""
+        """The fabrics of one kind. candidates: hosts, each with its cards and a hint at the fabric of each card."""
         by_hint: dict[str, list[_Member]] = {}
         for host, nics in candidates:
             for hint in dict.fromkeys(hint for _, hint in nics):
@@ -159,7 +159,7 @@ class _Grouping:
         return self.join_routed(fabrics) if kind == "roce" else fabrics
 
     def split(self, kind: TransportKind, hint: str, members: Sequence[_Member]) -> list[list[_Member]]:
-        """Hosts with the same hint, parted where a test or their switches say that they are apart."""
+        """Split hosts with the same hint into groups, where a test or their switches show that they are not on one fabric."""
         parts: list[list[_Member]] = []
         for member in members:
             refused_by = None
@@ -204,7 +204,7 @@ class _Grouping:
             )
 
     def join_routed(self, fabrics: list[_Fabric]) -> list[_Fabric]:
-        """RoCE fabrics of different subnets under one top switch are one if a test between them succeeds."""
+        """Join RoCE fabrics of different subnets under one top switch if a test between them succeeds."""
         joined: list[_Fabric] = []
         for fabric in fabrics:
             for index, other in enumerate(joined):
@@ -221,7 +221,7 @@ class _Grouping:
     # Hosts whose ports are down
 
     def join_by_hints(self, hosts: Sequence[LiveHost], found: list[tuple[_Fabric, list[LiveHost]]]) -> list[LiveHost]:
-        """Put hosts whose RDMA ports are all down where their hints say; returns those that stay without."""
+        """Add hosts whose RDMA ports are all down to the fabrics that their hints match; return the hosts without a match."""
         left: list[LiveHost] = []
         weak: dict[int, list[LiveHost]] = {}
         for host in hosts:
@@ -239,7 +239,7 @@ class _Grouping:
             else:
                 weak.setdefault(-index, []).append(host)
         for index, guests in weak.items():
-            # On weak evidence only a minority joins: the fabric's hosts would all fall back to Ethernet with them.
+            # on weak evidence only a minority joins: with them, the fabric's hosts fall back to Ethernet
             alone = len([fabric for fabric, _ in found if fabric.kind == found[index][0].kind]) == 1
             if alone and len(guests) < len(found[index][0].members):
                 found[index][1].extend(guests)
@@ -266,9 +266,9 @@ class _Grouping:
     ) -> Cluster:
         hosts = []
         without = []
-        made = fabric == f"{kind}/{name}"  # by the user's word alone
+        made = fabric == f"{kind}/{name}"  # the fabric exists only because the user named the cluster
         if given and not made:
-            fabric = f"{fabric}/{name}"  # the user may part what looks like one fabric
+            fabric = f"{fabric}/{name}"  # the user may split what looks like one fabric
         for member in members:
             nics = []
             for nic in member.inventory.nics():
@@ -276,7 +276,7 @@ class _Grouping:
                 if own is not None and given:
                     own = f"{own}/{name}"
                 if nic.kind == kind and kind != "ethernet" and (own is None or (given and made)):
-                    own = fabric  # the fabric of a port that is down, or the one that the user's word makes
+                    own = fabric  # the fabric of a port that is down, or the fabric that the user named
                 elif nic.kind == "ethernet":
                     own = _ethernet_hint(member, nic)
                     own = f"ethernet/{own}" if own != _UNKNOWN else None
@@ -294,10 +294,10 @@ class _Grouping:
 
 
 def _cover(free: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> list[tuple[_Fabric, list[LiveHost]]]:
-    """Assign hosts to fabrics: again and again the fabric with the most hosts left, then the fastest."""
+    """Assign hosts to fabrics greedily: repeatedly take the fabric with the most remaining hosts, then the fastest."""
     remaining = {host.name for host in free}
     found: list[tuple[_Fabric, list[LiveHost]]] = []
-    left = list(fabrics)  # in the order of their names, so that the first of equals is always the same
+    left = list(fabrics)  # in the order of their names, so that ties are broken deterministically
     while left:
         members = {f.name: [member for member in f.members if member.host.name in remaining] for f in left}
         best = max(
@@ -317,7 +317,7 @@ def _cover(free: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> list[tuple[_
 
 
 def _evidence(host: LiveHost, fabric: _Fabric) -> tuple[bool, bool, bool, bool] | None:
-    """What speaks for a host with down ports being on a fabric: IP subnet, prefix, switches, Ethernet subnet."""
+    """The evidence that a host with down ports is on a fabric: equal (IP subnet, prefix, top switch, Ethernet subnet); None if it is not."""
     ports = [port for port in host.down_ports() if port.kind == fabric.kind]
     if not ports:
         return None
@@ -351,7 +351,7 @@ def _subnets(port: RdmaPort) -> set[str]:
 
 
 def _rdma_hint(port: RdmaPort) -> str:
-    """What a port that is up says of its fabric."""
+    """The hint at the fabric of a port that is up."""
     if port.kind == "infiniband":
         prefix = port.subnet_prefix or _UNKNOWN
         return f"{prefix}/{port.sm_lid}" if port.sm_lid is not None else prefix
@@ -359,7 +359,7 @@ def _rdma_hint(port: RdmaPort) -> str:
 
 
 def _ethernet_nics(host: LiveHost) -> list[tuple[Nic, str]]:
-    """The main interface with its subnet; a host without any interface stands alone under its own name."""
+    """The main interface with its subnet as the hint; a host without any interface gets a hint of its own."""
     nic = host.main_nic()
     if nic is None:
         return [(Nic(name="none", kind="ethernet", up=False), f"{_UNKNOWN} {host.name}")]
@@ -372,7 +372,7 @@ def _ethernet_hint(host: LiveHost, nic: Nic) -> str:
 
 
 def _same_switches(one: LiveHost, other: LiveHost) -> bool:
-    """Not known to be under different top switches."""
+    """Whether two hosts are not known to be under different top switches."""
     first, second = one.top_switch, other.top_switch
     return first is None or second is None or first[0] != second[0] or first == second
 
@@ -386,7 +386,7 @@ def _merge_members(first: Sequence[_Member], second: Sequence[_Member]) -> tuple
 
 
 def _fabric_of_chosen(name: str, hosts: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> tuple[TransportKind, str]:
-    """Kind and fabric of a cluster that the user named: the kind that all its hosts have, up or down."""
+    """Kind and fabric of a cluster that the user named: the first RDMA kind of which all its hosts have a port, up or down."""
     names = {host.name for host in hosts}
     for kind in RDMA_KINDS:
         if not all(any(port.kind == kind for port in host.inventory.rdma) for host in hosts):
@@ -397,7 +397,7 @@ def _fabric_of_chosen(name: str, hosts: Sequence[LiveHost], fabrics: Sequence[_F
 
 
 def _names(groups: Sequence[tuple[str | None, TransportKind, str, list[LiveHost]]]) -> list[str]:
-    """The names the user gave; else the kind, numbered by fabric and first host if there are several."""
+    """Cluster names: those the user gave; otherwise the kind, numbered by fabric and first host if there are several."""
     taken = {given for given, _, _, _ in groups if given is not None}
     names: dict[int, str] = {}
     for kind in TRANSPORT_KINDS:

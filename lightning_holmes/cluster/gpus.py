@@ -1,6 +1,6 @@
-"""Gpu: the GPUs of this host, from /proc/driver/nvidia or the PCI bus, without torch; and which NIC is near which.
+"""Gpu: the GPUs of this host, from /proc/driver/nvidia or the PCI bus, without torch; and the NIC nearest to each.
 
-Indexes count the GPUs that are visible there in PCI order. CUDA_VISIBLE_DEVICES is not applied.
+Indexes count the GPUs listed there in PCI order. CUDA_VISIBLE_DEVICES is not applied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VGA = 0x0300  # an on-board display controller of a server, unless the maker is
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU: its index in PCI order, PCI address, and the bridges on the way to it."""
+    """A GPU: its index in PCI order, its PCI address (bus), and its PCI path from the root complex (pci)."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class Gpu:
 
 
 def read_gpus(reader: SysfsReader, *, pci_devices: str, nvidia: str) -> tuple[Gpu, ...]:
-    """All GPUs. pci_devices: /sys/bus/pci/devices; nvidia: /proc/driver/nvidia/gpus."""
+    """Read all GPUs. pci_devices: /sys/bus/pci/devices; nvidia: /proc/driver/nvidia/gpus."""
     names: dict[str, str] = {}
     for bus in reader.names(nvidia, optional=True):
         information = reader.text(f"{nvidia}/{bus}/information") or ""
@@ -63,7 +63,7 @@ def read_gpus(reader: SysfsReader, *, pci_devices: str, nvidia: str) -> tuple[Gp
 def nearness(
     first_pci: Sequence[str], first_numa: int | None, second_pci: Sequence[str], second_numa: int | None
 ) -> tuple[int, int]:
-    """How near two PCI devices are: shared steps from the root complex, then one NUMA node. More is nearer."""
+    """How near two PCI devices are: (shared steps from the root complex, 1 if on one NUMA node). Larger is nearer."""
     same = itertools.takewhile(lambda steps: steps[0] == steps[1], zip(first_pci, second_pci, strict=False))
     shared = len(list(same))
     return shared, int(first_numa is not None and first_numa == second_numa)

@@ -1,8 +1,8 @@
-"""HostInventory: what one host has, read without root and without starting anything, in well under 50 ms.
+"""HostInventory: the hardware of one host, read without root and without starting a process, in well under 50 ms.
 
-It owns the environment variables about a host (HOLMES_SYSFS_ROOT, HOLMES_HOST_NAME, HOLMES_CLUSTER,
-HOLMES_TOPOGRAPH_LABELS; SLURM_TOPOLOGY_ADDR; MASTER_ADDR) and who a host is. The parts are read by rdma.py,
-interfaces.py and gpus.py. What several hosts have in common is fabric.py's business.
+It reads the environment variables about a host (HOLMES_SYSFS_ROOT, HOLMES_HOST_NAME, HOLMES_CLUSTER,
+HOLMES_TOPOGRAPH_LABELS; SLURM_TOPOLOGY_ADDR; MASTER_ADDR) and determines the host's identity. rdma.py, interfaces.py
+and gpus.py read the parts. fabric.py finds what several hosts have in common.
 
     inventory = probe_host()
     inventory.rdma[0].name                         # "mlx5_0"
@@ -30,24 +30,24 @@ from lightning_holmes.cluster.record import Text, check_unique, read_json, recor
 from lightning_holmes.cluster.sysfs import SysfsReader
 
 _TOPOGRAPH = "network.topology.nvidia.com/"
-_TOPOGRAPH_TIERS = ("core", "datacenter", "spine", "leaf", "block")  # from the top; two names are those of 0.1
+_TOPOGRAPH_TIERS = ("core", "datacenter", "spine", "leaf", "block")  # from the top; two names are from Topograph 0.1
 _TOPOGRAPH_TIER = re.compile(r"fabric\.topograph\.run/tier-(\d{1,3})")  # since 1.0: tier 0 is nearest to the host
 
 
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInventory:
-    """One host.
+    """The hardware of one host.
 
     Attributes:
         name: HOLMES_HOST_NAME, else the host name.
-        identity: equal for processes of one host: the name if it was given, else name, boot and network namespace.
+        identity: equal for processes of one host: HOLMES_HOST_NAME if given, else host name, boot ID and network namespace.
         cluster: HOLMES_CLUSTER, or None.
-        switches: the switches above the host, from the top, as SLURM or Topograph name them.
+        switches: the names of the switches above the host, from the top, reported by SLURM or Topograph.
         switches_source: "slurm" or "topograph"; only hints of one source are compared.
         rdma: all ports of RDMA devices.
-        interfaces: those that carry traffic between hosts; the main one first.
-        main_interface: the one that reaches the master or the default route.
+        interfaces: the network interfaces that carry traffic between hosts; the main interface first.
+        main_interface: the interface that reaches the master or the default route.
         warnings: what could not be read, each with its file.
     """
 
@@ -73,11 +73,11 @@ class HostInventory:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str) -> HostInventory:
-        """Read what to_json wrote. ConfigurationError names source and place of whatever does not fit."""
+        """Read what to_json wrote. Raises ConfigurationError, which names the source and the place of an invalid value."""
         return read_json(cls, text, source=source)
 
     def nics(self) -> tuple[Nic, ...]:
-        """Its network cards as a topology has them: RDMA first, then Ethernet, the main interface before others."""
+        """The host's network cards for a topology: RDMA first, then Ethernet, the main interface before others."""
         near = near_gpus(self.gpus, {port.name: (port.pci, port.numa_node) for port in self.rdma})
         rdma = [
             Nic(
@@ -113,10 +113,10 @@ class HostInventory:
 
 
 def probe_host(*, machine_root: str = "/", master_addr: str | None = None) -> HostInventory:
-    """Read what this host has. Nothing is raised for what is missing: see ``warnings``.
+    """Read the hardware of this host. Missing files raise no errors; they are listed in ``warnings``.
 
     Args:
-        machine_root: what stands before sys/class/net, sys/bus/pci and proc; for tests.
+        machine_root: the folder of sys/class/net, sys/bus/pci and proc; for tests.
         master_addr: the numeric address of the master; default MASTER_ADDR, if that is numeric.
     """
     environment = dict(os.environ)
@@ -147,11 +147,11 @@ def probe_host(*, machine_root: str = "/", master_addr: str | None = None) -> Ho
 
 
 def read_switches(reader: SysfsReader, environment: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
-    """Where the hints about switches come from, and the switches from the top.
+    """Return the source of the switch names, and the switches from the top.
 
     HOLMES_TOPOGRAPH_LABELS holds the node's Topograph labels as ``key=value,...`` or names a file with one
-    ``key="value"`` a line, as Kubernetes' downward API writes them. SLURM sets SLURM_TOPOLOGY_ADDR to the names
-    from the top switch down to the node, joined by periods, and SLURM_TOPOLOGY_ADDR_PATTERN to what each is.
+    ``key="value"`` per line, as written by Kubernetes' downward API. SLURM sets SLURM_TOPOLOGY_ADDR to the names
+    from the top switch down to the node, joined by periods, and SLURM_TOPOLOGY_ADDR_PATTERN to the kind of each.
     """
     given = environment.get("HOLMES_TOPOGRAPH_LABELS")
     if given:
@@ -171,7 +171,7 @@ def read_switches(reader: SysfsReader, environment: Mapping[str, str]) -> tuple[
     if "." in address and not pattern:
         reader.warn(f"SLURM_TOPOLOGY_ADDR={address[:80]!r} is not used: SLURM_TOPOLOGY_ADDR_PATTERN is not set")
         kinds = []
-    # The node stands last and may hold periods itself, so the parts are counted from the front.
+    # the node's name is last and may contain periods itself, so the parts are counted from the front
     switches = [part for part, kind in zip(address.split("."), kinds, strict=False) if kind != "node" and part]
     return ("slurm", tuple(switches)) if switches else (None, ())
 

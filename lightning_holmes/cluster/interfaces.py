@@ -1,7 +1,7 @@
-"""Interface: the network interfaces of this host, by psutil, with what /sys/class/net adds.
+"""Interface: the network interfaces of this host, from psutil and /sys/class/net.
 
-psutil asks the kernel for the network namespace of this process. /sys may show another one's; where the MAC
-addresses differ, what /sys says of an interface is not used.
+psutil reads the network namespace of this process. /sys may show another namespace; if the MAC addresses of an
+interface differ, its entry in /sys is not used.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Interface:
 
     Attributes:
         kind: ethernet, virtio, bond, bridge, vlan, veth, ipoib, tunnel, loopback or virtual.
-        up: it is up and has a carrier.
-        addresses: with prefix length ("10.0.0.1/24"), IPv4 first; link-local IPv6 ones are left out.
-        speed_bytes_per_s: None where the kernel does not know it, as on most virtual links.
+        up: whether it is up and has a carrier.
+        addresses: with prefix length ("10.0.0.1/24"), IPv4 first; link-local IPv6 addresses are left out.
+        speed_bytes_per_s: None if the kernel does not know it, as on most virtual links.
         members: the interfaces that a bond or bridge joins.
-        master: the bond or bridge that this one belongs to.
+        master: the bond or bridge that this interface belongs to.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Interface:
 
 
 def read_interfaces(reader: SysfsReader, net_class: str) -> tuple[Interface, ...]:
-    """All interfaces of this process's network namespace. net_class: the folder /sys/class/net."""
+    """Read all interfaces of this process's network namespace. net_class: the folder /sys/class/net."""
     try:
         addresses, stats = psutil.net_if_addrs(), psutil.net_if_stats()
     except (OSError, RuntimeError) as error:
@@ -71,11 +71,11 @@ def read_interfaces(reader: SysfsReader, net_class: str) -> tuple[Interface, ...
 
 
 def choose_interfaces(interfaces: Sequence[Interface], *, of_rdma: set[str], main: str | None) -> tuple[Interface, ...]:
-    """Those that carry traffic between hosts, the main one first.
+    """Choose the interfaces that carry traffic between hosts, the main interface first.
 
     Left out: loopback and docker-like bridges (unless there is nothing else), members of bonds and bridges,
-    interfaces of RDMA devices (they are reached as those), and virtual ones without an address. The main
-    interface always stays.
+    interfaces of RDMA devices (they belong to the RDMA cards), and virtual interfaces without an address. The main
+    interface is always included.
     """
     chosen = [
         interface
@@ -97,9 +97,9 @@ def find_main_interface(
     proc_net: str,
     master_addr: str | None,
 ) -> str | None:
-    """The interface that reaches the master, else the default route's, else the first that is up with an address.
+    """Find the interface that reaches the master, else the default route's, else the first that is up with an address.
 
-    One of an RDMA device is taken in the last case only if there is no other.
+    In the last case an interface of an RDMA device is chosen only if there is no other.
     """
     if master_addr:
         source = source_address(master_addr)
@@ -115,7 +115,7 @@ def find_main_interface(
 
 
 def source_address(destination: str) -> str | None:
-    """The address from which this host would send to a numeric address; nothing is sent."""
+    """The local address from which this host would send to a numeric address; nothing is sent."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(destination).version == 6 else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -126,7 +126,7 @@ def source_address(destination: str) -> str | None:
 
 
 def subnet_of(address: str) -> str | None:
-    """The subnet of "10.0.0.1/24". None for a host route (/32, as some clouds give): it says nothing."""
+    """The subnet of an address such as "10.0.0.1/24"; None for a host route (/32, as in some clouds), which tells nothing."""
     network = ipaddress.ip_interface(address).network
     return str(network) if network.num_addresses > 2 else None
 
@@ -144,13 +144,13 @@ def _read_interface(
         if kind != "loopback":
             kind, members = _kind(reader, folder)
         operstate = reader.text(f"{folder}/operstate", optional=True)
-        stated = reader.text(f"{folder}/speed", optional=True)  # an error or -1 where there is no such thing
+        stated = reader.text(f"{folder}/speed", optional=True)  # an error or -1 if there is no speed
         speed = int(stated) if stated is not None and stated.isdecimal() and int(stated) > 0 else speed
         numa = reader.numa_node(f"{folder}/device")
         link = f"{folder}/master"
         master = os.path.basename(os.path.realpath(link)) if os.path.islink(link) else None
     if kind == "veth":
-        speed = None  # the driver says 10 Gbit/s whatever lies beneath
+        speed = None  # the driver always reports 10 Gbit/s
     return Interface(
         name=name,
         kind=kind,

@@ -1,10 +1,10 @@
-"""How the ranks of a job find out together what exists: inventories go through the store, rank 0 decides.
+"""Discovers the topology of a job: all ranks send their inventories through the store, and rank 0 decides.
 
 Every rank puts its inventory into the job's store as JSON. Rank 0 groups the hosts, has one rank of each host
-(the lowest, its agent) try and measure connections, and puts the topology into the store, where all others read
-it: all have the same one. Whoever does not answer is named, after a time; an error of one rank reaches all.
+(the lowest, the host's agent) test and measure connections, and puts the topology into the store, from which all other
+ranks read it, so that all have the same. A rank that does not answer is named after a timeout; an error of one rank is raised on all.
 
-    topology = discover_topology(store, rank, world_size)     # every rank must call, in the same order
+    topology = discover_topology(store, rank, world_size)     # every rank must call it, in the same order
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lightning_holmes.cluster.record import read_json, record, to_json
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError, RemoteError
 
-_ROUNDS = 8  # of connection tests; each parts one more fabric from those that look alike
-_ANSWER_S = 12.0  # what a round may take beyond its tasks
+_ROUNDS = 8  # rounds of connection tests; each splits off one more fabric from those that look the same
+_ANSWER_S = 12.0  # seconds that a round may take in addition to its tasks
 
 
 T = TypeVar("T")
 
 
 class Store(Protocol):
-    """What is used of torch's c10d stores (TCPStore, HashStore, PrefixStore)."""
+    """The methods of torch's c10d stores (TCPStore, HashStore, PrefixStore) that discovery uses."""
 
     def set(self, key: str, value: Any, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...
@@ -48,15 +48,15 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOptions:
-    """What discovery may do.
+    """Options of discovery.
 
     Attributes:
-        connect: try connections; without it hints alone decide, and no port is opened.
+        connect: test connections; without it only hints are used, and no port is opened.
         measure: measure speeds (needs connect).
-        refresh: measure even if speeds are known from before.
-        recall: use speeds that are known from before, where none are measured.
+        refresh: measure even if speeds are in the cache.
+        recall: use speeds from the cache if none are measured.
         port_range: (first, last) port of the listeners; None: any.
-        max_age_s: how old kept speeds may be.
+        max_age_s: the largest age of cached speeds.
     """
 
     connect: bool = True
@@ -70,14 +70,14 @@ class ProbeOptions:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
-    """What ranks tell each other: an error, or what the key is about; nothing at all: this is the end.
+    """A message between ranks: an error, or the content for its key. An empty message: no role for the rank, or no more tasks.
 
     Attributes:
         inventory: of a rank.
-        host, token: what a rank needs to be the agent of its host.
-        endpoints, warnings: what an agent's listener opened.
+        host, token: for the rank that is the agent of its host.
+        endpoints, warnings: of an agent's listener.
         tasks, results: of a step.
-        topology: what rank 0 has decided.
+        topology: decided by rank 0.
     """
 
     error: str | None = None
@@ -92,15 +92,15 @@ class _Message:
 
 
 class _Board:
-    """A job's store for one discovery: keys of their own, a common deadline, and errors that name ranks."""
+    """A job's store for one discovery, with its own key prefix, a common deadline, and errors that name ranks."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
-        # Ranks discover in the same order, so each counts its own calls and all come to the same number.
+        # all ranks call discovery in the same order, so that each counts its own calls and all get the same number
         number = store.add(f"holmes/discoveries/{rank}", 1)
         self._store = store
         self._prefix = f"holmes/discovery/{number}/"
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
-        # Rank 0 names who is missing when its time is up; the others wait a little longer to hear it.
+        # rank 0 names the missing ranks at its deadline; the other ranks wait a little longer for its message
         self.deadline = time.monotonic() + timeout_s + (_ANSWER_S if rank else 0)
 
     def put(self, key: str, **content: Any) -> None:
@@ -110,7 +110,7 @@ class _Board:
         self.put(key, error=f"{type(error).__name__}: {error}"[:4000])
 
     def get(self, key: str, *, who: str) -> _Message:
-        """What is under a key; RemoteError names ``who`` if it does not come, or is an error."""
+        """Wait for the message of a key. Raises RemoteError, which names ``who``, on a timeout or if the message is an error."""
         if not self.wait([key], self.deadline - time.monotonic()):
             raise RemoteError(f"{who} did not answer within {self.timeout_s:g} s while the clusters were being found")
         message = read_json(_Message, self._store.get(self._prefix + key), source=who)
@@ -119,11 +119,11 @@ class _Board:
         return message
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all keys came in time."""
+        """Wait for keys; return whether all were set in time."""
         names = [self._prefix + key for key in keys]
         try:
             self._store.wait(names, timedelta(seconds=max(seconds, 0.01)))
-        except Exception:  # stores raise what they like: DistStoreError, RuntimeError, LookupError
+        except Exception:  # stores raise different errors: DistStoreError, RuntimeError, LookupError
             return self._store.check(names)
         return True
 
@@ -141,17 +141,17 @@ def discover_topology(
     options: ProbeOptions | None = None,
     timeout_s: float = 120.0,
 ) -> Topology:
-    """What exists, the same on every rank. Every rank must call, with the same arguments but for ``local``.
+    """Discover the topology, the same on every rank. All ranks must call this, with the same arguments except ``local``.
 
     Args:
         store: the job's c10d store.
         local: this host's inventory; default :func:`probe_host`.
-        given: a topology file, which decides hosts and clusters; it is matched to the hosts of the job.
-        timeout_s: after this nobody waits any longer.
+        given: a topology from a file, which defines hosts and clusters; it is matched to the hosts of the job.
+        timeout_s: the time limit for answers of other ranks.
 
     Raises:
         RemoteError: a rank failed or did not answer; the message names it.
-        ConfigurationError: the topology file or the port range do not fit.
+        ConfigurationError: the topology file does not match the job's hosts, or no port of the range is free.
     """
     options = options or ProbeOptions()
     board = _Board(store, rank, world_size, timeout_s)
@@ -233,7 +233,7 @@ class _Agent:
         self._listener.close()
 
     def obey(self) -> None:
-        """Run what rank 0 says, until it says that this is the end."""
+        """Run the tasks of rank 0 until it sends an empty message."""
         step = 0
         while True:
             message = self._board.get(f"step/{step}/{self._board.rank}", who="rank 0")
@@ -243,7 +243,7 @@ class _Agent:
             step += 1
 
     def perform(self, step: int, tasks: Sequence[ProbeTask]) -> None:
-        """Run tasks and put what they gave into the store."""
+        """Run tasks and put their results into the store."""
         results = run_tasks(tasks, token=self._token)
         self._board.put(f"result/{step}/{self._board.rank}", results=tuple(results))
 
@@ -252,7 +252,7 @@ class _Agent:
 
 
 class _Leader:
-    """Rank 0: gathers, groups, has connections tried and measured."""
+    """Rank 0: gathers inventories, groups hosts, and has connections tested and measured."""
 
     def __init__(self, board: _Board, mine: HostInventory, options: ProbeOptions) -> None:
         self._board = board
@@ -319,7 +319,7 @@ class _Leader:
             tasks = {}
             for one, other in asked if self._agents else ():
                 task = self._task(other.host, nics[other.host, other.nic], one.host, nics[one.host, one.nic])
-                known[one, other] = None  # unless it can be tried
+                known[one, other] = None  # stays None if it cannot be tested
                 if task is not None:
                     tasks[one, other] = task
             if not tasks:
@@ -344,7 +344,7 @@ class _Leader:
             task = self._task(live[one], nic, live[other], target)
             if task is not None:
                 candidates.append((pair, task))
-        # Latency first, of all at once: that is little traffic. Who did not answer is not measured any further.
+        # latency first, of all pairs at once, since that is little traffic; pairs without an answer are not measured further
         latencies = self._run([task for _, task in candidates])
         alive = [(p, t, r) for (p, t), r in zip(candidates, latencies, strict=True) if r.error is None]
         slots, seconds, interval = schedule([pair for pair, _, _ in alive])
@@ -360,7 +360,7 @@ class _Leader:
         return replace(measured, warnings=(*measured.warnings, problem)) if problem else measured
 
     def _task(self, host: str, nic: Nic, target_host: str, target: Nic) -> ProbeTask | None:
-        """From a NIC to an endpoint of another, over a common IP version, preferably IPv4; None if there is none."""
+        """Make a task from a NIC to an endpoint of another NIC, over a common IP version, preferably IPv4; None if there is none."""
         for endpoint in self._endpoints.get(target_host, ()):
             if endpoint.address not in target.addresses:
                 continue
@@ -376,7 +376,7 @@ class _Leader:
         return None
 
     def _run(self, tasks: Sequence[ProbeTask]) -> list[ProbeResult]:
-        """Have agents run tasks; one that does not answer has failed at its tasks."""
+        """Have agents run tasks; the tasks of an agent that does not answer have failed."""
         if not tasks:
             return []
         step, self._step = self._step, self._step + 1
@@ -407,13 +407,13 @@ class _Leader:
 
 
 def _live_names(topology: Topology, hosts: Sequence[LiveHost]) -> dict[str, str]:
-    """The name of the live host that stands for each host of a topology with ranks."""
+    """For each host of a topology with ranks, the name of the live host that has its ranks."""
     by_rank = {rank: host.name for host in hosts for rank in host.ranks}
     return {host.name: by_rank[topology.ranks_of_host(host.name)[0]] for host in topology.hosts}
 
 
 def numeric_address(master_addr: str | None) -> str | None:
-    """The numeric address of the master; a name has been looked up by the launcher before, so this is quick."""
+    """The numeric address of the master (default: MASTER_ADDR). Fast, since the launcher has already looked the name up."""
     name = master_addr or os.environ.get("MASTER_ADDR")
     if not name:
         return None

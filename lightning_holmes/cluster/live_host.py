@@ -16,7 +16,7 @@ from lightning_holmes.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveHost:
-    """name: unique in the job. cluster: the one that the user chose for it, or None."""
+    """A host of a job. name: unique in the job. cluster: the cluster that the user chose for it, or None."""
 
     name: str
     ranks: tuple[int, ...]
@@ -25,7 +25,7 @@ class LiveHost:
 
     @property
     def top_switch(self) -> tuple[str, str] | None:
-        """Source and name of the switch above all others, if known."""
+        """Source and name of the top switch, if known."""
         inventory = self.inventory
         if not inventory.switches or inventory.switches_source is None:
             return None
@@ -33,23 +33,26 @@ class LiveHost:
 
     @property
     def ethernet_subnet(self) -> str | None:
-        """The subnet of the main interface; None if it has none, or an address that says nothing."""
+        """The subnet of the main interface; None if it has no address, or only a host route."""
         main = self.inventory.main
         return subnet_of(main.addresses[0]) if main is not None and main.addresses else None
 
     def main_nic(self) -> Nic | None:
-        """The first Ethernet card: that of the main interface."""
+        """The first Ethernet card, which is that of the main interface."""
         return next((nic for nic in self.inventory.nics() if nic.kind == "ethernet"), None)
 
     def down_ports(self) -> tuple[RdmaPort, ...]:
-        """The RDMA ports that cannot be used."""
+        """The RDMA ports that are not up."""
         return tuple(port for port in self.inventory.rdma if not port.up)
 
 
 def merge_ranks(inventories: Sequence[HostInventory]) -> tuple[LiveHost, ...]:
-    """The hosts of a job by name, from one inventory a rank.
+    """Make the hosts of a job, sorted by name, from the inventories of all ranks.
 
     Hosts that share a name (namespaces of one machine, machines called localhost) are numbered by identity.
+
+    Raises:
+        ConfigurationError: HOLMES_CLUSTER differs between the processes of a host.
     """
     ranks: dict[str, list[int]] = {}
     for rank, inventory in enumerate(inventories):

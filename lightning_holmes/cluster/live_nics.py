@@ -1,4 +1,4 @@
-"""A hand-written topology completed by what its hosts have: interfaces, addresses, and which NICs are up."""
+"""Completes a hand-written topology from the hosts' inventories: interfaces, addresses, and which NICs are up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_holmes.cluster.topology import Topology
 
 
 def with_live_nics(topology: Topology, live: Mapping[str, LiveHost]) -> Topology:
-    """What the file says stands; what it leaves open is taken from the hosts.
+    """Fill in what the file leaves open from the live hosts; the file's own values are kept, but a NIC that is down counts as down.
 
-    NICs are matched by name, else by interface. One that its host does not have is taken to be down, with a
-    warning. A host without NICs in the file gets all that it has, one without Ethernet its Ethernet ones.
+    NICs are matched by name, else by interface. A NIC of the file that the live host does not have counts as down, with a
+    warning. A host without NICs in the file gets all NICs of its live host; a host without an Ethernet NIC that is up gets the Ethernet NICs.
 
     Args:
-        live: the live host that each host of the file means, by the file's name.
+        live: the live host of each host of the file, by the file's name.
     """
     warnings = list(topology.warnings)
     clusters = []
@@ -77,7 +77,7 @@ def _find(nic: Nic, available: Sequence[Nic]) -> Nic | None:
 
 
 def _fabric(nic: Nic, cluster: str) -> str | None:
-    """The file's word makes a cluster one fabric; of Ethernet it says nothing."""
+    """The fabric of a NIC of the file: a cluster of the file is one RDMA fabric unless a NIC names another; Ethernet is left as it is."""
     return fabric_of(nic, cluster) if nic.kind != "ethernet" else nic.fabric
 
 

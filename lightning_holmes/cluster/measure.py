@@ -1,11 +1,11 @@
-"""Which pairs of hosts stand for each class of link, when they measure, and how results enter the topology.
+"""Chooses the pairs of hosts that measure each class of link, schedules them, and puts the results into the topology.
 
-Pure, but for the cache on disk. Classes: inside each cluster on its fabric and on Ethernet, and Ethernet between
-each pair of clusters: one pair alone, and then several at once, which tells whether they share the way. What a topology
-file states is not measured. Pairs that share no host measure at the same time, so that a job of 64 hosts needs few rounds.
+Pure, except for the cache on disk. Classes: inside each cluster on its fabric and on Ethernet, and Ethernet between
+each pair of clusters: one pair alone, and then several at once, to find whether they share the bandwidth. Speeds given in a topology
+file are not measured. Pairs without a common host measure at the same time, so that a job of 64 hosts needs few rounds.
 
     pairs = choose_pairs(topology)
-    rounds = schedule(pairs)                                # the slot of each pair
+    slots, seconds, interval = schedule(pairs)              # the slot of each pair, and its times
     topology = with_speeds(topology, pairs, results)
 """
 
@@ -28,19 +28,19 @@ from lightning_holmes.cluster.record import MAX_TEXT
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 
-SECONDS = 0.5  # of sending a measurement, if few rounds are needed
+SECONDS = 0.5  # of sending per measurement, if few rounds are needed
 _LEAST_SECONDS = 0.04
-_BUDGET_S = 6.0  # of all rounds, so that 64 hosts stay under 10 s
+_BUDGET_S = 6.0  # for all rounds, so that 64 hosts stay under 10 s
 MAX_AGE_S = 24 * 3600.0
-_MOST_TOGETHER = 8  # pairs of hosts that try at once what two clusters share
-_UNHINDERED = 0.8  # of what pairs reach alone: with it at once they do not share the way, as far as can be told
+_MOST_TOGETHER = 8  # pairs of hosts that send at once between two clusters
+_UNHINDERED = 0.8  # pairs that reach this share of the lone pair's rate at once do not limit each other measurably
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two hosts that stand for the links of one class. clusters: twice the same inside a cluster.
+    """Two hosts that measure the links of one class. clusters: the same name twice for a pair inside a cluster.
 
-    together: it measures at the same time as the others between these clusters, in the other direction than the lone pair.
+    together: the pair sends at the same time as the others between these clusters, in the opposite direction to the lone pair.
     """
 
     clusters: tuple[str, str]
@@ -51,13 +51,13 @@ class Pair:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """How results name it."""
+        """The pair's key in the results."""
         return self.hosts[0], self.nics[0].name, self.hosts[1], self.nics[1].name
 
 
 def choose_pairs(topology: Topology) -> list[Pair]:
-    """One pair of hosts for every class of link that is not stated, and several more between clusters of several hosts.
-    Hosts take turns, so that pairs can run at once."""
+    """Choose one pair of hosts for every class of link whose speed is not given, and several more between clusters of several hosts.
+    Hosts take turns, so that pairs can run at the same time."""
     pairs: list[Pair] = []
     turns = dict.fromkeys((cluster.name for cluster in topology.clusters), 0)
     for cluster in topology.clusters:
@@ -86,7 +86,7 @@ def choose_pairs(topology: Topology) -> list[Pair]:
 
 
 def _pairs_together(one: Cluster, other: Cluster) -> list[Pair]:
-    """Pairs of different hosts, from the second cluster to the first; none where a cluster has one host."""
+    """Pairs of different hosts, from the second cluster to the first; none if a cluster has fewer than two usable hosts."""
     usable = [
         [(host.name, nic) for host in cluster.hosts if (nic := _usable(host, "ethernet", None)) is not None]
         for cluster in (other, one)
@@ -106,14 +106,12 @@ def _pairs_together(one: Cluster, other: Cluster) -> list[Pair]:
 
 
 def schedule(pairs: Sequence[Pair]) -> tuple[list[int], float, float]:
-    """(slot of each pair, seconds of sending, seconds from slot to slot). No host is in two pairs of a slot; while pairs measure
-    together, nobody else of their clusters does."""
+    """Return (slot of each pair, seconds of sending, seconds from slot to slot). No host is in two pairs of a slot; while pairs measure
+    together, no other pair of their clusters measures."""
     hosts: dict[str, set[int]] = defaultdict(set)
     clusters: dict[str, set[int]] = defaultdict(set)
     taken: dict[Pair | tuple[str, str], int] = {}
-    for pair in sorted(
-        pairs, key=lambda pair: pair.together
-    ):  # those that want their clusters for themselves come last
+    for pair in sorted(pairs, key=lambda pair: pair.together):  # pairs that need their clusters exclusively come last
         key = pair.clusters if pair.together else pair
         if key not in taken:
             busy = [clusters[name] for name in pair.clusters] if pair.together else [hosts[name] for name in pair.hosts]
@@ -131,7 +129,7 @@ def schedule(pairs: Sequence[Pair]) -> tuple[list[int], float, float]:
 def with_speeds(
     topology: Topology, pairs: Sequence[Pair], results: Mapping[tuple[str, str, str, str], ProbeResult]
 ) -> Topology:
-    """The topology with what the pairs measured, what the NICs state elsewhere, and who was not reached."""
+    """Add to the topology the measured speeds, the NICs' nominal speeds where nothing was measured, and the unreachable pairs."""
     speeds: dict[str, list[LinkSpeed]] = {cluster.name: [] for cluster in topology.clusters}
     links = list(topology.links)
     unreachable = list(topology.unreachable)
@@ -183,9 +181,9 @@ def _shared(
     results: Mapping[tuple[str, str, str, str], ProbeResult],
     alone: float,
 ) -> float | None:
-    """What all hosts of two clusters reach together; None where that was not measured.
+    """Bytes/s that all hosts of two clusters reach together; None if that was not measured.
 
-    Pairs that do not hinder each other say only that there is room for them: then as much is taken for every pair of hosts.
+    If the measured pairs do not limit each other, their mean rate is assumed for every pair of hosts.
     """
     mine = [pair for pair in pairs if pair.together and pair.clusters == lone.clusters]
     found = [result.bandwidth_bytes_per_s for pair in mine if (result := results.get(pair.key)) is not None]
@@ -200,7 +198,7 @@ def _shared(
 
 
 def fingerprint(topology: Topology) -> str:
-    """The same for topologies of the same hosts, cards, addresses and clusters, whatever ranks they have."""
+    """A hash that is equal for topologies with the same hosts, cards, addresses and clusters, whatever their ranks."""
     bare = replace(
         topology,
         clusters=tuple(
@@ -217,7 +215,7 @@ def fingerprint(topology: Topology) -> str:
 
 
 def cache_folder() -> Path:
-    """HOLMES_CACHE_DIR, else lightning_holmes in XDG_CACHE_HOME or ~/.cache."""
+    """The cache folder: HOLMES_CACHE_DIR, else lightning_holmes in XDG_CACHE_HOME or ~/.cache."""
     given = os.environ.get("HOLMES_CACHE_DIR")
     if given:
         return Path(given)
@@ -225,7 +223,7 @@ def cache_folder() -> Path:
 
 
 def load_speeds(topology: Topology, *, max_age_s: float = MAX_AGE_S) -> Topology | None:
-    """The topology with speeds that were measured before on the same one; None if there are none, or too old."""
+    """Return the topology with cached speeds of an equal topology; None if there are none, or if they are older than max_age_s."""
     path = cache_folder() / f"speeds-{fingerprint(topology)}.json"
     with contextlib.suppress(OSError, ConfigurationError):
         with path.open("rb") as file:
@@ -239,9 +237,9 @@ def load_speeds(topology: Topology, *, max_age_s: float = MAX_AGE_S) -> Topology
 
 
 def save_speeds(topology: Topology) -> str | None:
-    """Keep measured speeds for the next run. Not if anybody was not reached: that is to be tried again.
+    """Write measured speeds to the cache, unless a pair was unreachable: the next run then tries again.
 
-    Returns why it could not be done, or None.
+    Returns the reason if they could not be written, else None.
     """
     if topology.measured_at_s is None or topology.unreachable:
         return None
@@ -250,7 +248,7 @@ def save_speeds(topology: Topology) -> str | None:
 
 
 def write_to_cache(name: str, text: str) -> str | None:
-    """Write a file of the cache, whole or not at all. Returns why it could not be done, or None."""
+    """Write a file of the cache atomically. Returns the reason if it could not be written, else None."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -304,7 +302,7 @@ def _slower(nics: Sequence[Nic]) -> float | None:
 
 
 def _complete(cluster: Cluster, measured: Sequence[LinkSpeed]) -> tuple[LinkSpeed, ...]:
-    """Measured speeds, then those that were known before, then what the slowest of all hosts' NICs states."""
+    """The speeds of a cluster: measured ones, else those known before, else the nominal rate of the slowest host's NIC."""
     known = {speed.transport: speed for speed in (*cluster.speeds, *measured)}
     for transport in dict.fromkeys((cluster.fabric or "ethernet", "ethernet")):
         nics = [host.nic_of(transport) for host in cluster.hosts]

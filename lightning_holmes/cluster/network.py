@@ -1,11 +1,10 @@
-"""Nic, Host, Link, Cluster: the nouns of a topology. Plain data, checked when it is made.
+"""Nic, Host, Link, Cluster: the parts of a Topology (topology.py). Plain data, checked when it is made.
 
-Topology (topology.py) holds them together; record.py reads them. An alias is a field's name in files, where the value
-carries its unit.
+record.py reads them. A field's alias is its name in files, where the value has a unit.
 
     nic = Nic(name="mlx5_0", kind="infiniband", bandwidth_bytes_per_s=25e9, interface="ib0", addresses=("10.0.0.1",))
     host = Host(name="node-0", devices=8, nics=(nic,))
-    host.nic_of("infiniband")      # the first such card that is up
+    host.nic_of("infiniband")      # the first InfiniBand card that is up
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ class Nic:
     """A network card, or one port of it.
 
     Attributes:
-        name: as NCCL knows it: the RDMA device (``mlx5_0``; ``mlx5_0:2`` for a port of several) or the interface.
-        kind: what it speaks.
-        bandwidth_bytes_per_s: the rate it states; None where that is not known.
-        interface: its network interface, by which sockets use it; None if there is none or it is not known.
+        name: NCCL's name: the RDMA device (``mlx5_0``; ``mlx5_0:2`` for one of several ports) or the interface.
+        kind: its network protocol.
+        bandwidth_bytes_per_s: the nominal rate; None if not known.
+        interface: the network interface that sockets use; None if there is none or it is not known.
         addresses: the interface's IP addresses, IPv4 first.
-        up: whether it can be used. What a hand-written file names is taken to be up.
-        fabric: cards of one fabric reach each other over ``kind``; None where that is not known.
-        near_devices: the GPUs of the host (by PCI order) that no other RDMA card is nearer to.
+        up: whether it can be used; True by default, so also for cards in a hand-written file.
+        fabric: cards with the same fabric reach each other over ``kind``; None if not known.
+        near_devices: the GPUs of the host (by PCI order) to which no other RDMA card is nearer.
     """
 
     name: Text
@@ -50,11 +49,11 @@ class Nic:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine: how many devices (processes) it has, and its network cards.
+    """A machine: its number of devices (processes), and its network cards.
 
-    nics: the Ethernet card that reaches the master, or the default route, stands before other Ethernet cards.
-    ranks: the global ranks that the launcher put here; None where they are assigned in the order of the file.
-    device_type: what `lightning-holmes plan --device_type` would name; for plans alone.
+    nics: the Ethernet card that reaches the master, or the default route, comes before other Ethernet cards.
+    ranks: the global ranks that the launcher started here; None if ranks are assigned in the order of the file.
+    device_type: a value of `lightning-holmes plan --device_type`; used only for plans.
     """
 
     name: Text
@@ -82,11 +81,11 @@ class Host:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """The way between two clusters, named by the clusters at its ends. It counts in both directions.
+    """The link between two clusters, which are named in ``ends``. It applies to both directions.
 
     Attributes:
-        bandwidth_bytes_per_s: one way; where it is stated of all their hosts together, where it was measured of one pair.
-        shared_bytes_per_s: where it was measured, what all their hosts reach together; None if one pair alone was tried.
+        bandwidth_bytes_per_s: one way; of all hosts together if given in a file, of one pair of hosts if measured.
+        shared_bytes_per_s: if measured, the rate that all hosts reach together; None if only one pair was measured.
     """
 
     ends: tuple[str, str]
@@ -103,12 +102,12 @@ class Link:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """How fast two hosts of one cluster reach each other on one transport.
+    """The speed between two hosts of one cluster on one transport.
 
     Attributes:
-        bandwidth_bytes_per_s: one way. Measured by one TCP connection over the NICs' interfaces, or stated.
+        bandwidth_bytes_per_s: one way. Measured with one TCP connection over the NICs' interfaces, or nominal.
         latency_s: one way; None if not measured.
-        nic_bytes_per_s: the rate that the slower NIC of the two states. RDMA can reach it where TCP does not.
+        nic_bytes_per_s: the nominal rate of the slower of the two NICs. RDMA can reach it where TCP does not.
     """
 
     transport: TransportKind
@@ -121,7 +120,7 @@ class LinkSpeed:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreachable:
-    """Two hosts that should reach each other over a transport and did not, with what happened."""
+    """Two hosts that did not reach each other over a transport although they should, with the reason."""
 
     ends: tuple[str, str]  # hosts
     transport: TransportKind
@@ -137,10 +136,10 @@ class Cluster:
     """Hosts that share a fast network.
 
     Attributes:
-        fabric: the kind of that network; None where it is not known.
+        fabric: the kind of the fast network; None if not known.
         fallback: why not all hosts can use the fabric now (a NIC is down), or None. Groups with such a host
             use Ethernet.
-        speeds: what two of its hosts reach, one entry a transport.
+        speeds: between two of its hosts, one entry per transport.
     """
 
     name: Text
@@ -155,25 +154,25 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all its hosts."""
+        """The number of devices of all hosts."""
         return sum(host.devices for host in self.hosts)
 
     def speed(self, transport: str) -> LinkSpeed | None:
-        """The speed on one transport, if it is known."""
+        """The speed on one transport; None if not known."""
         return next((speed for speed in self.speeds if speed.transport == transport), None)
 
 
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerHost:
-    """A host without devices that is an optimizer node; ``cluster``: with whose hosts it shares a fast network, if with any."""
+    """A host without devices that is an optimizer node; ``cluster``: the cluster whose fast network it shares, if any."""
 
     name: Text
     cluster: str | None = None
 
 
 def fabric_of(nic: Nic, cluster: str) -> str:
-    """The name of the fabric of an RDMA card in this cluster. Cards that name none share that of their cluster, and no other."""
+    """The name of an RDMA card's fabric. Cards without one are on a fabric of their kind and cluster."""
     return nic.fabric or f"{nic.kind}/{cluster}"
 
 

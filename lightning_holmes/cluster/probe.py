@@ -1,13 +1,13 @@
-"""Connection tests and measurements between hosts, by plain sockets bound to the interfaces' addresses.
+"""Connection tests and measurements between hosts, with plain sockets bound to the interfaces' addresses.
 
-A Listener answers on every NIC of a host that it is given; run_tasks connects, measures and reports. Which hosts
-measure what is decided in measure.py. Both ends prove that they hold the job's token (HMAC-SHA256 over both
-sides' random numbers), and the answering end also which host and NIC it is: a private address may belong to
-another machine than the one that is meant. Every read is bounded in bytes and time, and a peer that says anything
-unexpected is dropped, so that nothing that connects here can do harm or hold it up.
+A Listener answers on the given NICs of a host; run_tasks connects, measures and reports. measure.py decides which hosts
+measure what. Both ends prove that they hold the job's token (HMAC-SHA256 over the random numbers of both ends), and the
+listener also proves which host and NIC it is, since a private address may belong to another machine than the intended one.
+Every read is limited in bytes and time, and a peer that sends anything unexpected is dropped, so that no other program that
+connects can do harm or delay it.
 
     with Listener(host="a", nics=nics, token=token) as listener:
-        listener.endpoints                      # told to the others through the store
+        listener.endpoints                      # sent to the other hosts through the store
     run_tasks([ProbeTask(source=..., target=..., ...)], token=token)
 """
 
@@ -32,19 +32,19 @@ from lightning_holmes.errors import ConfigurationError
 
 _HELLO = b"HOLMES1\n"
 _NONCE, _MAC = 16, 32
-_REQUEST = struct.Struct(f">{_NONCE}sI{_MAC}s")  # the caller's random number, milliseconds of sending, proof
-_REPORT = struct.Struct(">dQ")  # seconds and bytes that arrived in them
+_REQUEST = struct.Struct(f">{_NONCE}sI{_MAC}s")  # the client's random number, milliseconds of sending, proof
+_REPORT = struct.Struct(">dQ")  # seconds, and the bytes that arrived in them
 _CHUNK = 1 << 20
-MAX_BYTES = 256 << 20  # of one measurement
+MAX_BYTES = 256 << 20  # per measurement
 MAX_SECONDS = 5.0
 _PINGS = 20
 _MAX_PINGS = 64
-_CONNECTIONS = 256  # at once; more wait in the kernel's queue
+_CONNECTIONS = 256  # at the same time; further ones wait in the kernel's queue
 _HANDSHAKE_S = 2.0
 _ANSWER_S = 2.0
-_RAMP = 0.25  # of the time: TCP's slow start and a shaper's burst are left out of the rate
-_WINDOWS = 32  # into which the rest is split
-_UNSENT_S = 0.04  # of sending that may wait in the sender's socket, for when its process is stopped
+_RAMP = 0.25  # the first share of the time, left out of the rate: TCP's slow start and a shaper's burst
+_WINDOWS = 32  # number of windows into which the rest is split
+_UNSENT_S = 0.04  # seconds of data that may wait in the sender's socket, for when its process is stopped
 _SO_BINDTODEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 
@@ -52,7 +52,7 @@ _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a host's listener answers for one NIC."""
+    """The address and port at which a host's listener answers for one NIC."""
 
     host: str
     nic: str
@@ -74,7 +74,7 @@ class ProbeTask:
     start_s: float = 0.0
 
     def result(self, **found: Any) -> ProbeResult:
-        """The result that names this task's ends."""
+        """Make a result with this task's ends."""
         return ProbeResult(
             source_host=self.source_host,
             source_nic=self.source_nic,
@@ -84,7 +84,7 @@ class ProbeTask:
         )
 
     def failed(self, why: str) -> ProbeResult:
-        """The result of a task that went wrong; it names both ends."""
+        """Make the result of a failed task; its error names both ends."""
         target = self.target
         source = f"{self.source_host} {self.source_nic} ({self.source_address})"
         return self.result(
@@ -95,7 +95,7 @@ class ProbeTask:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """What a task gave. error is None if it went well; bandwidth is measured only by tasks that send."""
+    """The result of a task. error is None on success; bandwidth is measured only by tasks that send."""
 
     source_host: str
     source_nic: str
@@ -110,8 +110,8 @@ class Listener:
     """Answers tests on the given NICs until it is closed. Raises ConfigurationError if port_range has no free port.
 
     Args:
-        host: the name that this host has in the job.
-        nics: a socket is opened on one IPv4 and one IPv6 address of each that is up.
+        host: the name of this host in the job.
+        nics: a socket is opened on one IPv4 and one IPv6 address of each NIC that is up.
         token: the job's secret.
         port_range: (first, last) port to use; None: any.
     """
@@ -146,7 +146,7 @@ class Listener:
         self.close()
 
     def close(self) -> None:
-        """Close the sockets and end the threads that accept."""
+        """Close the sockets and end the accepting threads."""
         self._closed.set()
         for opened in self._sockets:
             with contextlib.suppress(OSError):
@@ -167,7 +167,7 @@ class Listener:
             except OSError as error:
                 opened.close()
                 problem = error
-                if error.errno not in (98, 13):  # EADDRINUSE, EACCES: another port may do
+                if error.errno not in (98, 13):  # EADDRINUSE, EACCES: another port may be free
                     break
             else:
                 self._sockets.append(opened)
@@ -206,7 +206,7 @@ class Listener:
 
 
 def answer(connection: socket.socket, token: bytes, endpoint: Endpoint) -> None:
-    """Serve one connection: prove, be proven to, then echo or count. Raises OSError for peers that do not fit."""
+    """Serve one connection: authenticate both ends, then echo or count bytes. Raises OSError for a peer that fails or does not answer."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     deadline = time.monotonic() + _HANDSHAKE_S
     nonce = secrets.token_bytes(_NONCE)
@@ -226,7 +226,7 @@ def answer(connection: socket.socket, token: bytes, endpoint: Endpoint) -> None:
 
 
 def run_tasks(tasks: Sequence[ProbeTask], *, token: bytes) -> list[ProbeResult]:
-    """Run tasks at the same time, each from its ``start_s`` on, and return what they gave, in their order."""
+    """Run tasks at the same time, each from its ``start_s`` on, and return their results in the order of the tasks."""
     begin = time.monotonic()
     results: list[ProbeResult | None] = [None] * len(tasks)
 
@@ -244,15 +244,15 @@ def run_tasks(tasks: Sequence[ProbeTask], *, token: bytes) -> list[ProbeResult]:
 
 
 def run_task(task: ProbeTask, *, token: bytes, timeout_s: float = _ANSWER_S) -> ProbeResult:
-    """Connect and measure. Whatever goes wrong is the result's ``error``, which names both ends."""
+    """Connect and measure. A failure is reported as the result's ``error``, which names both ends."""
     target = task.target
     family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             if task.source_interface is not None:
-                # Else a host sends by the route to the address, whatever the source address. Linux allows it
-                # without root since 5.7; where it does not, the bound address has to do.
+                # Without it a host sends by the route to the address, whatever the source address. Linux allows it
+                # without root since 5.7; before, only the source address is bound.
                 with contextlib.suppress(OSError):
                     connection.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, task.source_interface.encode() + b"\0")
             connection.bind((task.source_address, 0))
@@ -300,7 +300,7 @@ def _proof(token: bytes, role: bytes, nonce: bytes, other: bytes, endpoint: Endp
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly ``size`` bytes before the deadline."""
+    """Receive exactly ``size`` bytes before the deadline."""
     data = b""
     while len(data) < size:
         left = deadline - time.monotonic()
@@ -315,7 +315,7 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 
 def _ping(connection: socket.socket, timeout_s: float) -> float:
-    """One way, in seconds: half of the fastest round trip."""
+    """Measure the one-way latency in seconds: half of the fastest round trip."""
     deadline = time.monotonic() + timeout_s
     fastest = float("inf")
     for _ in range(_PINGS):
@@ -329,13 +329,13 @@ def _ping(connection: socket.socket, timeout_s: float) -> float:
 
 
 def _send(connection: socket.socket, seconds: float, timeout_s: float) -> float:
-    """Send for so long and return the bytes per second that the other end counted."""
+    """Send for ``seconds`` and return the bytes per second that the other end counted."""
     data = memoryview(os.urandom(_CHUNK))
     start, sent, unsent = time.monotonic(), 0, 0
     connection.settimeout(seconds + timeout_s)
     while (elapsed := time.monotonic() - start) < seconds and sent < MAX_BYTES:
         enough = max(_CHUNK // 4, int(_UNSENT_S * sent / elapsed) if elapsed > _RAMP * seconds else 0)
-        if enough > 1.5 * unsent:  # little waits unsent, so that the end comes when it should
+        if enough > 1.5 * unsent:  # limit the unsent data, so that sending ends on time
             unsent = enough
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent)
@@ -351,7 +351,7 @@ def _send(connection: socket.socket, seconds: float, timeout_s: float) -> float:
 
 
 def _count(connection: socket.socket, deadline: float) -> tuple[float, int]:
-    """(seconds, bytes) of what arrives until the sender ends, the deadline or MAX_BYTES, at the steady rate."""
+    """Receive until the sender ends, the deadline or MAX_BYTES; return (seconds, bytes) at the steady rate."""
     buffer = bytearray(_CHUNK)
     samples: list[tuple[float, int]] = []
     total = 0
@@ -368,18 +368,18 @@ def _count(connection: socket.socket, deadline: float) -> tuple[float, int]:
             break
         total += count
         now = time.monotonic()
-        if not samples or now - samples[-1][0] > 0.001:  # a thousand a second at most are kept
+        if not samples or now - samples[-1][0] > 0.001:  # keep at most a thousand samples per second
             samples.append((now, total))
     return steady_rate(samples)
 
 
 def steady_rate(samples: Sequence[tuple[float, int]]) -> tuple[float, int]:
-    """(seconds, bytes) of the window in which the middle byte came. samples: (when, bytes until then), in order.
+    """Return (seconds, bytes) of the window with the median rate, weighted by bytes. samples: (time, bytes so far), in order.
 
-    A host whose processes are stopped for a while, as by a processor quota, neither sends nor reads meanwhile, and reads
-    at once what has come when it goes on: neither is the link's rate. So what comes after the first quarter (TCP's
-    slow start, a shaper's burst) is split into windows of a thirty-second, and of those, in the order of their rates, the one
-    counts before and after which as many bytes came. (0, 0) for fewer than three samples.
+    A host whose processes are stopped for a while, for example by a CPU quota, neither sends nor reads, and then reads
+    everything that has arrived at once: neither is the link's rate. So the samples after the first quarter (TCP's slow start,
+    a shaper's burst) are split into windows of 1/32 of the remaining time and sorted by rate; the window that contains the
+    middle byte is returned. (0, 0) for fewer than three samples.
     """
     if len(samples) < 3:
         return 0.0, 0

@@ -1,6 +1,6 @@
 """RdmaPort: the ports of RDMA devices, from class/infiniband of a sysfs tree.
 
-What is read of each device and port (Documentation/ABI/stable/sysfs-class-infiniband): node_type, link_layer,
+Files read for each device and port (Documentation/ABI/stable/sysfs-class-infiniband): node_type, link_layer,
 state, rate, sm_lid, gids, gid_attrs/types, gid_attrs/ndevs, and the device's numa_node, physfn and sriov_numvfs.
 """
 
@@ -18,7 +18,7 @@ from lightning_holmes.cluster.record import Address, record
 from lightning_holmes.cluster.sysfs import SysfsReader, natural_key, pci_path
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*Gb/sec")
-_EMPTY_GIDS = 16  # so many empty entries in a row end the table: 256 reads a port would cost the 50 ms
+_EMPTY_GIDS = 16  # this many empty entries in a row end the table: 256 reads per port would take all of the 50 ms
 _MAX_GIDS = 256
 DEFAULT_PREFIX = "fe80:0000:0000:0000"
 
@@ -29,18 +29,18 @@ class RdmaPort:
     """One port of an RDMA device.
 
     Attributes:
-        name: the device, with ":port" where it has several, as NCCL_IB_HCA takes it.
+        name: the device, with ":port" if it has several ports, as in NCCL_IB_HCA.
         roce_versions: "v1", "v2": the types of its GIDs; empty on InfiniBand.
         rate_bytes_per_s: None if not known.
-        state: as the kernel words it: ACTIVE, DOWN, INIT, ARMED.
-        up: ACTIVE, and the interface that its GIDs name is up.
-        sm_lid: the LID of the subnet manager; None on RoCE, and where there is none.
+        state: the kernel's word: ACTIVE, DOWN, INIT, ARMED.
+        up: whether it is ACTIVE, and the interface that its GIDs name is not down.
+        sm_lid: the LID of the subnet manager; None on RoCE, and without a subnet manager.
         subnet_prefix: the first half of an InfiniBand GID.
         interface: its network interface.
-        addresses: with prefix length. From the interface; where that is not visible here, from the RoCE GIDs,
-            with /24 or /64 taken for granted.
+        addresses: with prefix length. From the interface; if it is not visible to this process, from the RoCE GIDs,
+            with an assumed /24 or /64.
         function: "physical" or "virtual" with SR-IOV, None without.
-        counters: the folder of its port counters; port_xmit_data there counts words of four bytes.
+        counters: the folder of its port counters; port_xmit_data counts words of four bytes.
     """
 
     name: str
@@ -64,7 +64,7 @@ class RdmaPort:
 def read_rdma_ports(
     reader: SysfsReader, infiniband_class: str, interfaces: Mapping[str, Interface]
 ) -> tuple[RdmaPort, ...]:
-    """All ports that speak InfiniBand or RoCE. infiniband_class: the folder class/infiniband."""
+    """Read all InfiniBand and RoCE ports. infiniband_class: the folder class/infiniband."""
     found: list[RdmaPort] = []
     for device in reader.names(infiniband_class):
         folder = f"{infiniband_class}/{device}"
@@ -101,7 +101,7 @@ def _read_port(
         reader.warn(f"{here}: its interface {interface!r} is not in the network namespace of this process")
     up = state == "ACTIVE"
     if named is not None and live is not None and not live.up:
-        up = False  # an IPoIB interface found beside the device may be down and the port still carry verbs
+        up = False  # not for an interface found only beside the device: the port may carry verbs while its IPoIB interface is down
     lid = reader.number(f"{here}/sm_lid", optional=layer == "Ethernet")
     infiniband = layer == "InfiniBand"
     return RdmaPort(
@@ -125,10 +125,10 @@ def _read_port(
 
 
 def _read_gids(reader: SysfsReader, here: str) -> list[tuple[str, str | None, str | None]]:
-    """(gid, RoCE version, interface) of the entries that are in use."""
+    """Read (GID, RoCE version, interface) of the entries that are in use."""
     found: list[tuple[str, str | None, str | None]] = []
     empty = 0
-    # An unused entry of a RoCE table is an error to read, so that only the first may be missed with a warning.
+    # reading an unused entry of a RoCE table is an error, so that only a missing first entry gives a warning
     for index in range(_MAX_GIDS):
         gid = reader.text(f"{here}/gids/{index}", optional=index > 0)
         if gid is None or not _is_used(gid):
@@ -144,7 +144,7 @@ def _read_gids(reader: SysfsReader, here: str) -> list[tuple[str, str | None, st
 
 
 def _is_used(gid: str) -> bool:
-    """Not all zero, and more than a bare prefix: RoCE tables hold fe80::0 where nothing is."""
+    """Whether a GID is more than zeros or a bare prefix: unused entries of RoCE tables may be fe80::0."""
     return re.fullmatch(r"[0-9a-fA-F]{4}(:[0-9a-fA-F]{4}){7}", gid) is not None and bool(set(gid[20:]) - {"0", ":"})
 
 
@@ -168,7 +168,7 @@ def _read_rate(reader: SysfsReader, path: str) -> float | None:
 
 
 def _first_interface(reader: SysfsReader, folder: str, port: int) -> str | None:
-    """The interface beside the device on its PCI function; dev_port tells several ports' interfaces apart."""
+    """The network interface on the device's PCI function; with several ports, dev_port tells which is the port's."""
     beside = f"{folder}/device/net"
     names = sorted(reader.names(beside, optional=True), key=natural_key)
     for name in names:

@@ -1,7 +1,7 @@
 """Records: frozen dataclasses whose values pydantic checks, when they are made and when they are read from JSON or YAML.
 
-It owns what an error says: whose text, line, place, value and what to write instead. What the fields mean belongs to
-their class. Nothing that is read can run: there is no pickle, and no YAML tag makes an object.
+It writes the error messages: source, line, place, value and what to write instead. The meaning of fields belongs to
+their class. Reading cannot run code: there is no pickle, and no YAML tag makes an object.
 
     @record
     @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,8 @@ T = TypeVar("T")
 Place = tuple[str | int, ...]
 
 MAX_TEXT = 64 * 2**20  # characters; an inventory has some thousands, a topology of 1,000 hosts some millions
-_MAX_VALUES = 2_000_000  # of a YAML document
-_MAX_SHOWN = 80  # characters of a value
+_MAX_VALUES = 2_000_000  # in a YAML document
+_MAX_SHOWN = 80  # characters of a value in a message
 _CONFIG = ConfigDict(strict=True, extra="forbid", str_max_length=2**16, allow_inf_nan=False)
 
 _BITS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -70,7 +70,7 @@ _SCALARS = yaml.constructor.SafeConstructor()
 
 
 class PlacedError(ConfigurationError):
-    """What is wrong with a part of a record: ``place`` leads to the part, ``first`` to another one that it repeats."""
+    """An error in a part of a record: ``place`` is the path to the part, ``first`` the path to the part that it repeats."""
 
     def __init__(self, message: str, place: Place, first: Place | None = None) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class PlacedError(ConfigurationError):
 
 
 def check_unique(names: Sequence[tuple[Place, Hashable]], what: str) -> None:
-    """Raise PlacedError that names what stands twice. names: each after its place in the record."""
+    """Raise PlacedError if a name is repeated. names: (place in the record, name)."""
     repeated = [name for name, count in Counter(name for _, name in names).items() if count > 1]
     if repeated:
         first, second, *_ = (place for place, name in names if name == repeated[0])
@@ -93,7 +93,7 @@ def _check_text(text: str) -> str:
 
 
 def _quantity(value: Any, help_text: str) -> tuple[float, str]:
-    # Plain YAML reads 25e9 as a string and 25.0e+9 as a float: both are numbers.
+    # plain YAML reads 25e9 as a string and 25.0e+9 as a float: both are numbers
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"{_shown(value)} is not allowed; write {help_text}")
@@ -101,7 +101,7 @@ def _quantity(value: Any, help_text: str) -> tuple[float, str]:
 
 
 def parse_bandwidth(value: Any) -> Any:
-    """Bytes per second of a text with a unit; numbers are left as they are. Raises ValueError with the fix."""
+    """Convert a text with a unit to bytes per second; numbers are returned as they are. Raises ValueError that says what to write."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
     number, unit = _quantity(value, _BANDWIDTH_HELP)
@@ -115,7 +115,7 @@ def parse_bandwidth(value: Any) -> Any:
 
 
 def _parse_own_bandwidth(value: Any, info: ValidationInfo) -> Any:
-    """As parse_bandwidth. In a text that people write, a bare number so small is one whose unit was forgotten."""
+    """Like parse_bandwidth, but in a hand-written text (YAML) refuse a small bare number: its unit was probably forgotten."""
     parsed = parse_bandwidth(value)
     bare = not isinstance(value, str) or _quantity(value, _BANDWIDTH_HELP)[1] == ""
     if info.context == _BY_HAND and bare and 0 < parsed < _LEAST_BARE:
@@ -142,7 +142,7 @@ def _parse_latency(value: Any) -> Any:
 
 
 def _parse_own_latency(value: Any, info: ValidationInfo) -> Any:
-    """As _parse_latency. In a text that people write, a bare number of seconds or more is one whose unit was forgotten."""
+    """Like _parse_latency, but in a hand-written text (YAML) refuse a bare number of 1 or more: its unit was probably forgotten."""
     parsed = _parse_latency(value)
     bare = not isinstance(value, str) or _quantity(value, _LATENCY_HELP)[1] == ""
     if info.context == _BY_HAND and bare and parsed >= _FORGOTTEN_LATENCY:
@@ -164,7 +164,7 @@ def _check_address(text: str) -> str:
 
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_check_text)]
 Address = Annotated[str, AfterValidator(_check_address)]
-"""An IP address, with the length of its subnet's prefix or without."""
+"""An IP address, with or without prefix length."""
 Bandwidth = Annotated[
     float,
     Field(gt=0),
@@ -180,9 +180,9 @@ Latency = Annotated[
 
 
 def record(cls: type[T]) -> type[T]:
-    """Have pydantic check the values of a dataclass: ConfigurationError names the value, the field and the fix."""
+    """Class decorator: pydantic checks the values of a dataclass; ConfigurationError names the value, the field and the fix."""
 
-    @functools.wraps(cls.__init__)  # whoever asks for the signature gets the dataclass's
+    @functools.wraps(cls.__init__)  # keeps the dataclass's signature
     def __init__(self: T, /, **values: Any) -> None:
         try:
             _adapter(cls).validator.validate_python(
@@ -204,17 +204,17 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def to_data(value: Any, *, aliases: bool = False) -> Any:
-    """The plain lists, dicts and scalars of a record; fields at their default are left out."""
+    """Convert a record to plain lists, dicts and scalars; fields with their default value are left out."""
     return _adapter(type(value)).dump_python(value, mode="json", by_alias=aliases, exclude_defaults=True)
 
 
 def to_json(value: Any) -> str:
-    """One line of JSON."""
+    """Convert a record to one line of JSON."""
     return json.dumps(to_data(value), allow_nan=False, separators=(",", ":"))
 
 
 def read_json(cls: type[T], text: str | bytes, *, source: str) -> T:
-    """Read what :func:`to_json` wrote. source says whose text it is; ConfigurationError names it and the place."""
+    """Read what :func:`to_json` wrote. Raises ConfigurationError, which names ``source`` and the place of an invalid value."""
     if len(text) > MAX_TEXT:
         raise ConfigurationError(f"{source}: {len(text)} characters of JSON; at most {MAX_TEXT} are read")
     try:
@@ -233,13 +233,13 @@ def _explained(error: ValidationError, source: str, cls: type) -> ConfigurationE
 
 
 def _first_error(error: ValidationError) -> ErrorDetails:
-    """An unknown key before all others: with it a known one is often missing."""
+    """The first error, but an unknown key before all others: a known key is often missing because of it."""
     found = error.errors(include_url=False)
     return next((e for e in found if e["type"] == "unexpected_keyword_argument"), found[0])
 
 
 def _explain(found: ErrorDetails, keys_at: Callable[[Place], list[str]], shown: str) -> tuple[Place, str, Place | None]:
-    """The place, what is wrong there, and the place of what it repeats."""
+    """The place of an error, its message, and the place of the part that it repeats."""
     place, kind = found["loc"], found["type"]
     if kind == "unexpected_keyword_argument":
         keys, key = keys_at(place[:-1]), str(place[-1])
@@ -297,10 +297,10 @@ def _shown(value: Any) -> str:
 
 
 class YamlText:
-    """A YAML document as plain ``data``. Raises ConfigurationError for broken syntax, empty texts and repeated keys.
+    """A YAML document as plain ``data``. Raises ConfigurationError for invalid syntax, empty texts and repeated keys.
 
     Args:
-        source: whose text it is, for messages.
+        source: the name of the text in messages.
     """
 
     def __init__(self, text: str, *, source: str) -> None:
@@ -325,18 +325,18 @@ class YamlText:
         origin: Callable[[Place], Place] = lambda place: place,
         beside: Mapping[str, str] | None = None,
     ) -> T:
-        """The data as a record, the keys being the fields' aliases.
+        """Read the data as a record; the keys are the fields' aliases.
 
         Args:
-            origin: where a place in the data is in the text.
-            beside: further keys that the text may have beside a field, by the field.
+            origin: converts a place in the data to its place in the text.
+            beside: by field, a further key that the text may have next to it; only listed in messages.
         """
         try:
             read: T = _adapter(cls).validate_json(json.dumps(self.data), by_alias=True, by_name=False, context=_BY_HAND)
         except ValidationError as error:
             found = _first_error(error)
             node = self._find(origin(found["loc"]))[1]
-            # a file that holds one text is another's, perhaps one with a secret
+            # a file that holds a single text is probably another kind of file, and may hold a secret
             shown = "a single text" if node is self._root and isinstance(node, yaml.ScalarNode) else _shown_node(node)
             place, message, first = _explain(found, lambda place: _keys(cls, place, True, beside or {}), shown)
             if first is not None:
@@ -345,12 +345,12 @@ class YamlText:
         return read
 
     def error(self, place: Place, message: str, *, at_key: bool = False) -> ConfigurationError:
-        """An error that names line and place; the caller raises it."""
+        """Make an error that names line and place; the caller raises it."""
         key, value = self._find(place)
         return ConfigurationError(f"{self.source}, line {_line(key if at_key else value)}: {_path(place)}: {message}")
 
     def _find(self, place: Place) -> tuple[yaml.Node, yaml.Node]:
-        """The key at a place, and the value; where there is none, what it should be in."""
+        """The key and value nodes at a place; if there are none, those of the innermost part that exists."""
         key = value = self._root
         for step in place:
             if isinstance(value, yaml.MappingNode):
@@ -364,7 +364,7 @@ class YamlText:
 
     def _plain(self, node: yaml.Node, place: Place) -> Any:
         self._num_values += 1
-        if self._num_values > _MAX_VALUES:  # aliases of aliases make any number of a few lines
+        if self._num_values > _MAX_VALUES:  # aliases of aliases can expand a few lines to any number of values
             raise ConfigurationError(f"{self.source}: more than {_MAX_VALUES} values; at most so many are read")
         if isinstance(node, yaml.SequenceNode):
             return [self._plain(item, (*place, i)) for i, item in enumerate(node.value)]
@@ -384,7 +384,7 @@ def _line(node: yaml.Node) -> int:
 
 
 def _shown_node(node: yaml.Node) -> str:
-    """The value as it stands in the file."""
+    """A value for messages, as written in the file."""
     if not isinstance(node, yaml.ScalarNode):
         return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
     value = node.value if len(node.value) <= _MAX_SHOWN else node.value[:_MAX_SHOWN] + "..."

@@ -1,6 +1,6 @@
-"""SysfsReader: small files of /sys and /proc, and a list of those that could not be read.
+"""SysfsReader: reads small files of /sys and /proc, and lists those that could not be read.
 
-Nothing here raises for what a machine lacks: a missing or forbidden file is a warning that names it.
+Nothing here raises for a missing or forbidden file: it gives a warning that names the file.
 
     reader = SysfsReader()
     reader.text("/sys/class/net/eth0/mtu")      # "1500", or None with a line in reader.warnings
@@ -18,18 +18,18 @@ _PCI_ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7
 
 
 class SysfsReader:
-    """Reads and remembers what it could not read."""
+    """Reads files, and collects warnings about files that could not be read."""
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
     def warn(self, message: str) -> None:
-        """Note something that the user may want to know, once."""
+        """Add a warning, once, up to _MAX_WARNINGS in total."""
         if message not in self.warnings and len(self.warnings) < _MAX_WARNINGS:
             self.warnings.append(message)
 
     def text(self, path: str, *, optional: bool = False) -> str | None:
-        """The stripped text of a file, None if it cannot be read. An optional one may be missing in silence."""
+        """The stripped text of a file; None, with a warning unless ``optional``, if it cannot be read."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -42,7 +42,7 @@ class SysfsReader:
             return None
 
     def names(self, path: str, *, optional: bool = False) -> list[str]:
-        """The entries of a folder in natural order; none if it cannot be read."""
+        """The entries of a folder in natural order; empty if it cannot be read. An ``optional`` folder may be missing without a warning."""
         try:
             return sorted(os.listdir(path), key=natural_key)
         except OSError as error:
@@ -51,7 +51,7 @@ class SysfsReader:
             return []
 
     def number(self, path: str, *, optional: bool = False) -> int | None:
-        """A whole number, decimal or 0x."""
+        """Read a whole number, decimal or with 0x; None if there is none."""
         text = self.text(path, optional=optional)
         if text is None:
             return None
@@ -61,17 +61,17 @@ class SysfsReader:
         return None
 
     def numa_node(self, device: str) -> int | None:
-        """The NUMA node of a device's folder; None where it is not known (the kernel says -1)."""
+        """The NUMA node of a device's folder; None if not known (-1 in the file)."""
         node = self.number(f"{device}/numa_node", optional=True)
         return node if node is not None and node >= 0 else None
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts mlx5_2 before mlx5_10."""
+    """A sort key that puts mlx5_2 before mlx5_10."""
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
 
 
 def pci_path(folder: str) -> tuple[str, ...]:
-    """The PCI bridges and functions on the way from the root complex to a device, from where its link points."""
+    """The PCI bridges and functions from the root complex to a device, from the target of its symbolic link."""
     real = os.path.realpath(folder)
     return tuple(part for part in real.split("/") if _PCI_ADDRESS.fullmatch(part))

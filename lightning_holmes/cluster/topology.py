@@ -1,7 +1,7 @@
 """Topology: which hosts, clusters and links exist. Plain data, read from and written to YAML.
 
 A cluster is a set of hosts that share a fast network; links join clusters. Nothing is decided here: the plan
-package decides what runs where. Finding it is the work of inventory.py, the nouns are in network.py.
+package decides what runs where. inventory.py discovers the topology of a job; network.py defines its parts.
 
 A topology file:
 
@@ -9,27 +9,27 @@ A topology file:
       - name: berlin
         hosts:
           - name: node            # with a count the hosts are called node-0, node-1, ...
-            count: 2              # optional: so many alike hosts
+            count: 2              # optional: number of equal hosts
             devices: 8            # processes on each host: one per GPU
             nics:                 # optional
               - {name: mlx5_0, kind: infiniband, bandwidth: 200 Gbit/s}
               - {name: eth0, kind: ethernet, bandwidth: 25 Gbit/s}
       - name: paris
-        fabric: roce              # optional: the kind of the network that all its hosts share
+        fabric: roce              # optional: the kind of network that all its hosts share
         hosts:
           - {name: gpu, count: 2, devices: 8, nics: [{name: mlx5_0, kind: roce}]}
           - {name: cpu, role: optimizer}       # optional: no devices; holds parameters and optimizer states
-    links:                        # optional: what is known about the way between two clusters
+    links:                        # optional: the links between clusters, if known
       - {ends: [berlin, paris], transport: ethernet, bandwidth: 25 Gbit/s, latency: 50 us}
 
 kind and transport are infiniband, roce or ethernet. A bandwidth has a unit (bit/s, B/s, with k, M, G, T, or
-Ki, Mi, Gi, Ti before B/s) or is a bare number of bytes per second, 100 kB/s at the least. A latency has a unit (s, ms, us, ns) or is
-a bare number of seconds, below 1. A NIC without a bandwidth is one whose speed is not known. Global ranks are assigned
-out in the order of the file: the first host of the first cluster has the first ranks.
+Ki, Mi, Gi, Ti before B/s) or is a bare number of bytes per second, at least 100 kB/s. A latency has a unit (s, ms, us, ns) or is
+a bare number of seconds, below 1. The speed of a NIC without a bandwidth is not known. Global ranks are assigned
+in the order of the file: the first host of the first cluster has the first ranks.
 
-What discovery writes has more keys, all optional in a file: ranks of a host; interface, addresses, up, fabric
-and near_devices of a NIC; fallback and speeds of a cluster; measured of a link; unreachable, warnings and
-measured_at beside clusters. docs/topology.md lists them.
+Files written by discovery have more keys, which are all optional: ranks of a host; interface, addresses, up, fabric
+and near_devices of a NIC; fallback and speeds of a cluster; measured and shared_bandwidth of a link; unreachable,
+warnings and measured_at next to clusters. docs/topology.md lists them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ __all__ = [
     "Unreachable",
 ]
 
-_MAX_COUNT = 100_000  # hosts from one entry; beyond it the count is a slip of the finger
+_MAX_COUNT = 100_000  # hosts of one entry; a larger count is a typing error
 
 
 @record
@@ -88,11 +88,11 @@ class Topology:
     """All clusters and the links between them.
 
     Attributes:
-        unreachable: pairs of hosts that did not reach each other when they were tried.
-        warnings: what the user should know about how this topology came about.
-        measured_at_s: when its speeds were measured (Unix time), if they were.
-        optimizer_hosts: without devices, which hold parameters and optimizer states.
-        source: the file it came from, for messages only.
+        unreachable: pairs of hosts that did not reach each other in connection tests.
+        warnings: messages to the user from discovery.
+        measured_at_s: Unix time at which its speeds were measured, if they were.
+        optimizer_hosts: hosts without devices, which hold parameters and optimizer states.
+        source: the file it was read from, for messages only.
     """
 
     clusters: Annotated[tuple[Cluster, ...], Field(min_length=1)]
@@ -149,11 +149,11 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all clusters: the world size that this topology describes."""
+        """The number of devices of all clusters, which is the world size."""
         return sum(cluster.num_devices for cluster in self.clusters)
 
     def cluster_of_rank(self, rank: int) -> Cluster:
-        """The cluster of a global rank: where the launcher put it, else assigned in the order of the file."""
+        """The cluster of a global rank: where the launcher started it or, without ``ranks``, by the order of the file."""
         return self._place(rank)[0]
 
     def host_of_rank(self, rank: int) -> Host:
@@ -170,7 +170,7 @@ class Topology:
         raise ConfigurationError(f"{self.described} has no host {name!r}; it has {_listed(self.hosts)}")
 
     def places(self) -> list[tuple[Cluster, Host]]:
-        """Cluster and host of every rank, by rank: for those who need them all."""
+        """Cluster and host of every rank, by rank. Faster than cluster_of_rank and host_of_rank for all ranks."""
         places = [(cluster, host) for cluster in self.clusters for host in cluster.hosts for _ in range(host.devices)]
         ranks = [rank for host in self.hosts for rank in host.ranks or ()]
         if not ranks:
@@ -184,11 +184,11 @@ class Topology:
         return places[rank]
 
     def with_ranks(self, hostnames_by_rank: Sequence[str]) -> Topology:
-        """This topology with the ranks that run on each host.
+        """Return this topology with the ranks that run on each host.
 
-        Hosts are matched by name if the names are those of the live hosts (node7 and node7.example.org are one
-        name), else by order: the first host of the file is the one with the lowest rank. ConfigurationError
-        names both lists if the hosts or their devices do not fit.
+        Hosts are matched by name if the names are those of the live hosts (node7 and node7.example.org are the same
+        name), else by order: the first host of the file is the host with the lowest rank. Raises ConfigurationError
+        if the hosts or their numbers of devices do not match.
         """
         live: dict[str, list[int]] = {}
         for rank, name in enumerate(hostnames_by_rank):
@@ -221,27 +221,27 @@ class Topology:
 
     @property
     def described(self) -> str:
-        """How messages call this topology: with its file where there is one."""
+        """The name of this topology in messages, with its file if there is one."""
         return f"the topology in {self.source}" if self.source is not None else "the topology"
 
     @classmethod
     def single_cluster(cls, num_hosts: int, devices_per_host: int) -> Topology:
-        """One cluster of alike hosts: what is assumed where nothing is known."""
+        """Make one cluster of equal hosts, the assumption if nothing is known."""
         hosts = tuple(Host(name=f"host{index}", devices=devices_per_host) for index in range(num_hosts))
         return cls(clusters=(Cluster(name="cluster0", hosts=hosts),))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Topology:
-        """Read a topology file. Raises ConfigurationError that names file, line, key, value and the fix."""
+        """Read a topology file. Raises ConfigurationError, which names file, line, key, value and the fix."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # bytes that are no text, a path with a zero
+        except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a path with a null character
             raise ConfigurationError(f"the topology file {path} cannot be read: {error}") from error
         return cls.from_yaml_text(text, source=str(path))
 
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "topology") -> Topology:
-        """Read a topology from YAML text; source is the name that messages use for it."""
+        """Read a topology from YAML text; source is the name of the text in messages."""
         document = YamlText(text, source=source)
         entries = _write_out_counts(document)
 
@@ -262,19 +262,19 @@ class Topology:
         return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 
     def to_json(self) -> str:
-        """JSON for other processes; the keys are those of the dataclasses."""
+        """JSON to send to other processes; the keys are the names of the dataclasses' fields."""
         return to_json(self)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str) -> Topology:
-        """Read what to_json wrote; source says in messages whose text it is."""
+        """Read what to_json wrote; source is the name of the text in messages."""
         return read_json(cls, text, source=source)
 
 
 def _write_out_counts(document: YamlText) -> dict[Any, dict[Any, int]]:
-    """Put as many hosts as an entry's ``count`` says in its place, named with a number each.
+    """Replace each host entry that has a ``count`` by that many hosts, with numbered names; move optimizer hosts to ``optimizer_hosts``.
 
-    Returns for each cluster the entry that each of its hosts is from.
+    Returns for each cluster the index of the entry from which each of its hosts was made.
     """
     found: dict[Any, dict[Any, int]] = {}
     clusters = document.data.get("clusters") if isinstance(document.data, dict) else None
@@ -328,7 +328,7 @@ def _listed(hosts: Sequence[Host]) -> str:
 
 
 def _same_host(name: str, live: dict[str, list[int]]) -> str | None:
-    """The live host that a name means: itself, or the only one that is alike up to the domain."""
+    """The live host with this name, or the only live host whose name is equal apart from a domain; None if there is none."""
     if name in live:
         return name
     short = [other for other in live if other.split(".")[0] == name.split(".")[0] and ("." in other) != ("." in name)]

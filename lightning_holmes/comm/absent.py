@@ -1,10 +1,11 @@
-"""What stands in a step for values that are elsewhere, and notices who computes with them.
+"""Placeholders for values that this rank does not hold, which raise an error when the step computes with them.
 
-A stage's step begins anew for each stage, so that it also runs what other stages need: an embedding, say, on a placeholder whose result
-nobody reads. That is right as long as such a result reaches nothing that counts. A :class:`Placeholder` carries what it stands for
-from operation to operation; where one counts (inside a layer that runs here, after the last layer, or where Python is told a value),
-or would be kept, the step is stopped with its name. The rules are those by which trace.py has learnt who reads what, so that only a
-step that reads more than the traced one is stopped. What does not meet a placeholder costs nothing.
+The step runs from its beginning for each stage, so it also runs operations that only other stages need: an embedding,
+say, on a placeholder whose result is never used. That is correct as long as such a result affects nothing that counts.
+A :class:`Placeholder` passes its :class:`Source` on from operation to operation; where its value counts (inside a layer
+that runs here, after the last layer, or where it becomes a Python value), or would be kept, the step is stopped with an
+error that names the source. The rules are those by which trace.py records which values are read, so that only a step
+that reads more than the traced one is stopped. Operations without placeholders cost nothing extra.
 
     absence = Absence()
     blank = Source(absence=absence, what="output 0 of layer 2", cure="num_chunks=1", blank=placeholder(like)).stand_in()
@@ -12,7 +13,8 @@ step that reads more than the traced one is stopped. What does not meet a placeh
     absence.counts = True
     2 * twice                               # AbsentValueError: output 0 of layer 2 is read ...
 
-Parameters stay the objects that they are: their class tells of each operation, as torch's uninitialised ones do.
+Parameters stay the same objects: their class is changed to one that intercepts each operation, as torch's uninitialized
+parameters do.
 """
 
 import functools
@@ -57,7 +59,7 @@ VALUE_FREE = frozenset(
 )
 """Operators whose result depends on the shape and type of a tensor, not on its values."""
 TO_PYTHON = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
-"""Operators that tell Python a value."""
+"""Operators that return a value to Python."""
 SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 """Tags of operators whose result has a shape that depends on values."""
 
@@ -70,20 +72,20 @@ READS_NO_VALUE = {
     *(getattr(torch.Tensor, name) for name in ("stride", "is_contiguous", "element_size", "requires_grad_")),
     *(getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "__len__")),
 }
-"""Operations that tell or change what is known of a parameter without its value."""
+"""Operations that read or change properties of a parameter, not its value."""
 
 _SOURCE = "_holmes_source"
-"""The attribute of a parameter that says what it is in a step."""
+"""The attribute of a placeholder or parameter that holds its :class:`Source` in a step."""
 READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
-"""Functions that tell Python values past all operators."""
+"""Functions that give values to Python without an operator."""
 GET_DATA, SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Absence:
-    """What the placeholders of a module have in common.
+    """State that the placeholders of a module share.
 
     Attributes:
-        counts: what is computed now is a part of the step that this rank runs.
+        counts: the operations that run now belong to the part of the step that this rank runs.
     """
 
     def __init__(self) -> None:
@@ -91,12 +93,12 @@ class Absence:
         self._marked: dict[int, nn.Parameter] = {}
 
     def hide(self, parameter: nn.Parameter, source: "Source") -> None:
-        """From now on ``parameter`` stands for a value that is elsewhere."""
+        """From now on treat ``parameter`` as a value that this rank does not hold."""
         self._mark(parameter, source, AbsentParameter)
 
     def show(self, parameter: nn.Parameter, source: "Source", *, stays_ordinary: bool = False) -> None:
-        """From now on it has its value, which must not change before :meth:`check`; ``stays_ordinary``: its class does, so that changes
-        of its ``data`` are not seen."""
+        """From now on treat ``parameter`` as held; its value must not change before :meth:`check`. ``stays_ordinary``:
+        its class is not changed, so that changes of its ``data`` are not noticed."""
         source.version, source.before = tensor_version(parameter), None
         self._mark(parameter, source, None if stays_ordinary else HeldParameter)
 
@@ -109,7 +111,7 @@ class Absence:
             self._marked[id(parameter)] = parameter
 
     def check(self, parameter: nn.Parameter) -> None:
-        """Look whether ``parameter`` still has the value with which it was shown.
+        """Check that ``parameter`` still has the value with which it was shown.
 
         Raises:
             AbsentValueError: it was changed, and the change would be lost.
@@ -118,19 +120,19 @@ class Absence:
         if source is None:
             return
         changed = tensor_version(parameter) != source.version
-        if source.before is not None and not changed:  # data was asked for, whose changes are not counted
+        if source.before is not None and not changed:  # data was read, and torch does not count changes made through it
             changed = not torch.equal(_bytes(parameter), source.before)
         if changed:
             source.refuse_change()
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Make ``parameter`` an ordinary one."""
+        """Make ``parameter`` an ordinary parameter again."""
         if self._marked.pop(id(parameter), None) is not None:
             parameter.__class__ = _ordinary(type(parameter))
             vars(parameter).pop(_SOURCE, None)
 
     def clear(self) -> None:
-        """Make all parameters ordinary ones, when a step has ended."""
+        """Make all parameters ordinary ones again, at the end of a step."""
         self.counts = False
         for parameter in list(self._marked.values()):
             self.forget(parameter)
@@ -138,13 +140,14 @@ class Absence:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Source:
-    """What a placeholder stands for.
+    """The value that a placeholder stands for.
 
     Attributes:
-        what: its name, for messages; ``cure``: how it would be there.
-        blank: a plain tensor of its shape and type, of NaN.
-        may_change: it may be written to in place; else a parameter, or what the traced step has not changed.
-        version, before: of a parameter, when it was shown, and when its ``data`` was first asked for.
+        what: its name, for messages; ``cure``: the setting with which this rank would hold it.
+        blank: a plain tensor of its shape and dtype, filled with NaN.
+        may_change: the placeholder may be written to in place; False for a parameter, and for a value that the traced
+            step has not changed.
+        version, before: of a parameter: its version when it was shown, and its bytes when its ``data`` was first read.
     """
 
     absence: Absence
@@ -156,18 +159,18 @@ class Source:
     before: Tensor | None = None
 
     def stand_in(self) -> "Placeholder":
-        """A placeholder in the memory of ``blank``."""
+        """A placeholder that shares the memory of ``blank``."""
         return _marked(self.blank, self)
 
     def refuse_read(self) -> NoReturn:
-        """Stop who reads what is not here."""
+        """Raise AbsentValueError: the step reads a value that this rank does not hold."""
         raise AbsentValueError(
             f"{self.what} is read where it was not when the step was traced on its first batch, so this rank does not have it there: let the "
             f"first batch read it there, too (times 0, if need be), or use {self.cure}"
         )
 
     def refuse_change(self) -> NoReturn:
-        """Stop who changes it."""
+        """Raise AbsentValueError: the step changes a value, and the change would be lost."""
         raise AbsentValueError(
             f"the step changes {self.what}, of which a stage has a copy only while it is computed: the change would be lost. "
             f"Change it in a hook between batches (on_train_batch_start), make it a buffer, or use {self.cure}"
@@ -175,7 +178,7 @@ class Source:
 
 
 class Placeholder(Tensor):
-    """A tensor of NaN that knows what it stands for; so does what is computed from it."""
+    """A tensor of NaN that carries its :class:`Source`, as do all results that are computed from it."""
 
     __torch_function__ = without_torch_function  # type: ignore[assignment]
 
@@ -192,7 +195,7 @@ class Placeholder(Tensor):
         return output if is_free or source is None else _carried(output, source, {id(t) for t in given})
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """In place of what would tell Python a value past all operators."""
+        """Raise AbsentValueError in place of functions that give values to Python without an operator."""
         source: Source = vars(self)[_SOURCE]
         source.refuse_read()
 
@@ -200,7 +203,7 @@ class Placeholder(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """Another placeholder for the same, outside of autograd."""
+        """Another placeholder of the same source, detached from autograd."""
         source: Source = vars(self)[_SOURCE]
         with without_torch_dispatch():
             return _marked(self.detach(), source)
@@ -240,12 +243,12 @@ def _marked(tensor: Tensor, source: Source) -> Placeholder:
 
 @functools.cache
 def depends_on_values(operator: Any) -> bool:
-    """Whether what Python sees of a result does: it is a number, or of a shape that values decide."""
+    """Whether an operator returns a Python value, or a tensor whose shape depends on values."""
     return operator_name(operator) in TO_PYTHON or any(tag in operator.tags for tag in SHAPED_BY_VALUES)
 
 
 def _judge(source: Source, func: Any, args: Any, kwargs: Any) -> None:
-    """Stop an operation that makes a placeholder's value count."""
+    """Raise AbsentValueError if an operation makes a placeholder's value count."""
     if depends_on_values(func):
         source.refuse_read()
     for value in written_arguments(func, args, kwargs):
@@ -284,7 +287,7 @@ def _bytes(parameter: nn.Parameter) -> Tensor:
 
 
 class AbsentParameter(nn.Parameter):
-    """A parameter whose value is elsewhere: operations see a placeholder."""
+    """A parameter whose value this rank does not hold: operations see a placeholder."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -301,15 +304,15 @@ class AbsentParameter(nn.Parameter):
         return func(*_seen(args), **_seen(kwargs))
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """In place of what would copy a value that is not here."""
+        """Raise AbsentValueError in place of copying a value that this rank does not hold."""
         _source_of(self).refuse_read()
 
     __deepcopy__ = __reduce_ex__ = refuse
 
 
 class HeldParameter(nn.Parameter):
-    """A parameter whose value is here for a while, and must stay as it is: its ``data``, whose changes torch does not count, is
-    noted when it is asked for."""
+    """A parameter whose value this rank holds for a while, and which must not change: its bytes are copied when
+    ``data`` is first read, since torch does not count changes made through it."""
 
     @property
     def data(self) -> Tensor:
@@ -335,18 +338,18 @@ _NO_TENSORS = {type(None), bool, int, float, str}
 _NEVER_ABSENT = {*_NO_TENSORS, Tensor}
 _MARKS = {AbsentParameter, HeldParameter}
 for _class in _MARKS:
-    _class.__name__ = _class.__qualname__ = "Parameter"  # what people print
+    _class.__name__ = _class.__qualname__ = "Parameter"  # the name that is printed
 
 
 @functools.cache
 def _ordinary(found: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class outside of a step of a parameter that is of class ``found``; perhaps one of the user's own."""
+    """The class that a parameter of class ``found`` has outside of a step; possibly a class of the user's."""
     return next(c for c in found.__mro__ if _MARKS.isdisjoint(c.__mro__))
 
 
 @functools.cache
 def _derived(mark: type[nn.Parameter], ordinary: type[nn.Parameter]) -> type[nn.Parameter]:
-    """``mark`` for parameters of a class that may be the user's own, of which they remain instances."""
+    """``mark`` for parameters of the class ``ordinary``, possibly a class of the user's, of which they remain instances."""
     return mark if ordinary is nn.Parameter else type(ordinary.__name__, (mark, ordinary), {"__module__": __name__})
 
 

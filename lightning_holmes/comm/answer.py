@@ -1,7 +1,7 @@
-"""Requests to the job's store that come back, whatever has become of the way to it.
+"""Requests to the job's store that return in limited time, even if its link is cut or its process is gone.
 
-torch's client of the store (2.13) waits for an answer without a limit: where the link is cut, ``wait`` tells that it has timed out
-and never returns, and where the store's process is gone, ``clone`` tries to connect for as long as the timeout of WORLD.
+torch's client of the store (2.13) waits for an answer without a limit: if the link is cut, ``wait`` reports a timeout
+and never returns, and if the store's process is gone, ``clone`` tries to connect for the timeout of WORLD.
 
     answer_within(lambda: store.wait([key], timeout), timeout_s=31.0)
 """
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def answer_within(ask: Callable[[], T], *, timeout_s: float) -> T:
-    """What ``ask()`` gives or raises. It is called in a thread, which is left to itself if it takes longer.
+    """Return what ``ask()`` returns, or raise what it raises. It runs in a thread, which is abandoned if it takes longer.
 
     Raises:
-        ConnectionLostError: it took longer.
+        ConnectionLostError: it took longer than ``timeout_s``.
     """
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -46,7 +46,7 @@ def answer_within(ask: Callable[[], T], *, timeout_s: float) -> T:
 
 
 def connect_again(store: Any, *, timeout_s: float) -> Any:
-    """A client of its own of the process that keeps ``store``; ``store`` itself where no process does.
+    """A new client of the process that keeps ``store``; ``store`` itself if no process keeps it.
 
     Raises:
         ConnectionLostError: that process is gone, or does not answer in time.
@@ -66,14 +66,14 @@ def connect_again(store: Any, *, timeout_s: float) -> Any:
 
 
 def is_gone(store: Any) -> bool:
-    """Whether the process that keeps ``store`` has ended; asked without its client, which prints a stack then. May hang where
-    the way there is cut."""
+    """Whether the process that keeps ``store`` has ended; checked without the store's client, which would print a
+    stack. May hang if the link is cut."""
     end = end_of(store)
     try:
         if end is not None:
             socket.create_connection(end).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # the way to it may come back
+    except OSError:  # the link may come back
         pass
     return False

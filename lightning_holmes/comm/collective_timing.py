@@ -1,10 +1,10 @@
-"""Which collective a group uses, by measuring candidates on the group's real buckets.
+"""Measures the collectives that a group could use on the group's real buckets.
 
     candidates = make_collectives(groups, compressor)
-    found = measure(candidates, buffers, groups.whole, budget_s=1.0)      # every member must call
+    found = measure(candidates, buffers, groups.whole, queue, budget_s=1.0)      # every member must call
     found.seconds["p2p"], found.num_bytes
 
-Buffers must hold zeros: sums of zeros leave them as they are.
+Buffers must hold zeros: sums of zeros leave them unchanged.
 """
 
 import functools
@@ -42,14 +42,14 @@ _GROWTH = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """By name: seconds that summing ``num_bytes`` took, the best of some rounds, the slowest member counting."""
+    """``seconds``: by name, the time that summing ``num_bytes`` took: the best of some rounds, each that of the slowest member."""
 
     seconds: Mapping[str, float]
     num_bytes: int
 
 
 def make_collectives(groups: SyncGroups, compressor: Compressor | None = None) -> dict[str, Collective]:
-    """The candidates for a group, by name, simplest first; what crosses clusters goes through ``compressor``."""
+    """The candidates for a group, by name, simplest first; tensors that cross clusters go through ``compressor``."""
     plain: tuple[Collective, ...] = (AllReduce(groups.whole), ReduceScatter(groups.whole), PointToPoint(groups.whole))
     whole: dict[str, Collective] = {made.name: Named(made, groups, groups.whole) for made in plain}
     if not groups.crosses:
@@ -69,7 +69,7 @@ def make_collectives(groups: SyncGroups, compressor: Compressor | None = None) -
                 compressor.sum(part, across.sum)
 
         if isinstance(compressor, PowerSGD):
-            return found  # a part of a bucket has no matrices
+            return found  # PowerSGD's matrices are those of whole buckets
         level: Collective = (ReduceScatter if is_nccl(groups.inside) else PointToPoint)(groups.inside)
         level = Named(level, groups, groups.inside)
         found["hierarchical"] = Named(
@@ -82,7 +82,7 @@ def check_collective(name: str, argument: str = "gradient_sync") -> None:
     """Refuse a name that no group could use.
 
     Raises:
-        ConfigurationError: with the names there are.
+        ConfigurationError: the name is unknown; the message lists the valid ones.
     """
     if name not in ("auto", *COLLECTIVE_NAMES):
         raise ConfigurationError(
@@ -99,11 +99,12 @@ def measure(
     shares: bool = False,
     budget_s: float = BUDGET_S,
 ) -> Measured:
-    """Time the candidates on the first of ``buffers``, as much of it as the budget allows. All members must call.
+    """Time the candidates on the largest of the first four ``buffers``, as much of it as the budget allows. All members must call.
 
-    shares: time what a sharded optimizer needs, each member's share of the sum and the gathering of as much.
-    Members agree on each time (the slowest counts), and so on all that follows from it. Nothing else may run in the
-    queue.
+    shares: time what a sharded optimizer needs: each member's share of the sum, and the gather of a tensor of the same
+    size.
+    Members agree on each time (that of the slowest), and so on every decision that follows from it. Nothing else may
+    run in the queue.
     """
     buffer = max(buffers[:4], key=lambda b: b.numel() * b.itemsize)
     size = dist.get_world_size(group)
@@ -116,7 +117,7 @@ def measure(
     began = time.perf_counter()
 
     def one_round(tensor: Tensor) -> tuple[list[float], float]:
-        """Seconds of each candidate, and those spent until then."""
+        """The seconds of each candidate, and the seconds spent since the beginning."""
         for index, collective in enumerate(candidates.values()):
             agreed[index] = time_sum(collective, tensor, queue, shares=shares)
         agreed[-1] = time.perf_counter() - began
@@ -125,10 +126,10 @@ def measure(
         return taken, spent
 
     sample = part(_FIRST_BYTES)
-    one_round(sample)  # connections and communicators are made now
+    one_round(sample)  # makes connections and communicators
     taken, spent = one_round(sample)
-    # A larger and larger part, rather than the same part more often: the first bytes may be faster than those to come
-    # (a shaper's burst, a socket's buffer), and no number of rounds shows that.
+    # Larger and larger parts, rather than the same part more often: the first bytes may be faster than later ones
+    # (a shaper's burst, a socket's buffer), which repetitions of a small part do not show.
     while sample.numel() < buffer.numel() and spent + _GROWTH * sum(taken) < budget_s:
         sample = part(_GROWTH * sample.numel() * sample.itemsize)
         taken, spent = one_round(sample)
@@ -140,7 +141,7 @@ def measure(
 
 
 def time_sum(collective: Collective, tensor: Tensor, queue: CommQueue, *, shares: bool = False) -> float:
-    """Seconds until ``tensor`` is summed (or its ``shares``, and gathered), by this member's clock. All members must call."""
+    """Seconds until ``tensor`` is summed (``shares``: scattered and gathered), by this member's clock. All members must call."""
     collective = rehearsal(collective)
     began = time.perf_counter()
     for work in (collective.scatter, collective.gather) if shares else (collective.sum,):

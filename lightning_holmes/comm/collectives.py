@@ -1,14 +1,14 @@
-"""Ways to sum a flat tensor over a group of ranks. Each gives the sum; they differ in what they send, and when.
+"""Ways to sum a flat tensor over a group of ranks. All give the sum; they differ in what they send, and when.
 
-A bucket of gradients is summed in place by ``collective.sum(tensor)``. Or in two halves: after ``scatter`` the rank at
-place r has the sum in the r-th part of the tensor, and ``gather`` brings every part to all. Which collective is the
-fastest depends on the backend: gloo's reduce_scatter sends as much as its all_reduce does (torch 2.13 makes it of one),
-NCCL's half of it. That is why they are measured (collective_timing.py).
+A bucket of gradients is summed in place by ``collective.sum(tensor)``, or in two halves: after ``scatter`` the rank at
+place r holds the sum of the r-th part of the tensor, and ``gather`` copies every part to all ranks. Which collective is
+fastest depends on the backend: gloo's reduce_scatter sends as much as its all_reduce (torch 2.13 implements it by an
+all_reduce), NCCL's sends half as much. So they are measured (collective_timing.py).
 
     candidates = make_collectives(groups)                       # by name
     candidates["hierarchical"].sum(bucket.buffer)               # every rank of the group must call
 
-Shapes: n elements, a multiple of the number of members.
+Shapes: a tensor has n elements, where n is a multiple of the number of members.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,25 @@ from lightning_holmes.comm.nccl import NCCL
 
 COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "p2p", "hierarchical")
 
-# torch 2.13 gave them these names, and warns of the old ones
+# the names since torch 2.13, which warns of the old ones
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncGroups:
-    """The groups over which a rank's gradients are summed; nothing else goes over them where the backend is gloo.
+    """The groups over which a rank's gradients are summed; with gloo nothing else uses them.
 
     Attributes:
         whole: the ranks with the same parameters.
-        host: the same, by gloo, for what hosts know (flags, weights of microbatches): no device is waited for.
-        ranks: their global ranks, in the order of their places.
-        crosses: they are in several clusters.
-        inside, across: where ``whole`` crosses clusters and has as many members, two or more, in each: those of this
-            rank's cluster; and those at its place in each cluster.
-        describe: a group in words, for messages.
+        host: a gloo group of the same ranks for values on the host (flags, weights of microbatches), so that no device
+            is waited for.
+        ranks: their global ranks, in group order.
+        crosses: the ranks are in several clusters.
+        inside, across: if ``whole`` crosses clusters and has the same number of members, two or more, in each: the
+            group of the members in this rank's cluster, and the group of the members at this rank's place in each
+            cluster. Else None.
+        describe: returns the description of a group for messages.
     """
 
     whole: dist.ProcessGroup
@@ -55,7 +57,7 @@ class SyncGroups:
     describe: Callable[[dist.ProcessGroup | None], str] = str
 
     def naming(self, group: dist.ProcessGroup | None) -> AbstractContextManager[None]:
-        """Around what goes over one of the groups: a connection that is lost is told with its name."""
+        """Turn a connection that is lost inside into a ConnectionLostError that names ``group``."""
         return naming(lambda: f"on rank {dist.get_rank()} while gradients were summed in {self.describe(group)}")
 
     @property
@@ -71,13 +73,13 @@ class Collective(Protocol):
     def name(self) -> str: ...
 
     def sum(self, tensor: Tensor) -> None:
-        """Every element becomes the sum over the members."""
+        """Replace every element by its sum over the members."""
 
     def scatter(self, tensor: Tensor) -> None:
-        """The part of ``tensor`` at this rank's place becomes the sum; what the others hold then is undefined."""
+        """Replace the part of ``tensor`` at this rank's place by its sum over the members; the other parts are undefined afterwards."""
 
     def gather(self, tensor: Tensor) -> None:
-        """Every part becomes what the rank at its place holds there."""
+        """Replace every part of ``tensor`` by the one that the rank at its place holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class PointToPoint:
-    """Reduce-scatter and all-gather by messages: every member sends each other one its part, which that one sums."""
+    """Reduce-scatter and all-gather by sends and receives: each member receives its part from all others, and sums it."""
 
     group: dist.ProcessGroup
     name: str = "p2p"
@@ -133,13 +135,13 @@ class PointToPoint:
         place, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         parts = tensor.view(size, -1)
         received = torch.empty_like(parts)
-        if dist.get_backend(self.group) == NCCL:  # forwards no batches of sends and receives, and NCCL hangs without
+        if dist.get_backend(self.group) == NCCL:  # movable groups cannot batch sends and receives; NCCL hangs unbatched
             dist.all_to_all_single(received, parts, group=self.group)
             torch.sum(received, dim=0, out=parts[place])
             return
         self._exchange(lambda peer: parts[peer], lambda peer: received[peer])
         received[place].copy_(parts[place])
-        torch.sum(received, dim=0, out=parts[place])  # by one rank, in one order: all get the same
+        torch.sum(received, dim=0, out=parts[place])  # summed once, in one order: all ranks get the same bits
 
     def gather(self, tensor: Tensor) -> None:
         place, size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -149,7 +151,7 @@ class PointToPoint:
         self._exchange(lambda peer: parts[place], lambda peer: parts[peer])
 
     def _exchange(self, sent: Callable[[int], Tensor], received: Callable[[int], Tensor]) -> None:
-        """Send to every other member, and receive from it, all at once; in turns, so that no member is overrun."""
+        """Exchange a tensor with every other member, all in one batch; each member begins with another peer, so that none is overrun."""
         place, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         operations = []
         for distance in range(1, size):
@@ -164,7 +166,7 @@ class PointToPoint:
 class Hierarchical:
     """Reduce-scatter inside each cluster, all-reduce of the parts across clusters, all-gather inside.
 
-    Each byte crosses once for each cluster, not for each member; inside, ``level`` moves them.
+    Each byte crosses clusters once per cluster, not once per member; ``level`` moves bytes inside a cluster.
     """
 
     level: Collective
@@ -187,7 +189,7 @@ class Hierarchical:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """``collective``, over ``group`` of ``groups``, whose lost connections are told with the group's name."""
+    """``collective`` over ``group`` of ``groups``, whose lost connections are raised with the group's name."""
 
     collective: Collective
     groups: SyncGroups
@@ -212,7 +214,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """``collective`` on gradients in fewer bits."""
+    """``collective`` on gradients that ``compressor`` sends in fewer bits."""
 
     collective: Collective
     compressor: Compressor
@@ -228,11 +230,11 @@ class Compressed:
         self.sum(tensor)
 
     def gather(self, tensor: Tensor) -> None:
-        self.collective.gather(tensor)  # parameters, which are sent as they are
+        self.collective.gather(tensor)  # parameters, which are not compressed
 
 
 def rehearsal(collective: Collective) -> Collective:
-    """What sends the same and remembers nothing, to be measured."""
+    """``collective`` for measurements: it sends the same, and leaves the state of a compressor unchanged."""
     if isinstance(collective, Compressed):
         return replace(collective, compressor=collective.compressor.rehearsal())
     return collective

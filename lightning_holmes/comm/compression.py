@@ -1,8 +1,8 @@
-"""Gradients in fewer bits for the way between clusters: rounded to 16 bits, or as products of thin matrices.
+"""Compression of gradients between clusters: rounding to 16 bits, or products of thin matrices (PowerSGD).
 
-Neither is exact, so neither is on by itself. torch's hooks for DistributedDataParallel (ddp_comm_hooks, 2.13) do not
-serve here: they take averages of DDP's own buckets, and its PowerSGD draws from the process's random generator, which
-belongs to the user's dropout. Rounding is a line; PowerSGD is written after its paper.
+Neither is exact, so neither is on by default. torch's hooks for DistributedDataParallel (ddp_comm_hooks, 2.13) do not
+fit: they average DDP's own buckets, and torch's PowerSGD draws from the process's random generator, which the user's
+dropout uses. PowerSGD is implemented from its paper.
 
     compressor = make_compressor("powersgd", rank=2)
     compressor.lay_out([(bucket.buffer, shapes)])
@@ -24,26 +24,26 @@ _SEED = 1912_06845  # any number that is the same on all ranks
 
 
 class Compressor(Protocol):
-    """Sums tensors over a group by sending less than them."""
+    """Sums tensors over a group by sending fewer bytes; approximate."""
 
     def lay_out(self, buckets: Iterable[tuple[Tensor, Sequence[tuple[int, torch.Size]]]]) -> None:
-        """The buckets to come, each with the starts and shapes of what is in it; forgets earlier ones."""
+        """Prepare for these buckets, each with the start and shape of every gradient in it; forget earlier buckets."""
 
     def sum(self, tensor: Tensor, all_reduce: Callable[[Tensor], None]) -> None:
-        """Sum ``tensor`` in place, nearly; ``all_reduce`` sums exactly."""
+        """Sum ``tensor`` in place, approximately; ``all_reduce`` sums exactly."""
 
     def rehearsal(self) -> "Compressor":
-        """One that does the same work and remembers none of it, to be measured."""
+        """A compressor for measurements: it does the same work, and leaves the state of this one unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Sends ``dtype``, and sums in it: half of fp32's bytes."""
+    """Rounds to ``dtype`` and sums in it: half of fp32's bytes."""
 
     dtype: torch.dtype
 
     def lay_out(self, buckets: Iterable[tuple[Tensor, Sequence[tuple[int, torch.Size]]]]) -> None:
-        """Shapes do not matter."""
+        """Do nothing: shapes do not matter."""
 
     def sum(self, tensor: Tensor, all_reduce: Callable[[Tensor], None]) -> None:
         if tensor.dtype.itemsize <= self.dtype.itemsize:
@@ -60,13 +60,13 @@ class Rounding:
 class PowerSGD:
     """Approximates the sum M of matrices M_w by a rank-r product (Vogels et al. 2019, arXiv 1905.13727, algorithms 1, 2).
 
-    P = sum of M_w Q, made orthogonal; Q = sum of M_w^T P; the sum is taken to be P Q^T. Each rank keeps what its own
-    part lacks, M_w - P Q_w^T, and adds it to its next gradient (error feedback); Q is where the next step begins. Columns
-    of Q that have become zero, with the gradients of a step, are as they were drawn at first: a zero never grows again.
-    Vectors, and matrices that are too small to gain by it, are summed exactly, with P. Where anything is not
-    finite, the sum is NaN everywhere, and the errors kept are forgotten.
+    P = sum of M_w Q, made orthogonal; Q = sum of M_w^T P; the sum is taken to be P Q^T. Each rank keeps the error of
+    its own part, M_w - P Q_w^T, and adds it to its next gradient (error feedback); the next step begins with Q. Columns
+    of Q that have become zero, with the gradients of a step, are reset to their first random values, since a zero
+    column stays zero. Vectors, and matrices that are too small to gain, are summed exactly, together with P. If any
+    value is not finite, the sum is NaN everywhere, and the kept errors are reset to zero.
 
-    Not modelled: ranks whose hardware rounds differently come to sums that differ by as much.
+    Not handled: ranks whose hardware rounds differently get sums that differ by as much.
 
     Args:
         rank: r.
@@ -115,8 +115,8 @@ class _Factors:
         self.drawn = self.q
 
     def copied(self) -> "_Factors":
-        """The same with an error of its own, which is zero, so that zeros are summed to zeros. All else is exchanged
-        in :meth:`sum`, never written to."""
+        """A copy with an error of its own, which is zero, so that zeros are summed to zeros. All other attributes are
+        shared: :meth:`sum` replaces them, and never writes to them."""
         other = copy.copy(self)
         other.error = torch.zeros_like(self.error)
         return other

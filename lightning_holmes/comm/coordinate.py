@@ -1,13 +1,14 @@
-"""The data-parallel coordinate: which part of the data this process is to read.
+"""The data-parallel coordinate: which part of the data this process must read.
 
-All stages of one replica must read the same samples, so data that shards itself goes by this, not by the rank.
+All stages of one replica must read the same samples, so data that shards itself must use this coordinate, not the rank.
 
     class Lines(IterableDataset):
         def __iter__(self):
             rank, size = data_parallel_coordinate()
             return itertools.islice(open("lines.txt"), rank, None, size)
 
-The strategy publishes it in the environment, so that data loaders' workers have it too, however they are started.
+The strategy publishes the coordinate in the environment, so that data loaders' workers have it too, however they are
+started.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _VARIABLE = "HOLMES_DATA_PARALLEL"  # "1/4": the second of four replicas
 
 
 def publish_coordinate(coordinate: tuple[int, int] | None) -> None:
-    """Tell this process and those that it starts their replica and how many there are; None: the run is over."""
+    """Publish the replica's index and the number of replicas to this process and those that it starts; None: the run is over."""
     if coordinate is None:
         os.environ.pop(_VARIABLE, None)
     else:
@@ -31,14 +32,14 @@ def publish_coordinate(coordinate: tuple[int, int] | None) -> None:
 
 
 def data_parallel_coordinate(*, workers: bool = False) -> tuple[int, int]:
-    """The number of this process's replica, and how many replicas there are.
+    """The index of this process's replica, and the number of replicas.
 
-    From the set-up of the trainer on: in a data module's ``setup``, in ``__iter__`` of a data set, in data loaders' workers.
-    Under other strategies every process is a replica.
+    Available once the trainer has set up the processes: in a data module's ``setup``, in ``__iter__`` of a data set, in
+    data loaders' workers. Under other strategies every process is a replica.
 
     Args:
-        workers: count the workers of each replica's data loader as parts, too, so that each worker reads a part of
-            its own. Outside a worker this changes nothing.
+        workers: count the workers of each replica's data loader as parts, too, so that each worker reads its own part.
+            Outside a worker this changes nothing.
 
     Raises:
         ConfigurationError: there are several processes, but the trainer has not set them up yet.

@@ -1,7 +1,7 @@
-"""Sharded tensors: torch's DTensors as ``parallelize_module`` leaves them in a module, and what of them lies on this rank.
+"""Conversions between a DTensor, as ``parallelize_module`` leaves it in a module, its part on this rank, and the whole tensor.
 
-Owns the way between a DTensor, its part on this rank and the whole tensor. Plain tensors pass through each function, so
-that callers need not ask. Which ranks share a tensor is for mesh.py to say.
+Each function returns plain tensors unchanged, so that callers need not check. mesh.py decides which ranks share a
+tensor.
 
     local_part(parameter)                     # the plain tensor on this rank; shares memory
     whole(parameter)                          # all of it; every rank of the tensor group must call
@@ -23,7 +23,7 @@ AXIS = "tensor_parallel"
 
 
 def is_dtensor(value: Any) -> TypeGuard[Any]:
-    """Whether ``value`` is a DTensor. Where nobody has imported them there are none, and nobody pays for the import."""
+    """Whether ``value`` is a DTensor. If DTensor has not been imported there are none, and it is not imported here."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 
@@ -39,7 +39,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """The plain tensor whose memory holds ``tensor``'s values, or will when a collective is done."""
+    """The plain tensor whose memory holds ``tensor``'s values, or will hold them when a pending collective is done."""
     found: Tensor = async_value(local_part(tensor))
     return found
 
@@ -67,7 +67,7 @@ def like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def share_of(full: Tensor, parameter: Tensor) -> Tensor:
-    """The whole tensor ``full``, the same on all ranks, laid out like ``parameter``; nothing is sent."""
+    """Lay out ``full``, the whole tensor, which is the same on all ranks, like ``parameter``; without communication."""
     if not is_dtensor(parameter) or is_dtensor(full):
         return full
     from torch.distributed.tensor import distribute_tensor
@@ -77,10 +77,10 @@ def share_of(full: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of ``gradient`` once it is laid out like ``parameter`` (as FSDP2 does with gradients).
+    """This rank's part of ``gradient``, after it is laid out like ``parameter`` (as FSDP2 does with gradients).
 
-    A gradient may be a sum that nobody has added up yet, or sharded otherwise: that of a norm's weights between sharded
-    activations, say. All ranks of the tensor group then talk, in the order of their backward.
+    A gradient may be Partial, or sharded otherwise: that of a norm's weights between sharded activations, say. Then
+    this is a collective of the tensor group, in the order of the ranks' backward.
     """
     if not is_dtensor(parameter) or not is_dtensor(gradient):
         return local_part(gradient)
@@ -90,7 +90,7 @@ def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def replace_local(tensor: Tensor, local: Tensor) -> None:
-    """Let ``local`` be the part of ``tensor`` on this rank."""
+    """Make ``local`` the part of ``tensor`` on this rank."""
     if is_dtensor(tensor):
         set_local_tensor(tensor, local)
     else:
@@ -103,15 +103,15 @@ def is_split(tensor: Tensor) -> bool:
 
 
 def describe_placements(tensor: Tensor) -> str:
-    """How ``tensor`` is laid out, in words for messages; empty for a plain one."""
+    """The placements of ``tensor``, in words for messages; empty for a plain tensor."""
     return f", {', '.join(map(str, tensor.placements))}" if is_dtensor(tensor) else ""
 
 
 def check_axes(named: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> None:
-    """Refuse tensors that are sharded over another axis than the tensor-parallel one of ``mesh``.
+    """Refuse tensors that are sharded over another axis than the tensor-parallel one of ``mesh``, or have Partial placements.
 
     Raises:
-        ConfigurationError: names the tensor and its axes.
+        ConfigurationError: names the tensor and its axes or placements.
     """
     for name, tensor in named:
         if not is_dtensor(tensor):

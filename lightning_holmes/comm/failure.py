@@ -1,9 +1,8 @@
-"""When one rank fails, all end; it shows its traceback, and they a line that names it.
+"""FailureWatch: when one rank fails, all ranks end; it shows its traceback, and the others one line that names it.
 
-The rank that fails first writes what ends it to the job's store. Every rank has a thread that looks there; ranks that
-are stuck in a transfer are ended by it, and ranks whose connections break learn the cause from it. Where the process that keeps
-the store is gone there is nothing to look at, and no run goes on: every rank says so and ends. An error of the thread itself is a
-failure like any other.
+The rank that fails first writes its exception to the job's store. A thread on every rank polls the store: it ends ranks
+that are stuck in a transfer, and gives the cause to ranks whose connections break. If the process that keeps the store
+is gone, no run goes on: every rank says so and ends. An error of the thread itself is a failure like any other.
 """
 
 import atexit
@@ -39,11 +38,11 @@ _ABSENT_KEY = "absent"
 _DONE_KEY = "done"
 _LEFT_KEY = "left"
 _WELL_KEY = "well"
-_NOTICE_S = 6.0  # a failing rank stays this long at the most, until the others have read why; busy ones look late
+_NOTICE_S = 6.0  # a failing rank waits at most this long for the others to read why; busy ranks look late
 _POLL_S = 1.0
-_KEPT_S = 1800.0  # torch's timeout
-_SILENCE_S = 4.0  # a store that has not answered for so long cannot be reached
-_ASK_S = 1.0  # unless it does when it is asked: on a busy machine it is the watch that is late
+_KEPT_S = 1800.0  # torch's default timeout
+_SILENCE_S = 4.0  # a store that has not answered for this long counts as unreachable
+_ASK_S = 1.0  # for one more request to a silent store: on a busy machine it is the watch that is late
 _CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
 _GRACE_S = 8.0
 _LAST_ANSWER_S = 30.0  # how long a run that ended well waits for the store to answer its last request
@@ -51,29 +50,29 @@ _LAST_ANSWER_S = 30.0  # how long a run that ended well waits for the store to a
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Which rank failed first, and its exception in words."""
+    """The rank that failed first, and its exception in words."""
 
     rank: int
     words: str
 
     def line(self, rank: int) -> str:
-        """What ``rank``, which ends because of it, shows."""
+        """The line that ``rank`` shows when it ends because of this failure."""
         return f"[rank {rank}] ends, because rank {self.rank} failed: {self.words.splitlines()[0]}"
 
 
 class FailureWatch:
-    """Reports this rank's failure and watches for others'.
+    """Reports this rank's failure, and watches for failures of other ranks.
 
     Args:
         store: the job's key-value store.
         rank: this global rank.
-        world_size: all ranks.
-        timeout_s: of transfers; None: none.
+        world_size: the number of ranks.
+        timeout_s: the timeout of transfers; None: none.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float | None = None) -> None:
         self._store: Any = store.clone() if hasattr(store, "clone") else store
-        # ranks start the same runs in the same order, so each counts for itself and all have the same number
+        # ranks start the same runs in the same order, so every rank's own count gives the same number
         self._run = self._store.add(f"holmes/runs/{rank}", 1)
         self._rank = rank
         self._world_size = world_size
@@ -81,25 +80,25 @@ class FailureWatch:
         self._noticed = False
         self._asked = False
         self.asked_to_end = False
-        """On rank 0: another rank has been told to end, and asks for all to."""
+        """On rank 0: another rank has asked to end the run (:meth:`ask_to_end`)."""
         self.on_doubt: Callable[[Any], None] | None = None
-        """Called once, with the store, when a rank doubts that all reach each other; in a thread, since this rank may be
-        stuck. None: nobody asks any more."""
+        """Called once, with the store, when a rank doubts that all ranks reach each other (:meth:`doubt`); in a thread,
+        since this rank may be stuck. None: nothing is called."""
         self.cards: CardWatch | None = None
-        """Fast cards of this rank; where one stays down the run goes on over others, or ends."""
+        """Watches the fast cards of this rank; if one stays down, the groups are moved to other cards, or the run ends."""
         self._links: Links | None = None
         self._timeout_s = timeout_s
         self._moves: Moves | None = None
         self.on_absence: Callable[[int], bool] = lambda batch: False
-        """Whether the last step that this rank has begun is that batch's; asked in a thread."""
+        """Returns whether the last step that this rank has begun is that of ``batch``; called in the watch's thread."""
         self.on_end: Callable[[str], None] = lambda line: None
-        """Called with what this rank says when it ends by a failure."""
+        """Called with the line that this rank shows, before the watch ends its process."""
         self._cause: Failure | None = None
         self._grace_s = _GRACE_S
         self._answered = time.monotonic()
         self._gone = threading.Event()
-        self._silent: frozenset[int] = frozenset()  # when this rank's run was about to end by a failure
-        self._well = self._released = False  # this rank's run has ended well; rank 0's, and the store may go
+        self._silent: frozenset[int] = frozenset()  # ranks that did not answer when this rank was about to fail
+        self._well = self._released = False  # this rank's run has ended well; this rank no longer needs the store
         self._kept_at = end_of(self._store)
         self._store_watch = StoreWatch(self._store, self._lose_store)
         self.stalls = Stalls(
@@ -113,8 +112,7 @@ class FailureWatch:
         return f"holmes/run/{self._run}/{name}"
 
     def report(self, exception: BaseException) -> Failure | None:
-        """Tell the other ranks why this one ends, and watch no longer. The first report of a job stands: returned, as far
-        as it is known."""
+        """Tell the other ranks why this one ends, and stop the watch. Only the first report of a job counts; it is returned, if it is known."""
         atexit.unregister(_see_off)
         if self._answers():
             _in_thread(lambda: self._tell(exception), timeout_s=2 * _NOTICE_S)
@@ -122,11 +120,11 @@ class FailureWatch:
         return self._cause
 
     def _reachable(self) -> bool:
-        """Whether the store has answered lately."""
+        """Whether the store has answered in the last _SILENCE_S seconds."""
         return not self._gone.is_set() and time.monotonic() - self._answered < _SILENCE_S
 
     def _answers(self) -> bool:
-        """Likewise, or whether it does now."""
+        """Whether the store has answered lately, or answers a request now."""
         if not self._reachable() and not self._gone.is_set():
             _in_thread(self._ask, timeout_s=_ASK_S)
         return self._reachable()
@@ -137,26 +135,26 @@ class FailureWatch:
             self._answered = time.monotonic()
 
     def _tell(self, exception: BaseException) -> None:
-        with contextlib.suppress(Exception):  # the store's own rank may be gone; then nobody is left to tell
+        with contextlib.suppress(Exception):  # the rank that keeps the store may be gone; then no rank can be told
             end = time.monotonic() + _NOTICE_S
             mine = Failure(self._rank, f"{type(exception).__name__}: {exception}")
             if isinstance(exception, RemoteError) or not self._tell_first(mine):
-                while self._cause is None and time.monotonic() < end:  # the first is about to say it
+                while self._cause is None and time.monotonic() < end:  # the rank that failed first is about to report
                     self._cause = self._look()
                     time.sleep(0.02)
                 self._notice()
                 if self._rank != 0:
-                    return  # rank 0 stays as long as the first: the store goes with it
+                    return  # rank 0 waits as long as the first rank: the store ends with it
             while self._store.add(self._key(_SEEN_KEY), 0) < self._hearing() and time.monotonic() < end:
                 time.sleep(0.05)
 
     def _hearing(self) -> int:
-        """How many other ranks may hear of a failure: those whose host is cut off have not answered before."""
+        """The number of other ranks that may read a report: those that did not answer before (their host is cut off) do not count."""
         self._silent |= self.stalls.silent
         return self._world_size - 1 - len(self._silent - {self._rank})
 
     def _tell_first(self, failure: Failure) -> bool:
-        """Tell ``failure``, unless another one was told before; whether it was not."""
+        """Report ``failure``, unless another one was reported before; return whether it was reported."""
         if self._store.add(self._key(_FIRST_KEY), 1) > 1:
             return False
         self._cause = failure
@@ -164,7 +162,7 @@ class FailureWatch:
         return True
 
     def _notice(self) -> None:
-        """Tell the rank that failed first, which waits for it, that this one knows."""
+        """Tell the rank that failed first, which waits for this, that this rank has read its report."""
         if not self._noticed:
             self._noticed = True
             self._store.add(self._key(_SEEN_KEY), 1)
@@ -182,26 +180,26 @@ class FailureWatch:
             self._store.set(self._key(_END_KEY), "1")
 
     def doubt(self) -> None:
-        """Have every rank's ``on_doubt`` called."""
-        with contextlib.suppress(Exception):  # the store's own rank is gone
+        """Ask every rank to call its ``on_doubt``."""
+        with contextlib.suppress(Exception):  # the rank that keeps the store is gone
             self._store.set(self._key(_DOUBT_KEY), "1")
 
     def tell_absence(self, batch: int, words: str) -> None:
-        """Tell that this rank has left a batch before its step, with what to say if another one is in it."""
+        """Tell the other ranks that this rank has left ``batch`` before its step; ``words``: the error if another rank is in that step."""
         self._store.set(self._key(_ABSENT_KEY), json.dumps([self._rank, batch, words]))
 
     def _compare_absence(self) -> None:
-        """Where a rank waits in a batch for one that has left it, both end."""
+        """Report a failure if this rank waits in a batch that another rank has left; both ranks end."""
         if not self._store.check([self._key(_ABSENT_KEY)]):
             return
         rank, batch, words = json.loads(self._store.get(self._key(_ABSENT_KEY)))
         if rank == self._rank or not self.on_absence(batch):
             return
-        self._grace_s = _SILENCE_S  # what this rank does never ends by itself; the other one must read this first
+        self._grace_s = _SILENCE_S  # this rank's step never ends by itself; the other rank must read the report first
         self._tell_first(Failure(rank, f"{UnevenDataError.__name__}: {words}"))
 
     def keep_links(self, peers: Collection[str]) -> None:
-        """Have connections with these addresses of hosts go on soon after a link has been cut."""
+        """Make connections with ``peers``, addresses of hosts, go on soon after a cut link is back; replaces earlier peers."""
         if self._links is not None:
             self._links.stop()
             self._links = None
@@ -209,13 +207,13 @@ class FailureWatch:
             self._links = Links(peers, kept_s=2 * (self._timeout_s or _KEPT_S))
 
     def move_by(self, moves: Moves) -> None:
-        """Where a card stays down, or has returned, all ranks move their groups."""
+        """Let ``moves`` move the groups of all ranks when a card stays down, or has returned."""
         self._moves = moves
         moves.begin_run(self.cards)
         moves.junction.expects = lambda: not (self._stop.is_set() or self._gone.is_set() or self._cause)
 
     def _look_at_cards(self) -> bool:
-        """Where a card of this rank stays down have the groups moved, or end the run on all ranks; whether it ends."""
+        """If a card of this rank stays down, have the groups moved, or end the run on all ranks; return whether the run ends."""
         lost = None if self.cards is None else self.cards.lost()
         if self._moves is not None:
             back = None if self.cards is None else self.cards.returned()
@@ -228,11 +226,11 @@ class FailureWatch:
     def _end_for_card(self, lost: str) -> None:
         words = f"{lost}. Started again, the run goes on over Ethernet, or over the card if that is back"
         self._tell_first(Failure(self._rank, f"{ConnectionLostError.__name__}: {words}"))
-        self._grace_s = _SILENCE_S  # the others read it meanwhile
+        self._grace_s = _SILENCE_S  # the others read the report meanwhile
         self._end_process(f"[rank {self._rank}] ends, because {words}")
 
     def _look_at_moves(self, moves: Moves, why: str | None) -> None:
-        """Ask all to move, if there is a reason here; begin what was asked for first."""
+        """Ask all ranks for a move if this rank has a reason, ``why``; begin the move that was asked for first."""
         if moves.is_moving:
             return
         place = self._key(f"move/{moves.number + 1}")
@@ -241,7 +239,7 @@ class FailureWatch:
         if self._store.check([place]):
             why = self._store.get(place).decode()
             store = self._store.clone()
-            store.set_timeout(CONNECT_AGAIN)  # gloo waits in it for members that have failed
+            store.set_timeout(CONNECT_AGAIN)  # gloo waits in the store for members that have failed
             moves.begin(store, place, why, self._end_for_card)
 
     def _answer(self) -> None:
@@ -251,13 +249,13 @@ class FailureWatch:
             threading.Thread(target=asked, args=(self._store,), name="holmes-doubt", daemon=True).start()
 
     def explain(self, exception: BaseException) -> BaseException:
-        """``exception`` itself, or what another rank reported if this one merely lost its connection to it; also of this one,
-        which has left a batch that others are in."""
+        """Return ``exception``, or its cause if it is only a lost connection: RemoteError if another rank has reported
+        a failure, UnevenDataError if this rank has left a batch that others are in."""
         if isinstance(exception, RemoteError) or not is_lost(exception):
             return exception
         end = time.monotonic() + _CAUSE_S
         self._answers()
-        # the thread looks, which may not come back
+        # the watch's thread looks: a request to the store may never return
         while self._cause is None and time.monotonic() < end and self._reachable() and not self._is_alone():
             time.sleep(0.05)
         cause = self._cause
@@ -269,11 +267,11 @@ class FailureWatch:
         return RemoteError(f"rank {cause.rank} failed first: {cause.words}")
 
     def _is_alone(self) -> bool:
-        """Whether no other rank can say anything."""
+        """Whether no other rank can report a cause."""
         return self._world_size > 1 and self._hearing() == 0
 
     def stall(self) -> str:
-        """Who keeps this rank waiting, as far as that is known; empty: nobody."""
+        """What keeps this rank waiting, other ranks or the store, as far as it is known; empty: nothing."""
         if self._reachable() or self._kept_at is None:
             return self.stalls.told
         place = f"the job's store at {self._kept_at[0]}:{self._kept_at[1]}"
@@ -286,21 +284,21 @@ class FailureWatch:
         )
 
     def stop(self) -> None:
-        """End the thread, after a run that ended well.
+        """End the watch after a run that ended well.
 
-        A store that is silent, since its link was cut a moment ago, is waited for: a thread whose request comes back
-        while the interpreter ends is unwound through torch's code, which aborts the process (exit code -6).
+        Wait for a store that is silent because its link was cut a moment ago: a thread whose request returns while the
+        interpreter ends is unwound through torch's code, which aborts the process (exit code -6).
         """
         self._well = True
         if self._moves is not None:
             _in_thread(self._await_last_transfers, timeout_s=_LAST_ANSWER_S)
         self._end(timeout_s=_LAST_ANSWER_S)
         if self._rank == 0:
-            atexit.unregister(_see_off)  # of a run before
+            atexit.unregister(_see_off)  # that of an earlier run
             atexit.register(_see_off, self._store, self._key(_LEFT_KEY), self._world_size - 1, self._gone)
 
     def _await_last_transfers(self) -> None:
-        """Another rank may wait for what this one has sent last, and need a move to get it: stay until all have ended the run."""
+        """Wait until all ranks have ended the run: another rank may still wait for this rank's last sends, and need a move to get them."""
         end = time.monotonic() + _LAST_ANSWER_S
         with contextlib.suppress(Exception):
             ended = self._store.add(self._key(_WELL_KEY), 1)
@@ -346,7 +344,7 @@ class FailureWatch:
                 self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Something else went wrong in the watch: all ranks end, and this one says what it was. A run that ends anyway goes on to its end."""
+        """Report an error of the watch itself: all ranks end, and this one prints the error. A run that is ending anyway goes on to its end."""
         traceback.print_exception(error)
         if self._stop.is_set():
             return
@@ -355,11 +353,11 @@ class FailureWatch:
         except Exception as lost:
             if not is_lost(lost):
                 raise
-        self._grace_s = _SILENCE_S  # the others read it meanwhile
+        self._grace_s = _SILENCE_S  # the others read the report meanwhile
         self._end_process(f"[rank {self._rank}] ends, because its watch for failures failed: {one_line(error)}")
 
     def _leave(self) -> None:
-        """Tell that rank 0's run has ended well, or, on another, that the store may go; once."""
+        """On rank 0: tell the others that its run has ended well. On other ranks: tell rank 0, once, that this rank no longer needs the store."""
         if self._rank == 0:
             if self._well:
                 self._store.set(self._key(_DONE_KEY), "1")
@@ -368,7 +366,7 @@ class FailureWatch:
             self._store.add(self._key(_LEFT_KEY), 1)
 
     def _lose_store(self) -> None:
-        """The store's process is gone, and with it whoever would say why."""
+        """End this rank because the store's process is gone, unless the cause is known or this rank no longer needs the store."""
         if self._gone.is_set():
             return
         self._gone.set()
@@ -381,7 +379,7 @@ class FailureWatch:
         )
 
     def _end_process(self, line: str) -> None:
-        """Unless what this rank does ends by itself within a moment, as it mostly does when connections break."""
+        """Print ``line`` and end the process, unless the run ends by itself within a moment, as it mostly does when connections break."""
         if not self._stop.wait(self._grace_s):
             try:
                 print(line, file=sys.stderr, flush=True)
@@ -391,8 +389,8 @@ class FailureWatch:
 
 
 def _see_off(store: Any, key: str, number: int, gone: threading.Event) -> None:
-    """On rank 0, whose process may keep the store, before that ends: wait until the ``number`` of others have ended the run, too, or know
-    that it may. Some seconds at the most. It holds nothing of the run, which lives on with what is called at exit."""
+    """Wait at the exit of rank 0, whose process may keep the store, until the ``number`` other ranks no longer need it;
+    at most _NOTICE_S seconds. Takes no reference to the run, which functions called at exit would keep alive."""
 
     def await_others() -> None:
         with contextlib.suppress(Exception):
@@ -404,6 +402,6 @@ def _see_off(store: Any, key: str, number: int, gone: threading.Event) -> None:
 
 
 def _in_thread(act: Callable[[], None], *, timeout_s: float) -> None:
-    """Call ``act``, and wait no longer than this: where the way to the store is cut, a request to it does not come back."""
+    """Call ``act`` in a thread, and wait at most ``timeout_s``: if the network to the store is cut, a request to it does not return."""
     with contextlib.suppress(ConnectionLostError):
         answer_within(act, timeout_s=timeout_s)

@@ -1,14 +1,14 @@
-"""Room in files, taken before it is written to."""
+"""Disk space for files, reserved before they are written to."""
 
 import os
 
 
 def reserve(descriptor: int, num_bytes: int) -> None:
-    """Let a file have so many bytes from now on: what is written there later finds room, also through memory that the file is, where a full
-    file system ends the process by SIGBUS.
+    """Reserve ``num_bytes`` of disk space for a file, which gets that size: later writes find room, also those through
+    a memory map, where a full file system would end the process by SIGBUS.
 
     Raises:
-        OSError: there is no such room.
+        OSError: there is not enough space.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, max(num_bytes, 1))

@@ -1,8 +1,8 @@
-"""Gloo groups on a network interface of one's choice, all groups of an interface on one device.
+"""Gloo groups on a chosen network interface; all groups of an interface share one device.
 
-Gloo ignores ``new_group(pg_options=)`` and picks one interface for the whole process. A registered backend is
-given what it needs: the device. Sharing it matters, too: each device keeps a thread that wakes a hundred times
-a second, and the groups of a rank are many.
+Gloo ignores ``new_group(pg_options=)`` and picks one interface for the whole process. The backend that is registered
+here is given the device. Sharing the device matters, too: each device keeps a thread that wakes a hundred times a
+second, and a rank has many groups.
 
     devices = GlooDevices()
     group = dist.new_group(ranks, backend=GLOO, pg_options=devices.on("eth1"))
@@ -32,16 +32,16 @@ from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout
 GLOO = "holmes_gloo"
 _ANSWER_S = 5.0
 _PAUSE_S = 0.2
-_NEVER_SENT = 2**31 - 1  # a tag
-_CONNECT = timedelta(seconds=60)  # who cannot be reached in this time will not be
+_NEVER_SENT = 2**31 - 1  # a tag that no message has
+_CONNECT = timedelta(seconds=60)  # a rank that cannot be reached in this time counts as unreachable
 CONNECT_AGAIN = timedelta(seconds=15)
 _LIMITS: "weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None]" = weakref.WeakKeyDictionary()
-"""How long operations of a group may take, as asked of torch once; None: as the group itself knows."""
+"""By group, the timeout of its operations, read from torch once; None: the group applies its timeout itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class GlooOptions:
-    """What the backend is told of a group: the devices its connections are made on, and for messages its ends."""
+    """A group's options for the backend: the devices of its connections, and its ends in words for messages."""
 
     devices: tuple[Any, ...]
     ends: str = ""
@@ -50,7 +50,7 @@ class GlooOptions:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """What a group needs whose connections may be made anew: ``now()`` gives the options of the cards that are chosen now."""
+    """The options of a movable group: ``now()`` gives those for the cards that are chosen now."""
 
     junction: Junction
     now: Callable[[], GlooOptions]
@@ -62,17 +62,17 @@ class GlooDevices:
     def __init__(self) -> None:
         self._made: dict[str | None, Any] = {}
         self.ends: set[End] = set()
-        """Where they listen."""
+        """The addresses and ports on which the devices listen."""
         register()
 
     def on(self, interface: str | None, ends: str = "") -> GlooOptions:
-        """Options for a group on ``interface``, or on several, joined by commas as in GLOO_SOCKET_IFNAME; None: the one that
-        gloo finds by the host's name.
+        """Options for a group on ``interface``, or on several, joined by commas as in GLOO_SOCKET_IFNAME; None: the one
+        that gloo finds by the host's name.
 
-        ``ends``: who is to be connected, for the message if that fails.
+        ``ends``: the members in words, for the error if they cannot be connected.
 
         Raises:
-            ConfigurationError: the interface cannot be listened on.
+            ConfigurationError: gloo cannot listen on the interface.
         """
         names = [None] if interface is None else interface.split(",")
         return GlooOptions(tuple(self._device(name) for name in names), ends)
@@ -92,16 +92,16 @@ class GlooDevices:
 
 
 def register() -> None:
-    """Make the backend known to torch; again and again does no harm."""
+    """Register the backend with torch; may be called again."""
     if not is_backend_registered(GLOO):
         dist.Backend.register_backend(GLOO, _create, extended_api=True, devices=["cpu"])
 
 
 def wait_for(work: Any, group: dist.ProcessGroup | None) -> None:
-    """Wait for a send, a receive or a collective, no longer than the group's timeout; of any backend.
+    """Wait for a send, a receive or a collective of any backend, no longer than the group's timeout.
 
-    Gloo's know no other timeout than that in which the group was connected (torch 2.13), unless ``wait`` is given one. For
-    NCCL's that would hold up the host.
+    Works of gloo use the timeout with which the group was connected (torch 2.13), unless ``wait`` is given one. For
+    works of NCCL a timeout would block the host.
     """
     limit = None if group is None else _limit(group)
     if limit is None:
@@ -112,7 +112,7 @@ def wait_for(work: Any, group: dist.ProcessGroup | None) -> None:
     except RuntimeError as error:
         if not str(error).startswith("Operation timed out"):
             raise
-        # as gloo says of sends and receives; of a collective torch does not say how long it was
+        # the wording for gloo's sends and receives; for a collective torch does not say how long the timeout was
         raise RuntimeError(f"Timed out waiting {limit // timedelta(milliseconds=1)}ms for a collective") from error
 
 
@@ -123,17 +123,17 @@ def _limit(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def has_ended(group: dist.ProcessGroup | None, rank: int) -> bool:
-    """Whether the process of a global rank has ended, as far as gloo's connection with it knows; nothing is waited for.
+    """Whether the process of a global rank has ended, as far as gloo's connection with it knows; does not wait.
 
-    gloo refuses a receive at once where that is so. Where the other lives it stays open, and nobody ever sends what it asks for. A link
-    that is cut tells nothing.
+    If it has ended, gloo refuses a receive at once. If it lives, the receive stays open, and no rank ever sends its
+    tag. A cut link is not noticed.
 
     Args:
-        group: by gloo; None: WORLD.
+        group: a gloo group; None: WORLD.
     """
     try:
         dist.irecv(torch.empty(1, dtype=torch.uint8), rank, group=group, tag=_NEVER_SENT)
-    except Exception as error:  # such as that there is no group any more
+    except Exception as error:  # for example, the group does not exist any more
         return is_lost(error)
     return False
 
@@ -165,7 +165,7 @@ def _connect(options: Any, given: GlooOptions, store: Any, connect: timedelta) -
 
 
 def _what_all_say(options: Any, ends: str, message: str) -> str:
-    """What gloo told the members of a group, and where each listens: gloo's own message often names no address."""
+    """The error of gloo on each member of a group, and where each listens: gloo's own message often names no address."""
     mine = re.sub(r"\[/\S*?/(\w+\.\w+:\d+)\]", r"[\1]", message.splitlines()[0])
     listening = _listening_addresses(ends)
     if listening:
@@ -174,17 +174,17 @@ def _what_all_say(options: Any, ends: str, message: str) -> str:
     store, asked = options.store, set(range(options.group_size))
 
     def ask() -> None:
-        time.sleep(_PAUSE_S)  # a process that ends loses one connection after the other, and the store may be of it
+        time.sleep(_PAUSE_S)  # an ending process loses its connections one by one, and may keep the store
         if not is_gone(store):
             store.set(f"unreachable/{options.group_rank}", mine)
         deadline = time.monotonic() + _ANSWER_S
         while asked > said.keys() and time.monotonic() < deadline and not is_gone(store):
             for rank in asked - said.keys():
-                if store.check([f"unreachable/{rank}"]):  # a rank that got through says nothing
+                if store.check([f"unreachable/{rank}"]):  # a rank that has connected writes nothing
                     said[rank] = store.get(f"unreachable/{rank}").decode()
             time.sleep(_PAUSE_S)
 
-    with contextlib.suppress(Exception):  # the stores raise what they like
+    with contextlib.suppress(Exception):  # stores raise various exceptions
         answer_within(ask, timeout_s=2 * _ANSWER_S)
     return "; ".join(f"(member {rank}) {text}" for rank, text in sorted(said.items()))
 

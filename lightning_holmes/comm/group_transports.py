@@ -1,8 +1,8 @@
-"""GroupTransports: carries out on this rank which network card a group uses.
+"""GroupTransports: applies the choice of a group's network card on this rank.
 
-plan/transport.py chooses; here the choice becomes a gloo device on an interface, or the network module of an NCCL
-communicator and the variables that NCCL reads once a process. What the user has set by NCCL's or gloo's own variables
-(user_settings.py) is respected, never overridden, and refused where a group cannot work with it.
+plan/transport.py chooses; this module turns the choice into a gloo device on an interface, or into the network module
+of an NCCL communicator and the variables that NCCL reads once per process. What the user has set by NCCL's or gloo's
+own variables (user_settings.py) is respected, never overridden, and refused if a group cannot work with it.
 
     transports = GroupTransports(chooser, rank=0, backend="gloo", user=UserSettings.read())
     transports.interface(ranks)         # "eth1": where gloo connects this group
@@ -29,10 +29,10 @@ from lightning_holmes.plan.transport import TransportChoice, TransportChooser
 
 
 class GroupTransports:
-    """What each group of a rank uses.
+    """The network card and transport of each group of a rank.
 
     Args:
-        chooser: of the job's topology; None where nothing is known of it: then the libraries choose.
+        chooser: chooses cards by the job's topology; None if the topology is not known: then the libraries choose.
         rank: this global rank.
         backend: "gloo" or "nccl", for tensors.
     """
@@ -47,7 +47,7 @@ class GroupTransports:
         self._chosen: dict[tuple[int, ...], TransportChoice] = {}
 
     def choose(self, ranks: Sequence[int]) -> TransportChoice | None:
-        """The choice for a group; None where nothing is known."""
+        """The choice for a group; None if the topology is not known."""
         if self._chooser is None:
             return None
         key = tuple(sorted(ranks))
@@ -56,16 +56,16 @@ class GroupTransports:
         return self._chosen[key]
 
     def choose_anew(self, down: Iterable[tuple[str, str]] | None) -> None:
-        """Forget what was chosen: of the fast cards those in ``down``, host and card, cannot be used now; None: none can."""
+        """Forget all choices; from now on the fast cards in ``down``, each a pair (host, card), are not used; None: no fast card is."""
         if self._first_chooser is not None:
             self._chooser = self._first_chooser.without(None if down is None else set(down))
         self._chosen.clear()
 
     def is_movable(self, ranks: Sequence[int]) -> bool:
-        """Whether a group uses fast cards, and has Ethernet to go to; the same on all ranks.
+        """Whether a group uses fast cards and can be moved to Ethernet; the same on all ranks.
 
         Raises:
-            ConfigurationError: the user keeps NCCL's watchdog, which ends the process.
+            ConfigurationError: a user's setting keeps NCCL's watchdog, which ends the process when a fast card is lost.
         """
         choice = self.choose(ranks)
         if choice is None or not choice.is_rdma or self._chooser is None:
@@ -86,14 +86,18 @@ class GroupTransports:
         return True
 
     def names_of_cards(self, interfaces: Iterable[str]) -> list[tuple[str, str]]:
-        """Host and name of this host's fast cards with these interfaces."""
+        """The pairs (host, card) of this host's fast cards that have one of ``interfaces``."""
         if self._first_chooser is None:
             return []
         host, wanted = self._first_chooser.host(self._rank), set(interfaces)
         return [(host.name, nic.name) for nic in host.nics if nic.kind != "ethernet" and nic.interface in wanted]
 
     def interface(self, ranks: Sequence[int]) -> str | None:
-        """The interface on which this rank's gloo connects a group, or those that the user names; None: gloo's own choice."""
+        """The interface on which gloo connects a group on this rank, or the user's GLOO_SOCKET_IFNAME; None: gloo chooses.
+
+        Raises:
+            ConfigurationError: the network interface of the chosen card is not known.
+        """
         named = self._user.get("GLOO_SOCKET_IFNAME")
         if named is not None:
             return named
@@ -109,9 +113,9 @@ class GroupTransports:
         return nic.interface
 
     def fast_cards(self, ranks: Sequence[int], *, all_rails: bool = False) -> list[tuple[str, str]]:
-        """The interface of this rank's RDMA card for a group, and the card in words; none where it uses none.
+        """The interface of this rank's RDMA card for a group, and the card in words; empty if the group uses none.
 
-        ``all_rails``: of NCCL all that it may use.
+        ``all_rails``: for NCCL, all cards that it may use.
         """
         choice = self.choose(ranks)
         is_named = self._user.get("GLOO_SOCKET_IFNAME") is not None
@@ -132,7 +136,7 @@ class GroupTransports:
         ]
 
     def host_interface(self) -> str | None:
-        """The Ethernet interface of this rank for messages between hosts, or the user's; None: gloo's own choice."""
+        """The Ethernet interface of this rank for messages between hosts, or the user's GLOO_SOCKET_IFNAME; None: gloo chooses."""
         named = self._user.get("GLOO_SOCKET_IFNAME")
         if named is not None or self._chooser is None:
             return named
@@ -140,10 +144,10 @@ class GroupTransports:
         return None if nic is None else nic.interface
 
     def net_name(self, ranks: Sequence[int]) -> str | None:
-        """NCCL's network module for a group; None: NCCL's own choice, or the user's.
+        """NCCL's network module for a group; None: NCCL or the user chooses it.
 
         Raises:
-            ConfigurationError: the user's setting cannot serve this group.
+            ConfigurationError: the group cannot work with the user's NCCL_NET.
         """
         choice = self.choose(ranks)
         if choice is None or choice.kind == "local":
@@ -157,14 +161,14 @@ class GroupTransports:
                     f"has none in common: {choice.reason}. Remove the setting; a module is chosen for each group"
                 )
             return None
-        if not choice.has_rdma and self._chooser is self._first_chooser:  # without cards that are down, or any
-            return None  # nothing to keep NCCL from; a plugin of the user's may know a network that we do not
+        if not choice.has_rdma and self._chooser is self._first_chooser:  # no card has gone down
+            return None  # no RDMA to keep NCCL from, and a user's plugin may know a network that we do not
         return "IB" if choice.is_rdma and not disabled else "Socket"
 
     def nccl_environment(self, groups: Sequence[Sequence[int]]) -> dict[str, str]:
-        """NCCL's variables that hold for all groups of this process; to be set before the first communicator.
+        """NCCL's variables for all groups of this process; set them before the first communicator is made.
 
-        Both are lists that NCCL reads once, so they hold what any of the groups needs.
+        NCCL reads the lists of interfaces and of cards once, so they hold what any of the groups needs.
 
         Raises:
             ConfigurationError: the user's list leaves out a card that a group needs.
@@ -194,8 +198,8 @@ class GroupTransports:
         return found
 
     def check_world(self, ranks: Sequence[int]) -> None:
-        """Refuse what the user has set where the group of all ``ranks`` cannot work with it: RDMA that they do not share, or
-        interfaces that do not reach all hosts. What reaches all hosts reaches those of any other group.
+        """Refuse user settings with which the group of all ``ranks`` cannot work: RDMA that the ranks do not share,
+        or interfaces that do not reach all hosts. An interface that reaches all hosts also serves any other group.
 
         Raises:
             ConfigurationError: such as an interface of a card whose fabric the group leaves, or that is down.
@@ -216,7 +220,7 @@ class GroupTransports:
             for name in named_interfaces(variable, self._user.get(variable) or "", list(by_interface)):
                 (nic, *_) = by_interface[name]
                 if any(card in reaching for card in by_interface[name]) or not nic.addresses:
-                    continue  # without an address it is not used
+                    continue  # an interface without an address is not used
                 why = (
                     f"{nic.name} ({nic.kind}) is down"
                     if not nic.up
@@ -230,7 +234,7 @@ class GroupTransports:
                 )
 
     def describe(self, ranks: Sequence[int], use: Use = "tensors") -> tuple[str, str]:
-        """What moves a group's bytes, and why, in words. Messages go by gloo whatever the backend; WORLD stays on Ethernet."""
+        """The transport of a group, and the reason for it, in words. Messages use gloo whatever the backend is; WORLD uses Ethernet."""
         backend = "gloo" if use == "messages" else self._backend
         choice = self.choose(ranks)
         if backend == "gloo" and self._user.get("GLOO_SOCKET_IFNAME") is not None:
@@ -247,7 +251,7 @@ class GroupTransports:
         return self._describe_nccl(choice, self._user.get("NCCL_NET") or self.net_name(ranks))
 
     def _describe_world(self, backend: str, main: str) -> tuple[str, str]:
-        """Of a group that is to reach any host, with the Ethernet interfaces in words."""
+        """:meth:`describe` for a group that must reach any host; ``main``: the Ethernet interfaces in words."""
         if backend == "gloo":
             return f"gloo on {main}", "ethernet: the interface that reaches the master"
         if self._user.get("NCCL_NET") is not None:
@@ -257,7 +261,7 @@ class GroupTransports:
         return f"nccl Socket on {main}", "ethernet: the interface that reaches the master"
 
     def _describe_nccl(self, choice: TransportChoice, module: str | None) -> tuple[str, str]:
-        """Of a group over several hosts, with the module that NCCL uses for it; None: its own choice."""
+        """:meth:`describe` for a group over several hosts; ``module``: the network module that NCCL uses for it; None: NCCL chooses."""
         reasons = []
         used: list[str] = []
         if self._user.get("NCCL_NET") is not None:
@@ -281,9 +285,9 @@ class GroupTransports:
         return f"{self._user.describe(variable)} is respected"
 
     def ends(self, ranks: Sequence[int], *, on_host: bool = False) -> str:
-        """The members of a group with host, interface and address, for messages; "" where nothing is known.
+        """The members of a group with host, interface and address, for messages; "" if the topology is not known.
 
-        ``on_host``: as messages between hosts travel.
+        ``on_host``: with the Ethernet interfaces, which messages between hosts use.
         """
         chooser = self._chooser
         if chooser is None:
@@ -301,7 +305,7 @@ class GroupTransports:
         return ", ".join(described) + (", ..." if len(ranks) > 8 else "")
 
     def fallbacks(self, groups: Sequence[Sequence[int]]) -> list[str]:
-        """Of ``groups``, those inside a fabric that must use Ethernet because a card is down; one line each."""
+        """One line for each of ``groups`` that is inside a fabric but must use Ethernet because a card is down."""
         lines = []
         for ranks in groups:
             choice = self.choose(ranks)

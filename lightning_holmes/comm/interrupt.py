@@ -1,8 +1,8 @@
-"""Ctrl-C where Python's handler does not come to it: that runs between two of its own instructions, and torch waits for other ranks in one.
+"""Ctrl-C while Python's signal handler cannot run: handlers run between two Python instructions, and torch waits for other ranks inside of one.
 
-with ends_by_interrupt():                   # a process that joins its job ends by it within seconds, and not after half an hour
+with ends_by_interrupt():                   # Ctrl-C ends a process that joins its job within seconds, not after half an hour
     connect_world(...)
-with ends_by_second_interrupt():            # the first one is left to a handler, which lets the process end in good order
+with ends_by_second_interrupt():            # the first Ctrl-C is left to a handler, which lets the process end in good order
     ...
 """
 
@@ -20,8 +20,8 @@ _EXIT_CODE = 128 + signal.SIGINT
 
 @contextlib.contextmanager
 def ends_by_interrupt() -> Iterator[None]:
-    """Inside, SIGINT ends the process within seconds, if KeyboardInterrupt does not. In another thread than the main one, or
-    where somebody is told of signals already, nothing is changed."""
+    """Inside, SIGINT ends the process within seconds, if KeyboardInterrupt does not. Does nothing in another thread
+    than the main one, or if a signal wakeup descriptor is set already."""
     left = threading.Event()
 
     def hear(count: int) -> None:
@@ -34,7 +34,7 @@ def ends_by_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ends_by_second_interrupt() -> Iterator[None]:
-    """Inside, the second SIGINT ends the process at once, whatever it is doing. Likewise nothing is changed elsewhere."""
+    """Inside, the second SIGINT ends the process at once, whatever it is doing. Does nothing in the same cases as :func:`ends_by_interrupt`."""
 
     def hear(count: int) -> None:
         if count > 1:
@@ -46,7 +46,7 @@ def ends_by_second_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hearing(hear: Callable[[int], None], leave: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Inside, ``hear`` is called in a thread for each SIGINT, with their number so far; ``leave`` before the thread is ended."""
+    """Inside, call ``hear`` in a thread for each SIGINT, with the number of SIGINTs so far; call ``leave`` before the thread is ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -72,7 +72,7 @@ def _hearing(hear: Callable[[int], None], leave: Callable[[], None] = lambda: No
         leave()
         if before == -1:
             signal.set_wakeup_fd(-1)
-        tells.shutdown(socket.SHUT_RDWR)  # closing would not end the thread where a forked process holds it, too
+        tells.shutdown(socket.SHUT_RDWR)  # closing would not end the thread if a forked process holds the socket, too
         tells.close()
         thread.join()
 

@@ -1,6 +1,6 @@
-"""Links: lets the connections of this process go on soon after a link between hosts has been cut and is back.
+"""Links: makes the connections of this process go on soon after a cut link between hosts is back.
 
-In a thread of its own, since any other one may wait for an answer from another host meanwhile.
+It has its own thread, since any other thread may be waiting for an answer from another host.
 
     links = Links({"10.0.0.2"}, kept_s=600.0)
     links.stop()
@@ -12,11 +12,11 @@ from collections.abc import Collection
 from lightning_holmes.comm.sockets import send_again_soon
 
 _FIRST_S = 1.0
-_PAUSE_S = 5.0  # whoever connects later is found later
+_PAUSE_S = 5.0  # connections that are made later are found in a later round
 
 
 class Links:
-    """``peers``: addresses of other hosts. ``kept_s``: for how long a cut shall be survived."""
+    """``peers``: addresses of other hosts. ``kept_s``: how long a cut must be survived, in seconds."""
 
     def __init__(self, peers: Collection[str], kept_s: float) -> None:
         self._peers, self._kept_s = peers, kept_s

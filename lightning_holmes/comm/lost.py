@@ -1,10 +1,11 @@
-"""Connections that break or time out while a run goes on, told by group, transport and peer.
+"""Errors of connections that break or time out during a run, with the group, transport and peer.
 
     with naming(lambda: "waiting for the activations of stage 0 from rank 3 in the group ..."):
         work.wait()
 
-The libraries say "Connection closed by peer" or "Timed out waiting 1800000ms for recv operation to complete", which does
-not tell a person where to look. A user's own code may say the same, of a data base: it counts where it was raised.
+The libraries say "Connection closed by peer" or "Timed out waiting 1800000ms for recv operation to complete", which
+does not tell a person where to look. A user's own code may raise the same words, about a database: so the code that
+raised them decides.
 """
 
 import contextlib
@@ -24,12 +25,12 @@ _LIBRARIES = (
     os.path.dirname(dist.__file__) + os.sep,
     *(f"{_PACKAGE}{part}{os.sep}" for part in ("comm", "optim", "pipeline", "checkpoint")),
 )
-"""Whose code waits for connections."""
+"""The folders whose code waits for connections."""
 _WORDS = ("Connection", "Socket", "closed by peer", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
 
 
 def is_lost(exception: BaseException) -> bool:
-    """Whether an exception is that of a connection that broke, timed out, or could not be made."""
+    """Whether an exception means that a connection broke, timed out, or could not be made."""
     if isinstance(exception, (dist.DistError, ConnectionLostError, UnreachableError)):
         return True
     said = isinstance(exception, RuntimeError) and any(word in str(exception) for word in _WORDS)
@@ -37,7 +38,8 @@ def is_lost(exception: BaseException) -> bool:
 
 
 def _is_of_libraries(exception: BaseException) -> bool:
-    """Whether it came out of torch.distributed or of what waits for it here; torch's other code is between these and others."""
+    """Whether an exception was raised in torch.distributed, or in code of this package that waits for it; other frames
+    of torch may lie in between."""
     for frame, _ in reversed(list(traceback.walk_tb(exception.__traceback__))):
         file = frame.f_code.co_filename
         if is_of_libraries(file):
@@ -48,7 +50,7 @@ def _is_of_libraries(exception: BaseException) -> bool:
 
 
 def is_of_libraries(file: str) -> bool:
-    """Whether code in ``file`` waits for connections: torch.distributed's, and what uses it here."""
+    """Whether code in ``file`` waits for connections: torch.distributed's, or this package's that uses it."""
     return file.startswith(_LIBRARIES)
 
 

@@ -1,4 +1,4 @@
-"""The process groups of a placement: replicas, tensor groups, pipelines, and a group for each ordered pair of stages that talks.
+"""The process groups of a placement: replicas, tensor groups, pipelines, and one group for each ordered pair of pipeline ranks that sends tensors.
 
 Every rank must build them, in the same order.
 """
@@ -27,23 +27,23 @@ from lightning_holmes.plan.schedule import ranks_of_stages
 from lightning_holmes.torch_private import nccl_options
 
 _single: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None = None
-"""WORLD, and this rank's group of its own in it."""
+"""WORLD, and the group of this rank alone that was made in it; None before the first :meth:`GroupBuilder.build_single`."""
 
 
 class GroupBuilder:
-    """Makes groups of ranks and uses each once.
+    """Creates process groups, and uses each one once when it is made.
 
-    Every rank of WORLD must make the same groups in the same order, members or not: with use_local_synchronization
-    torch names a group by how many groups a rank has, which differs between ranks, and its members would wait
-    for each other for ever.
+    Every rank of WORLD must create the same groups in the same order, whether or not it is a member: with
+    use_local_synchronization torch names a group by the number of groups that a rank has, which differs between ranks,
+    and the members would wait for each other for ever.
 
     Args:
         rank: this global rank.
         backend: "gloo" or "nccl", for tensors.
         device: where tensors live.
-        timeout: of the groups.
-        transports: which network card a group uses; None: what the libraries choose.
-        repeats: groups on fast cards can be moved to others (moves.py).
+        timeout: the groups' timeout.
+        transports: chooses the network card of each group; None: the libraries choose.
+        repeats: make groups on fast cards movable to other cards (moves.py).
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class GroupBuilder:
         self.transports = transports or GroupTransports(None, rank=rank, backend=backend)
 
     def build(self, ranks: Sequence[int], name: str, *, on_host: bool = False) -> dist.ProcessGroup | None:
-        """A group of ``ranks``; None on ranks outside it and for a single one.
+        """Create the group of ``ranks``; None on ranks outside it and for a single rank.
 
-        ``on_host``: by gloo, whatever the backend of tensors is. The first use happens here, in one global order: two
-        NCCL communicators first used in different orders on two ranks would wait for each other.
+        ``on_host``: use gloo, whatever the backend of tensors is. The first collective runs here, in one global order:
+        two NCCL communicators first used in different orders on two ranks would wait for each other.
         """
         if len(ranks) < 2:
             return None
@@ -88,7 +88,8 @@ class GroupBuilder:
 
     @contextlib.contextmanager
     def _naming_first_use(self, group: dist.ProcessGroup, name: str) -> Iterator[None]:
-        """NCCL connects at the first use, and says with an address and a port, where it has them, whom it does not reach."""
+        """Raise UnreachableError with the group's name if the group cannot connect: NCCL connects at the first use, and
+        its message names the address and port of an unreachable rank if it has them."""
         try:
             yield
         except RuntimeError as error:
@@ -101,7 +102,8 @@ class GroupBuilder:
             ) from error
 
     def build_single(self) -> dist.ProcessGroup:
-        """The group of this rank alone, which a DeviceMesh wants for an axis of one. Stays (see `keep`), one for each WORLD."""
+        """The group of this rank alone, which a DeviceMesh needs for an axis of size 1. Every rank of WORLD must call.
+        The group is made once for each WORLD and never released (see `keep`)."""
         global _single
         if _single is None or _single[0] is not dist.group.WORLD:
             ranks = range(dist.get_world_size())
@@ -110,7 +112,7 @@ class GroupBuilder:
         return _single[1]
 
     def describe(self, group: dist.ProcessGroup | None) -> str:
-        """A group for messages: its name, what it runs on, and its members with their hosts and cards."""
+        """Describe a group for messages: its name, its transport, and its members with their hosts and cards."""
         if group is None:
             everyone = self.transports.ends(range(dist.get_world_size()), on_host=True)
             return f"the group of all ranks ({dist.get_backend()}{everyone and '; ' + everyone})"
@@ -121,7 +123,7 @@ class GroupBuilder:
         return f"the group {group.group_desc} ({transport}; {ends})"
 
     def fast_cards(self) -> dict[str, str]:
-        """By the interface of each RDMA card that this rank's groups use, what is to be told if it goes down."""
+        """By the interface of each RDMA card that this rank's groups use, the message for when the card goes down."""
         users: dict[tuple[str, str], list[dist.ProcessGroup]] = {}
         for group in self.owned:
             for card in self.transports.fast_cards(dist.get_process_group_ranks(group), all_rails=self.repeats):
@@ -134,8 +136,8 @@ class GroupBuilder:
         }
 
     def keep(self, group: dist.ProcessGroup | None) -> None:
-        """Never release a group that DTensors use: torch remembers how operators lay out their results, and gives those
-        of a later, equal DeviceMesh the mesh, and so the groups, of the first (torch 2.13, its sharding cache)."""
+        """Never release ``group``, which DTensors use: torch's sharding cache (2.13) gives the results of operators on
+        a later, equal DeviceMesh the mesh, and so the groups, of the first one."""
         if group is not None and group in self.owned:
             self.owned.remove(group)
 
@@ -164,14 +166,14 @@ class GroupBuilder:
         return created
 
     def _chosen_now(self, ranks: Sequence[int]) -> GlooOptions:
-        """Of a movable group: on devices of their own, so that connections to these are theirs."""
+        """The options of a movable group: on the junction's own devices, so that all connections of these devices are those of movable groups."""
         devices: GlooDevices = self.junction.devices
         return devices.on(self.transports.interface(ranks), self.transports.ends(ranks))
 
     def build_p2p(self, source: int, destination: int, name: str) -> dist.ProcessGroup | None:
-        """A group of two between which tensors go one way; None on other ranks.
+        """Create the group over which global rank ``source`` sends tensors to ``destination``; None on other ranks.
 
-        It is used once that way, too: NCCL makes a communicator of its own for the first transfer between two ranks.
+        One transfer runs here, too: NCCL makes a separate communicator for the first transfer between two ranks.
         """
         made = self.build((source, destination), name)
         if made is not None:
@@ -186,10 +188,10 @@ class GroupBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroups:
-    """One rank's groups; None where a group would have one member. ``builder`` makes further ones.
+    """The process groups of one rank; None where a group would have one member. ``builder`` makes further groups.
 
-    ``gradients``: over which gradients are summed while other things go over ``data_parallel``.
-    ``tensor_p2p``: for messages between the ranks of a tensor group; no tensors go over them.
+    ``gradients``: the groups that sum gradients while ``data_parallel`` carries other collectives.
+    ``tensor_p2p``: messages between the ranks of a tensor group; it carries no tensors.
     """
 
     pipeline_rank: int
@@ -203,21 +205,21 @@ class ProcessGroups:
     tensor_p2p: DistributedP2P | None = None
     gradients: SyncGroups | None = None
     everyone_on_host: dist.ProcessGroup | None = None
-    """All ranks, by gloo, where WORLD is another backend's; None: WORLD itself is on the host."""
+    """The gloo group of all ranks if WORLD has another backend; None: WORLD itself is a gloo group."""
 
     @property
     def replicas_on_host(self) -> dist.ProcessGroup | None:
-        """The ranks of ``data_parallel``, by gloo, for the thread that runs the step."""
+        """The gloo group of the ranks of ``data_parallel``, for the thread that runs the step."""
         if self.data_parallel is None or self.builder.backend == "gloo":
             return self.data_parallel
         return None if self.gradients is None else self.gradients.host
 
 
 def release(owned: list[dist.ProcessGroup]) -> None:
-    """Let go of groups, and so of their threads."""
+    """Destroy groups, which ends their threads, and clear the list."""
     if dist.is_initialized():
         for group in owned:
-            with contextlib.suppress(ValueError, RuntimeError):  # gone with WORLD
+            with contextlib.suppress(ValueError, RuntimeError):  # already destroyed with WORLD
                 dist.destroy_process_group(group)
     owned.clear()
 
@@ -230,10 +232,11 @@ def build_process_groups(
     clusters: Sequence[str] | None = None,
     activation_dtype: torch.dtype | None = None,
 ) -> ProcessGroups:
-    """Create and warm up the groups of a rank. Every rank of WORLD must call, with the same arguments.
+    """Create and warm up the process groups of a rank. Every rank of WORLD must call, with the same arguments.
 
-    ``pairs``: ordered pairs (source, destination) of pipeline ranks that send tensors. ``clusters``: that of each rank;
-    None: all are in one. ``activation_dtype``: in which tensors between stages travel from one to another.
+    ``pairs``: ordered pairs (source, destination) of pipeline ranks that send tensors. ``clusters``: the cluster of
+    each rank; None: all ranks are in one. ``activation_dtype``: the dtype in which wider tensors between stages are
+    sent across clusters; None: their own.
     """
     pipeline_rank, data_parallel_rank, tensor_parallel_rank = placement.coordinate(builder.rank)
     data_parallel = gradients = None
@@ -319,10 +322,11 @@ def _build_sync_groups(
     data_parallel: dist.ProcessGroup | None,
     clusters: Sequence[str] | None,
 ) -> SyncGroups | None:
-    """The groups that sum the gradients of ``ranks``; None on other ranks and for a single one.
+    """Create the groups that sum the gradients of ``ranks``; None on other ranks and for a single rank.
 
-    By gloo a thread of its own sums them, so they have a group of their own: two threads would mix up the order of what
-    goes over one. By NCCL they share ``data_parallel``: a communicator takes memory of the device, and streams keep order.
+    With gloo a separate thread sums gradients, so they have their own group: two threads would mix up the order of
+    collectives in one group. With NCCL they share ``data_parallel``: a communicator takes device memory, and streams
+    keep order.
     """
     if len(ranks) < 2:
         return None
@@ -356,7 +360,7 @@ def _product(first: int, second: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class SharedGroup:
-    """Ranks of a pipeline that hold the same parameters: the group of their tensors, and one by gloo for what hosts know."""
+    """The groups of pipeline ranks that hold the same parameters: one for tensors, and a gloo group for values on the host."""
 
     tensors: dist.ProcessGroup
     host: dist.ProcessGroup
@@ -365,10 +369,9 @@ class SharedGroup:
 def join_shared(
     groups: ProcessGroups, placement: Placement, shared: Sequence[tuple[int, ...]]
 ) -> dict[tuple[int, ...], SharedGroup]:
-    """The groups for each set of pipeline ranks that hold the same parameters, in this rank's pipeline.
+    """Create the groups of each set of pipeline ranks that hold the same parameters; return those that this rank is in.
 
-    Every rank of WORLD must call with the same ``shared``. Sets of all pipeline ranks use the
-    pipeline's own group.
+    Every rank of WORLD must call with the same ``shared``. A set of all pipeline ranks uses the pipeline's own group.
     """
     joined: dict[tuple[int, ...], SharedGroup] = {}
     builder = groups.builder

@@ -1,13 +1,13 @@
-"""MovableGroup: a group, of gloo or NCCL, that can be connected anew, over other cards, while it is used: what was under way is repeated there.
+"""MovableGroup: a gloo or NCCL group that can be reconnected over other cards while it is in use; transfers that were under way are repeated.
 
-Whoever holds the group, and waits in it, sees an operation that takes longer. gloo works on copies: a reduction in place that breaks has
-overwritten its input, and threads of gloo's may hang in what is half on its way, and are left behind with theirs. When a group is moved (moves.py), its members compare
-how far each has come:
+Callers that wait in the group only see an operation that takes longer. gloo works on copies of the tensors: an in-place
+reduction that breaks has overwritten its input, and gloo's threads may hang in a transfer that is half done; they are
+left behind with their copies. When a group is moved (moves.py), its members compare how far each has come:
 
-- a collective that some member has not completed is run again by all; one that had completed it gives its input once more, and
-  throws the result away, which it has got already: the same inputs in the same order give the same bits;
-- a tensor that was sent and has not arrived is sent again. The kernel takes what a send gives it, and says nothing of its arrival;
-  but it takes no more than its buffers hold, so only the last bytes are kept.
+- a collective that some member has not completed is run again by all; a member that had completed it gives its input
+  again and discards the result, which it already has: the same inputs in the same order give the same bits;
+- a tensor that was sent and has not arrived is sent again. The kernel takes the data of a send and does not report its
+  arrival; but it takes no more than its buffers hold, so only the last bytes are kept.
 
     group = MovableGroup(connect, rank, size, timeout, junction)      # torch's new_group returns it
     dist.all_reduce(tensor, group=group)                  # as with any group
@@ -32,23 +32,26 @@ from lightning_holmes.errors import ConnectionLostError, UnsupportedModuleError
 from lightning_holmes.torch_private import ForwardingGroup, leave_for_good
 
 KEPT_BYTES = 64 * 2**20
-"""Of what is done here, of collectives and of sends to each peer: more than the kernel's buffers on the way hold, by their usual limits."""
-_ABOUT_BYTES = 64 * 2**10  # as which an operation counts beside its tensors, so that small ones do not become too many
-_DECLARED_S = 6.0  # who has ended connections has told so in the store before; busy machines look there seldom
-_ENDED_S = 2.0  # operations end as soon as their sockets have, but for those that are left behind
+"""Bytes of completed operations that are kept, of collectives and of sends to each peer: more than the kernel's buffers
+on the way hold, by their usual limits."""
+_ABOUT_BYTES = 64 * 2**10  # added to the tensors' bytes of each operation, so that small ones do not become too many
+_DECLARED_S = 6.0  # a rank announces a move in the store before it ends connections; busy machines look there seldom
+_ENDED_S = 2.0  # operations end as soon as their sockets have, except those that are left behind
 _EVERYONE = ("allreduce", "allgather", "reduce_scatter", "barrier", "all_gather", "_allgather", "_reduce_scatter")
-"""Beginnings of the names of collectives that nobody completes before all members have begun them."""
+"""Prefixes of the names of collectives that no member completes before all members have begun them."""
 _GIVES_FIRST = ("allgather", "reduce_scatter", "_allgather", "_reduce_scatter", "all_gather")
-"""Beginnings of the names of collectives whose first argument is filled, and not read."""
+"""Prefixes of the names of collectives whose first argument is the output: it is filled, and not read."""
 
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    """``issue(group)`` starts it, also again; what comes of it goes nowhere where it has been completed before.
+    """An operation of a group. ``issue(group)`` starts it, or repeats it; the result of a repetition is discarded if it was completed before.
 
-    ``arrive()`` puts what came into the tensors that were given, which gloo itself never sees: a thread of its may be left behind.
-    ``number``: its place in its ``stream``, beginning with 1. ``before``: collectives that were done when it began. ``mark``: what the device
-    had been given until then.
+    ``arrive()`` copies the result into the caller's tensors, which gloo itself never sees: one of its threads may be
+    left behind.
+    ``number``: its place in its ``stream`` (kind, peer, tag), beginning with 1. ``before``: collectives that were done
+    when it began.
+    ``mark``: the work that the device had been given until then.
     """
 
     stream: tuple[str, int, int]
@@ -76,13 +79,13 @@ _COLLECTIVE = ("collective", 0, 0)
 
 
 class Junction:
-    """What the movable groups of a rank share.
+    """State that the movable groups of a rank share.
 
     Attributes:
-        changed: guards all of them; told whenever one is moved or an operation has ended.
+        changed: the condition that guards all groups; notified whenever one is moved or an operation has ended.
         groups: in the order in which they were made, which is the same on all ranks that share some.
-        devices: what they are connected by.
-        expects: whether a move may be declared, which a broken connection then waits for.
+        devices: the gloo devices that connect the groups.
+        expects: returns whether a move may be announced; a broken connection then waits for it.
     """
 
     def __init__(self, devices: Any) -> None:
@@ -93,8 +96,8 @@ class Junction:
         self._idle: list[queue.SimpleQueue[_Waiting]] = []
 
     def wait_apart(self, work: Any, timeout: timedelta | None) -> "_Waiting":
-        """Wait for gloo's work in another thread, which can be left: of a tensor that is half on its way gloo (torch 2.13) does not tell
-        that its connection has ended, neither to who sends nor to who receives."""
+        """Wait for a work of gloo in another thread, which can be left behind: for a tensor that is half transferred
+        gloo (torch 2.13) reports the end of its connection neither to the sender nor to the receiver."""
         waiting = _Waiting(work, timeout)
         if self._idle:
             given = self._idle.pop()
@@ -119,11 +122,12 @@ class MovableGroup(ForwardingGroup):
     """A group that forwards to another one, which can be exchanged.
 
     Args:
-        connect: connects the members over the cards that are chosen now, given the store in which they meet; None: the first time.
-        rank, size: this member's place, and their number.
-        timeout: of operations.
-        junction: of this rank.
-        side: where its tensors are.
+        connect: connects the members over the cards that are chosen now, given the store in which they meet (None: the
+            first time), and returns the group to forward to.
+        rank, size: this member's rank in the group, and the number of members.
+        timeout: the timeout of operations.
+        junction: the junction of this rank.
+        side: handles what depends on where the tensors are; None: they are on the host.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class MovableGroup(ForwardingGroup):
         self.reconnect(None)
         junction.groups.append(self)
 
-    # operations, as torch.distributed asks for them
+    # operations that torch.distributed calls
 
     def collective(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert not any(True for _ in _tensors(list(kwargs.values()))), "torch gives a group its tensors by their places"
@@ -195,7 +199,7 @@ class MovableGroup(ForwardingGroup):
         )
 
     def shutdown(self) -> None:
-        """The group is destroyed."""
+        """Close the group when it is destroyed."""
         with self._junction.changed:
             if self in self._junction.groups:
                 self._junction.groups.remove(self)
@@ -203,7 +207,7 @@ class MovableGroup(ForwardingGroup):
             self._sent.clear()
         if self.forwarded is not None and self._lost is None:
             self._side.close(self.forwarded)
-        self.forward_to(None)  # the end of a gloo group waits for what is under way in it
+        self.forward_to(None)  # destroying a gloo group waits for the operations under way in it
 
     def _start(
         self,
@@ -234,7 +238,7 @@ class MovableGroup(ForwardingGroup):
             operation.work = _Failed(error)
 
     def finish(self, operation: _Operation, timeout: timedelta | None) -> bool:
-        """Wait for an operation, also if it has to be repeated."""
+        """Wait until an operation is done, including any repetition."""
         changed = self._junction.changed
         while True:
             with changed:
@@ -246,7 +250,7 @@ class MovableGroup(ForwardingGroup):
                 # a whole move may pass before this thread runs again
                 changed.wait_for(lambda: waiting.is_over or self.is_moving or operation.waiting is not waiting)  # noqa: B023
                 if operation.is_done or not waiting.is_over or operation.waiting is not waiting:
-                    continue  # a move has told the others meanwhile that it has not come to its end
+                    continue  # a move has meanwhile reported the operation to the others as not done
                 if waiting.error is None:
                     self._complete(operation)
                     return True
@@ -254,7 +258,7 @@ class MovableGroup(ForwardingGroup):
                 raise waiting.error
 
     def has_ended(self, operation: _Operation) -> bool:
-        """Whether an operation is done; nothing is waited for."""
+        """Whether an operation is done; does not wait."""
         work = operation.work
         if self._side.has_ended(work):
             with self._junction.changed:
@@ -263,7 +267,7 @@ class MovableGroup(ForwardingGroup):
         return operation.is_done
 
     def _is_moved_after(self, moves: int) -> bool:
-        """Whether a move comes that this broken connection is the beginning of."""
+        """Wait for the move that a broken connection belongs to; return whether one has begun."""
         end, changed = time.monotonic() + _DECLARED_S, self._junction.changed
         with changed:
             while not (self.is_moving or self._moves > moves):
@@ -273,10 +277,11 @@ class MovableGroup(ForwardingGroup):
         return True
 
     def _complete(self, operation: _Operation) -> None:
-        """Under the lock: it is done, and so need those not be kept any more that all members have completed."""
+        """Mark an operation as done, and drop kept operations that all members have completed or that exceed
+        KEPT_BYTES. The caller holds the lock."""
         operation.is_done = True
         operation.work = operation.waiting = None
-        with torch.inference_mode():  # which may write to tensors that were made in it, and is no part of any graph
+        with torch.inference_mode():  # may write to inference tensors, and records no graph
             operation.arrive()
         stream = operation.stream
         if stream == _COLLECTIVE:
@@ -296,29 +301,29 @@ class MovableGroup(ForwardingGroup):
         if stream[0] == "receive":
             self._received[stream] = max(operation.number, self._received.get(stream, 0))
             return
-        # the kernel has taken its last byte, so earlier ones have arrived but for what its buffers hold
+        # the kernel has taken this send's last byte, so earlier bytes have arrived except for those in its buffers
         sent = self._sent[stream[1]]
         sent.append(operation)
         self._sent_bytes[stream[1]] += operation.num_bytes
         while self._sent_bytes[stream[1]] - sent[0].num_bytes >= KEPT_BYTES:
             self._sent_bytes[stream[1]] -= sent.popleft().num_bytes
 
-    # a move, by the thread of moves.py
+    # the steps of a move, called by the thread of moves.py
 
     def begin_move(self) -> None:
-        """Begin nothing from now on."""
+        """Hold back new operations until the move is over."""
         with self._junction.changed:
             self.is_moving = True
             self._junction.changed.notify_all()
 
     def end(self) -> None:
-        """Its connections have been ended: take what has come, and leave the rest."""
+        """End the connection, after gloo's sockets were shut down: complete the operations that have arrived, and abandon the rest."""
         changed, limit = self._junction.changed, timedelta(seconds=_ENDED_S)
         self._side.begin_end(self.forwarded)
         with changed:
             pending = [
                 operation for operation in self._log if operation.work is not None
-            ]  # also what is done, and was repeated
+            ]  # including completed operations that were repeated
             waits = [o.waiting or self._junction.wait_apart(o.work, limit) for o in pending]
             works = [o.work for o in pending]
             for sent in itertools.chain(*self._sent.values()):
@@ -326,7 +331,7 @@ class MovableGroup(ForwardingGroup):
             all_over = changed.wait_for(lambda: all(waiting.is_over for waiting in waits), timeout=_ENDED_S)
             for operation, waiting in zip(pending, waits, strict=True):
                 operation.work = operation.waiting = None
-                # whoever waits for it may have been first to see that it is over
+                # a thread that waits for the operation may have completed it already
                 if waiting.is_over and waiting.error is None and not operation.is_done:
                     with self._side.after(operation.mark, waits=True):
                         self._complete(operation)
@@ -337,7 +342,7 @@ class MovableGroup(ForwardingGroup):
         self.forward_to(None)
 
     def progress(self) -> dict[str, Any]:
-        """How far this member has come, as plain data: collectives that are completed without a gap, and receives by peer and tag.
+        """This member's progress, as plain data: the number of collectives completed without a gap, and of receives by peer and tag.
 
         Raises:
             ConnectionLostError: a receive has ended before an earlier one of the same peer and tag.
@@ -350,17 +355,17 @@ class MovableGroup(ForwardingGroup):
         return {"collectives": done, "received": [[peer, tag, n] for (_, peer, tag), n in self._received.items()]}
 
     def reconnect(self, store: Any) -> None:
-        """Connect over the cards that are chosen now. All members must call, with the same prefix of the store that is new."""
+        """Connect over the cards that are chosen now. All members must call, with the same new prefix of the store."""
         self.forward_to(self.connect(store))
 
     def repeat(self, members: Sequence[Mapping[str, Any]]) -> None:
-        """Start again what is missing somewhere, in the order of before; then the group is used on.
+        """Repeat the operations that some member is missing, in their original order; then the group can be used again.
 
         Args:
-            members: the progress of each, by its place.
+            members: the progress of each member, by its rank in the group.
 
         Raises:
-            ConnectionLostError: something that would have to be repeated is not kept.
+            ConnectionLostError: an operation that must be repeated is not kept any more.
         """
         first = min(member["collectives"] for member in members) + 1
         arrived = {
@@ -374,7 +379,7 @@ class MovableGroup(ForwardingGroup):
         with changed:
             self._moves += 1
             known = [*itertools.chain(*self._sent.values()), *self._log]
-            for operation in sorted(known, key=lambda o: o.number):  # who waits may have waited in another order
+            for operation in sorted(known, key=lambda o: o.number):  # sends are kept in the order of their waits
                 kind, peer, tag = operation.stream
                 if kind == "send" and operation.number <= arrived.get((peer, tag), 0):
                     if not operation.is_done:
@@ -403,7 +408,7 @@ class MovableGroup(ForwardingGroup):
             )
 
     def lose(self, error: Exception) -> None:
-        """The move has failed: whoever waits in the group gets ``error``."""
+        """Fail all pending and later operations with ``error``, after a move has failed."""
         changed = self._junction.changed
         with changed:
             self._lost = error
@@ -423,11 +428,11 @@ class MovableWork(dist.Work):
         self._operation = operation
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it is done, by whatever connections; raises as torch's works do."""
+        """Wait until the operation is done, including any repetition; raise as torch's works do."""
         return self._group.finish(self._operation, timeout)
 
     def is_completed(self) -> bool:
-        """By gloo whether it has been waited for, as for its sends and receives."""
+        """Whether the operation is done; with gloo true only once it has been waited for, as for gloo's sends and receives."""
         return self._group.has_ended(self._operation)
 
 
@@ -449,7 +454,7 @@ def _wait(work: Any, timeout: timedelta | None) -> Exception | None:
 
 def _take(tensor: Tensor, came: Tensor) -> None:
     tensor.detach().copy_(came)
-    if came.is_cuda:  # it is let go of now, and may have been made for another stream
+    if came.is_cuda:  # it is freed now, and may have been allocated on another stream
         came.record_stream(torch.cuda.current_stream(came.device))
 
 

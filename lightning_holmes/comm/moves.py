@@ -1,11 +1,11 @@
-"""Moves: brings a rank's groups to other cards where a fast card is lost, and back when it has returned, in mid-run.
+"""Moves: moves a rank's groups to other cards when a fast card is lost, and back when it has returned, during a run.
 
-The rank whose card it is tells all through the store (failure.py); a thread on each then does the same things:
+The rank of the card tells all ranks through the store (failure.py); a thread on each rank then does the same steps:
 
-1. all tell in the store which of their cards are down, and choose each group's cards as at the start;
-2. connections of the movable groups are ended, and with them what was under way;
-3. all tell how far each of these groups has come, and connect them anew; if that fails, once more without fast cards;
-4. what is missing is repeated (movable.py).
+1. all ranks publish in the store which of their cards are down, and choose each group's cards as at the start;
+2. the connections of the movable groups are ended, and with them the transfers under way;
+3. all ranks publish how far each of these groups has come, and reconnect them; if that fails, once more without fast cards;
+4. missing operations are repeated (movable.py).
 
     moves = Moves(builder.junction, builder.transports, rank=0, world_size=4)
     moves.begin(store, "holmes/move/1", "the card ... went down", on_lost=end)      # on every rank
@@ -29,9 +29,9 @@ from lightning_holmes.comm.sockets import end_connections
 from lightning_holmes.errors import ConnectionLostError
 
 _MEETING_S = 60.0  # longer than an operation takes to end, or a connection to fail
-_LEAVING_S = 5.0  # ranks end a run together (FailureWatch.stop), but for moments
+_LEAVING_S = 5.0  # ranks end a run together (FailureWatch.stop), within moments
 _PAUSE_S = 0.01
-_MOVE_S = 180.0  # where the way to the store is cut, too, its client does not come back
+_MOVE_S = 180.0  # limit of a move: if the link to the store is cut, too, its client never returns
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,9 @@ class _Place:
     has_failed: threading.Event
 
     def meet(self, value: Any) -> list[Any] | None:
-        """What each rank gives first; None where the run ends and not all have come: who leaves and who has seen all tell the store, and what
-        it was told first counts for all. Raises ConnectionLostError: not all came, and the run goes on."""
+        """Gather each rank's first value; None if the run ends and not all ranks have come: a rank that leaves and a
+        rank that has seen all write a verdict to the store, and the first verdict counts for all. Raises
+        ConnectionLostError: not all ranks came, and the run goes on."""
         told = self._gather("first", value, self.is_over)
         words = self.store.compare_set(f"{self.prefix}/verdict", "", "left" if told is None else "all")
         if words == b"all":
@@ -57,7 +58,7 @@ class _Place:
         return None
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """What each rank gives, as plain data. Raises ConnectionLostError: not all came, or the run has failed here."""
+        """Gather each rank's value, as plain data. Raises ConnectionLostError: not all ranks came, or the run has failed here."""
         told = self._gather(what, value, self.has_failed)
         if told is None:
             raise _missing()
@@ -79,13 +80,13 @@ def _missing() -> ConnectionLostError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A fault that was survived, or a card that has returned.
+    """A move of groups, after a fault that was survived or a card that has returned.
 
     Attributes:
-        why: which, in words.
-        groups: what moves the bytes of each group now, by its name.
-        at: when it was noticed, in seconds since the epoch.
-        began_s: likewise, by this rank's ``time.perf_counter``.
+        why: the fault or the card, in words.
+        groups: by group name, the transport that the group uses now.
+        at: when the reason was noticed, in seconds since the epoch.
+        began_s: the same time by this rank's ``time.perf_counter``.
         seconds: from then until the run went on.
     """
 
@@ -96,13 +97,13 @@ class Move:
     seconds: float
 
     def describe(self) -> str:
-        """In words, without the seconds."""
+        """The move in words, without its seconds."""
         names = ", ".join(list(self.groups)[:4]) + (", ..." if len(self.groups) > 4 else "")
         now = " and ".join(sorted(set(self.groups.values()))) or "what they used"
         return f"{self.why}. {len(self.groups)} groups ({names}) use {now} now, and what was under way was repeated"
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """The move as plain data for JSON."""
         return {"why": self.why, "groups": self.groups, "at": self.at, "seconds": self.seconds}
 
 
@@ -110,13 +111,13 @@ class Moves:
     """The moves of one rank's groups.
 
     Args:
-        junction: the groups.
+        junction: has the groups.
         transports: chooses their cards.
 
     Attributes:
-        cards: of this rank's host that are watched; None: none.
-        on_done: called with each, in a thread.
-        number: moves that have begun in this run.
+        cards: the watch of this rank's cards; None: there is none.
+        on_done: called with each move that is done, in a thread.
+        number: the number of moves that have begun in this run.
     """
 
     def __init__(self, junction: Junction, transports: GroupTransports, *, rank: int, world_size: int) -> None:
@@ -133,22 +134,23 @@ class Moves:
 
     @property
     def is_moving(self) -> bool:
-        """One is under way."""
+        """Whether a move is under way."""
         return not self._rests.is_set()
 
     def settled(self) -> tuple[Move, ...]:
-        """Those that came to their end, on all ranks the same, also of runs before; one that is under way is waited for."""
+        """The moves that are done, the same on all ranks, including those of earlier runs; waits for a move that is under way."""
         self._rests.wait(_MOVE_S)
         return tuple(self._done)
 
     def begin_run(self, cards: CardWatch | None) -> None:
-        """All ranks count anew."""
+        """Watch ``cards``, and count moves from zero, as all ranks do at the beginning of a run."""
         self.cards, self.number = cards, 0
         self._is_over, self._has_failed = threading.Event(), threading.Event()
 
     def end_run(self, timeout_s: float, *, well: bool) -> None:
-        """A move that not all ranks have come to is left by all. Another one is waited for, so that a later run can use the groups; where
-        the run has failed here, it is left. No thread of it is then in a request when the process ends."""
+        """End a run: all ranks leave a move that not all ranks have joined. Any other move is waited for, so that a
+        later run can use the groups; if the run has failed here (not ``well``), it is left. So no thread of a move is
+        in a request when the process ends."""
         self._is_over.set()
         if not well:
             self._has_failed.set()
@@ -158,10 +160,10 @@ class Moves:
         """Begin a move, in a thread. Every rank of the job must call.
 
         Args:
-            store: a client of the job's, of this move alone.
-            prefix: of its keys.
-            why: which fault, in words.
-            on_lost: called with words where it fails.
+            store: a client of the job's store, for this move alone.
+            prefix: the prefix of the move's keys.
+            why: the fault, in words.
+            on_lost: called with a description if the move fails.
         """
         self._rests.clear()
         self.number += 1
@@ -213,7 +215,7 @@ class Moves:
         self._tell(place, why, groups, began_s)
 
     def _connect(self, place: _Place, what: str, groups: Sequence[MovableGroup]) -> str:
-        """Connect all, in the order in which all ranks have them; what went wrong on some rank, or ""."""
+        """Connect all groups, in the order that all ranks share; return the error of some rank, or ""."""
         said = ""
         try:
             for group in groups:
@@ -223,7 +225,7 @@ class Moves:
         return next(filter(None, place.gather(what, said)), "")
 
     def _tell(self, place: _Place, why: str, groups: Iterable[MovableGroup], began_s: float) -> None:
-        """Note it, and let rank 0 say so in a line."""
+        """Record the move, and let rank 0 print a line about it."""
         moved = {group.group_desc: self._transports.describe(_ranks(group))[0] for group in groups}
         everyone: dict[str, str] = {}
         for of_rank in place.gather("moved", moved):

@@ -1,8 +1,9 @@
-"""NCCL groups that can be moved (movable.py): the host waits for what they do, which a stream cannot.
+"""NCCL groups that can be moved (movable.py): the host, not a stream, waits for their operations.
 
-Waiting for NCCL's work lets a stream wait, and what follows would compute with whatever an aborted communicator has left. So the host asks
-whether the kernel has ended, and goes on then: that is the price. All works of an aborted communicator look as if they had ended well, so each is looked
-at for the last time before the abort, and never again. Read in torch's sources (2.13), and tried with an imitation; it has not been run on GPUs.
+``wait`` of NCCL's works only makes a stream wait, and later kernels would compute with whatever an aborted communicator
+has left. So the host polls whether the kernel has ended, and only then goes on: that is the price. All works of an
+aborted communicator look as if they had ended well, so each is queried for the last time before the abort. Based on
+torch's sources (2.13), and tried with an imitation of NCCL; it has not been run on GPUs.
 
     register()
     options = NcclOptions(junction, device, net_name=lambda: transports.net_name(ranks))
@@ -31,13 +32,14 @@ from lightning_holmes.errors import ConnectionLostError, UnreachableError
 from lightning_holmes.torch_private import is_backend_registered, nccl_error, nccl_group, plain_group
 
 NCCL = "holmes_nccl"
-_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3  # between two looks at a kernel
+_PAUSE_S, _LONGEST_PAUSE_S = 2e-5, 1e-3  # between two queries of a kernel
 _making = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class NcclOptions:
-    """What the backend is told of a group: the network module that is chosen now, "IB" or "Socket", is that of each communicator."""
+    """A group's options for the backend; ``net_name()`` gives the network module that is chosen now, "IB" or "Socket",
+    for each communicator that is made."""
 
     junction: Junction
     device: torch.device
@@ -45,13 +47,13 @@ class NcclOptions:
 
 
 def register() -> None:
-    """Make the backend known to torch; again and again does no harm."""
+    """Register the backend with torch; may be called again."""
     if not is_backend_registered(NCCL):
         dist.Backend.register_backend(NCCL, _create, extended_api=True, devices=["cuda"])
 
 
 def is_nccl(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group's tensors are on CUDA; None: WORLD."""
+    """Whether a group's backend is NCCL, so that its tensors are on CUDA; None: WORLD."""
     return dist.get_backend(group) in ("nccl", NCCL)
 
 
@@ -77,12 +79,13 @@ def _make(options: Any, given: NcclOptions, store: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """A group that is made inside has no thread that ends the process, now or after minutes, when a communicator has failed. torch gives groups none that
-    wait by the host themselves (2.13), and reads that when it makes them: one thread at a time. The variable stays, so that threads that read others meanwhile find the
-    environment in its place."""
+    """Groups made inside have no thread that ends the process, at once or after minutes, when a communicator has
+    failed. torch (2.13) gives groups with blocking wait no such thread, and reads the variable when it makes a group:
+    so one thread at a time. The variable is not removed afterwards, so that the environment does not move under threads
+    that read other variables meanwhile."""
     with _making:
         if any(os.environ.get(name, "0") != "0" for name in (WAITS_BY_HOST, WAITED_BY_HOST)):
-            yield  # the user's own; what keeps the watchdog is refused (group_transports.py)
+            yield  # the user's setting; one that keeps the watchdog is refused (group_transports.py)
             return
         set_own({WAITS_BY_HOST: "1"})
         try:
@@ -92,10 +95,12 @@ def _without_watchdog() -> Iterator[None]:
 
 
 def _use(connection: "NcclConnection", rank: int, size: int) -> None:
-    """NCCL connects at the first use, and blocks: groups that two ranks use first in different orders would wait for each other. Two members
-    send by a communicator of their own. A member that does not come is not waited for by NCCL's own means.
+    """Use a connection for the first time: NCCL then connects, and blocks, and groups first used in different orders on
+    two ranks would wait for each other. Two members also send, which uses a separate communicator. The wait for a
+    member that does not come is limited here, not by NCCL.
 
-    Cards are listed once a process (NCCL_IB_HCA): NCCL may still try one that is down, where another one was chosen. Moves then tries without fast cards.
+    NCCL reads the list of cards once per process (NCCL_IB_HCA): it may still try a card that is down although another
+    one was chosen. Moves then tries without fast cards.
     """
 
     def use() -> None:
@@ -118,17 +123,17 @@ def _use(connection: "NcclConnection", rank: int, size: int) -> None:
 
 
 def _stream_apart(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream that nothing is in: kernels of other groups that wait for a rank which this one keeps waiting hold up only what is behind them."""
+    """A new, empty stream: kernels of other groups that wait for a rank which in turn waits for this one block only the work queued behind them."""
     if device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 class NcclConnection:
-    """A group's communicators. What is started by them gives works that the host can wait for.
+    """A group's communicators. Operations that are started on them return works that the host can wait for.
 
     Args:
-        group: by NCCL.
+        group: the NCCL group.
         device: of its tensors.
         timeout: of operations.
     """
@@ -136,7 +141,7 @@ class NcclConnection:
     def __init__(self, group: Any, device: torch.device, timeout: timedelta) -> None:
         self.device, self.timeout = device, timeout
         self.lock = threading.Lock()
-        self.is_ending = self.is_left = False  # works are looked at for the last time; not any more
+        self.is_ending = self.is_left = False  # works are queried for the last time; works are not queried any more
         self._group = group
 
     def __getattr__(self, name: str) -> Callable[..., "NcclWork"]:
@@ -145,23 +150,24 @@ class NcclConnection:
         def begin(*args: Any, **kwargs: Any) -> NcclWork:
             for options in (*args, *kwargs.values()):
                 if hasattr(options, "asyncOp"):
-                    options.asyncOp = True  # torch gives no work else
+                    options.asyncOp = True  # else torch returns no work
                     if hasattr(options, "device"):
-                        options.device = self.device  # a barrier's; torch finds none of the group's
+                        options.device = self.device  # for a barrier: torch does not find the group's device
             return NcclWork(self, start(*args, **kwargs))
 
         return begin
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """Another thread would make itself a context on the first device."""
+        """Make the group's device current: another thread would create a context on the first device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def abort_apart(self, works: list[Any]) -> None:
-        """End what is under way, in a thread that is not waited for: NCCL may wait for kernels of other groups when it gives memory back, and those for
-        ranks that are waiting for the move. Until then it keeps ``works``, whose tensors kernels may still read and fill."""
+        """Abort operations under way, in a thread that is not waited for: when NCCL frees memory it may wait for
+        kernels of other groups, and these for ranks that wait for the move. Until then it keeps ``works``, whose
+        tensors kernels may still read and fill."""
 
         def abort() -> None:
-            with self.lock:  # nobody asks: a look at a work waits for the end of the abort
+            with self.lock:  # no work is queried from now on: a query would wait for the end of the abort
                 self.is_left = True
             with contextlib.suppress(Exception), self.on_device():
                 self._group.abort()
@@ -170,18 +176,19 @@ class NcclConnection:
         threading.Thread(target=abort, name="holmes-abort", daemon=True).start()
 
     def close(self) -> None:
-        """All members have done with the group."""
+        """Shut the group down, when all members are done with it."""
         self._group.shutdown()
 
 
 class NcclWork:
-    """An operation, on the device."""
+    """An operation on the device."""
 
     def __init__(self, connection: NcclConnection, work: Any) -> None:
         self._connection, self._work = connection, work
 
     def has_ended(self) -> bool:
-        """Whether its kernel has ended well. Raises what has gone wrong, also that it has not ended before the communicator's end."""
+        """Whether the operation's kernel has ended well. Raises the operation's error, or DistBackendError if the
+        communicator was aborted before it ended."""
         connection = self._connection
         with connection.lock, connection.on_device():
             ended = not connection.is_left and self._work.is_completed()
@@ -193,7 +200,7 @@ class NcclWork:
         return ended
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the host wait."""
+        """Block the host until the operation has ended, no longer than ``timeout`` (None: the group's)."""
         limit, pause_s = timeout or self._connection.timeout, _PAUSE_S
         end = time.monotonic() + limit.total_seconds()
         while not self.has_ended():
@@ -205,7 +212,7 @@ class NcclWork:
 
 
 class OnDevice(OnHost):
-    """What a movable group does where its tensors are on a device."""
+    """The parts of a movable group that depend on where its tensors are, for tensors on a device."""
 
     backend_name = "nccl"
 
@@ -230,11 +237,11 @@ class OnDevice(OnHost):
     def has_ended(self, work: Any) -> bool:
         try:
             return isinstance(work, NcclWork) and work.has_ended()
-        except Exception:  # whoever waits for it is told
+        except Exception:  # the caller that waits for it gets the error
             return False
 
     def begin_end(self, connection: Any) -> None:
-        if connection is not None:  # a move before has failed
+        if connection is not None:  # it is None if an earlier move has failed
             connection.is_ending = True
 
     def end(self, connection: Any, works: list[Any]) -> None:

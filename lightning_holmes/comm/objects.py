@@ -1,4 +1,4 @@
-"""Values of any kind between the ranks of a group, as wire.py sends them: nothing is unpickled, as torch's collectives of objects do.
+"""Collectives of values of any kind, encoded by wire.py: unlike with torch's object collectives, nothing is unpickled.
 
 all_gather_values({"rank": 1}, group)        # every rank of the group must call
 broadcast_value(plan, 0)
@@ -16,7 +16,8 @@ from lightning_holmes.comm.wire import decode, encode
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of ``group`` (None: all) gives, by its place there; of a process alone its own. All of them must call."""
+    """Gather the value of each rank of ``group`` (None: all ranks), in group order; a single process gets its own
+    value. All ranks of the group must call."""
     if _is_alone(group):
         return [value]
     device = _device(group)
@@ -32,7 +33,7 @@ def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def broadcast_value(value: Any, source: int = 0) -> Any:
-    """What global rank ``source`` gives, which keeps its own, as a process alone does. All ranks must call."""
+    """Broadcast the value of global rank ``source``, which gets its own object back, as does a single process. All ranks must call."""
     if _is_alone(None):
         return value
     device, gives = _device(None), dist.get_rank() == source

@@ -1,6 +1,7 @@
-"""OnHost: what a movable group (movable.py) does by where its tensors are; nccl.py has that for tensors on a device.
+"""OnHost: the parts of a movable group (movable.py) that depend on where its tensors are, for the host; nccl.py has those for a device.
 
-Owns streams and the end of connections, as far as the group has to know of them; what is repeated is the group's.
+It handles streams and the end of connections, as far as the group needs them; the group itself decides what is
+repeated.
 
     with side.after(operation.mark):                # in another thread than the caller's
         operation.issue(group)
@@ -12,26 +13,26 @@ from typing import Any
 
 
 class OnHost:
-    """Tensors are on the host: there are no streams, and connections are ended by their sockets."""
+    """Tensors are on the host: there are no streams, and a connection ends with its sockets."""
 
     backend_name = "gloo"
 
     def mark(self) -> Any:
-        """What the caller's stream has been given until now."""
+        """Mark the work that the caller's stream has been given until now; None on the host."""
 
     def after(self, mark: Any, *, waits: bool = False) -> AbstractContextManager[None]:
-        """What is started inside, in a thread of moves, comes after ``mark``. ``waits``: until it has been done."""
+        """Work that is started inside, in a thread of moves, runs after ``mark``. ``waits``: wait at the end until it is done."""
         return contextlib.nullcontext()
 
     def has_ended(self, work: Any) -> bool:
-        """Whether it has ended well; gloo does not tell before somebody has waited."""
+        """Whether ``work`` has ended well; gloo does not tell before a wait."""
         return False
 
     def begin_end(self, connection: Any) -> None:
-        """From now on whoever waits in a connection comes back at once."""
+        """Make waits in ``connection`` return at once from now on."""
 
     def end(self, connection: Any, works: list[Any]) -> None:
-        """End what has not ended in it, of which are ``works``."""
+        """Abort the operations of ``connection`` that have not ended; ``works``: the works of these operations."""
 
     def close(self, connection: Any) -> None:
-        """The group is destroyed."""
+        """Close ``connection``, when the group is destroyed."""

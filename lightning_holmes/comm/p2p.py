@@ -1,11 +1,11 @@
-"""P2P: tensors and small messages between its ranks.
+"""P2P: tensors and small messages between the ranks of a pipeline or a tensor group.
 
-:class:`P2P` is what the runner knows. :class:`DistributedP2P` moves bytes by torch.distributed,
+:class:`P2P` is the protocol that the runner uses. :class:`DistributedP2P` moves bytes by torch.distributed,
 :class:`LocalP2P` hands them over within one process (``lightning_holmes.check``).
 
-Tensors go in the order of the schedule over a group of their own for each ordered pair of ranks, so that a
-posted NCCL receive holds up nothing else. Messages (shapes, checksums, logged values) are plain data (wire.py)
-and always travel by gloo, on the host.
+Tensors are sent in the order of the schedule, over a separate group for each ordered pair of ranks, so that a posted
+NCCL receive blocks nothing else. Messages (shapes, checksums, logged values) are plain data (wire.py) and always use
+gloo, on the host.
 """
 
 import collections
@@ -28,7 +28,7 @@ _INLINE_BYTES = 1016
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, type and gradient of a tensor that will arrive."""
+    """Shape, dtype and ``requires_grad`` of a tensor that will arrive."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,10 +51,10 @@ class P2P(Protocol):
 
     @property
     def broadcasts(self) -> bool:
-        """Whether :meth:`broadcast` moves tensors, rather than messages that hold them."""
+        """Whether :meth:`broadcast` moves tensors; if not, messages hold them."""
 
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
-        """Bring ``source``'s tensors to all ranks, into ``tensors``; all must call, if any."""
+        """Broadcast the tensors of ``source`` to all ranks, into ``tensors``. All ranks must call if any does."""
 
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
         """Start to send; the tensors must not change until :meth:`finish`."""
@@ -63,22 +63,22 @@ class P2P(Protocol):
         """Post a receive of the next tensors from ``source``."""
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
-        """Start to send a value that wire.py can."""
+        """Start to send a value that wire.py can encode."""
 
     def post_message(self, destination: int, topic: int, message: Any) -> Callable[[], None]:
-        """Likewise, but :meth:`finish` does not wait for it, since the receiver may come to it late: what is returned does."""
+        """Start to send a message for which :meth:`finish` does not wait, since it may be received late; return a function that waits for it."""
 
     def expect_message(self, source: int, topic: int) -> None:
-        """Get ready for a message that will come for certain, so that receiving it later costs no time."""
+        """Prepare for a message that is certain to come, so that receiving it later costs no time."""
 
     def has_message(self, source: int, topic: int) -> bool:
-        """Whether :meth:`receive_message` can be called; where receiving blocks, always true."""
+        """Whether :meth:`receive_message` can be called now; always true if receiving blocks."""
 
     def receive_message(self, source: int, topic: int) -> Any:
-        """The next object sent by ``source`` under ``topic``."""
+        """The next value sent by ``source`` under ``topic``."""
 
     def finish(self) -> None:
-        """Wait for what this rank has sent."""
+        """Wait for this rank's sends, except those of :meth:`post_message`."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class _PostedReceive:
 
 
 _InFlight = tuple[Any, Tensor, dist.ProcessGroup, Callable[[], str]]
-"""What waits for a send, what is sent and must live until then, over which group, and where, in words."""
+"""A send under way: its work, its tensor, which must live until the work is done, its group, and a description of it."""
 
 
 def _wait_for_all(sends: Sequence[_InFlight]) -> None:
@@ -115,13 +115,14 @@ class DistributedP2P:
     Args:
         ranks: global ranks of the pipeline, in order.
         rank: this rank's place among them.
-        outgoing: a group of two for each rank that this one sends tensors to.
-        incoming: likewise for those it receives from.
+        outgoing: by place, a group of two for each rank that this one sends tensors to.
+        incoming: by place, a group of two for each rank that this one receives tensors from.
         messages: a gloo group of all ``ranks``.
         device: where arriving tensors are put.
-        narrowed: by rank, the type in which tensors of more bits travel to it and from it; not exact.
-        everyone: a group of all ``ranks`` for tensors, where messages should not hold them; None: they do.
-        describe: a group in words, for messages.
+        narrowed: by place, the dtype in which wider floating-point tensors are sent to and received from a rank; not
+            exact.
+        everyone: a group of all ``ranks`` for tensors, so that messages need not hold them; None: messages hold them.
+        describe: returns the description of a group for messages.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class DistributedP2P:
         return _PostedReceive(tensors, works, [spec.dtype for spec in specs], group, where)
 
     def _travelling(self, dtype: torch.dtype, rank: int) -> torch.dtype:
-        """The type in which a tensor of ``dtype`` goes to or comes from ``rank``."""
+        """The dtype in which a tensor of ``dtype`` is sent to or received from ``rank``."""
         narrow = self._narrowed.get(rank)
         return narrow if narrow is not None and dtype.is_floating_point and dtype.itemsize > narrow.itemsize else dtype
 
@@ -241,10 +242,10 @@ class DistributedP2P:
         return decode(data.numpy().data)
 
     def anybody(self, flag: bool, what: str) -> bool:
-        """Whether ``flag`` is true on any rank; all must call. It takes less than messages from each to each.
+        """Whether ``flag`` is true on any rank; all must call. Cheaper than messages between all pairs of ranks.
 
         Args:
-            what: all ranks do here, for the message if one does not come.
+            what: what all ranks do here, for the error if one does not come.
         """
         with naming(functools.partial(self._where, what, self._messages)):
             return any_of(flag, self._messages)
@@ -271,7 +272,7 @@ class LocalP2P:
         return self._mailbox.post(source, self.rank)
 
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
-        """Nothing: messages hold all."""
+        """Do nothing: messages hold all tensors."""
         assert not tensors
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
@@ -282,7 +283,7 @@ class LocalP2P:
         return lambda: None
 
     def expect_message(self, source: int, topic: int) -> None:
-        """Nothing is to be done within one process."""
+        """Do nothing: nothing has to be prepared within one process."""
 
     def has_message(self, source: int, topic: int) -> bool:
         return bool(self._mailbox.messages[source, self.rank, topic])
@@ -291,11 +292,11 @@ class LocalP2P:
         return self._mailbox.messages[source, self.rank, topic].popleft()
 
     def finish(self) -> None:
-        """Nothing is in flight within one process."""
+        """Do nothing: nothing is in flight within one process."""
 
 
 class LocalMailbox:
-    """What has been sent and not yet taken, by (source, destination)."""
+    """The tensors that were sent, by (source, destination), and the messages not yet received, by (source, destination, topic)."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int, int], list[list[Tensor]]] = collections.defaultdict(list)

@@ -1,7 +1,8 @@
-"""ParameterExchange: who holds a stage's parameters and gradients, and how a step brings the first and takes the second.
+"""ParameterExchange: brings a stage's parameters to the ranks that compute with them, and its gradients to the ranks that own them.
 
-The schedule says when (FETCH, RELEASE, REDUCE_GRADIENTS), an exchange says how. The runner calls it for every such action
-and at no other time. Implementations are optim/exchange.py's, and :class:`LocalExchange` where one process has it all.
+The schedule says when (FETCH, RELEASE, REDUCE_GRADIENTS), an exchange says how. The runner calls it for every such
+action, and for backwards. Implementations are those in optim/exchange.py, and :class:`LocalExchange` if one process has
+all parameters.
 """
 
 from typing import Protocol
@@ -12,44 +13,44 @@ from lightning_holmes.comm.queue import Work
 
 
 class ParameterExchange(Protocol):
-    """One object serves a run; every rank of the stage's replicas makes the same calls in the same order."""
+    """The exchange of one run. Every rank of a stage's replicas must make the same calls in the same order."""
 
     def fetch(self, stage: int) -> Work | None:
-        """Start to bring the parameters of ``stage``. The stage's first computation waits for what is returned; None: they
-        are here, or whoever reads one waits for it."""
+        """Start to fetch the parameters of ``stage``. The stage's first computation waits for the work that is
+        returned; None: the parameters are here, or the code that reads one waits for it."""
 
     def release(self, stage: int) -> None:
-        """The parameters of ``stage`` may go: nothing computes with them before the next fetch."""
+        """Let go of the parameters of ``stage``: nothing computes with them before the next fetch."""
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
-        """A backward through ``stage`` begins that makes gradients of its parameters: the batch's ``first`` one, its ``last``,
-        or one between. No other stage's runs between the last one and ``reduce(stage)``: what it has finished may be reduced
-        while it goes on."""
+        """Note that a backward through ``stage`` begins that computes gradients of its parameters; ``first``, ``last``:
+        it is the batch's first or last one. No other stage's backward runs between the last one and ``reduce(stage)``,
+        so gradients that it has finished may be reduced while it runs."""
 
     def reduce(self, stage: int) -> None:
-        """All microbatches of ``stage`` are done: start to take its gradients to whoever owns them."""
+        """Start to bring the gradients of ``stage`` to the ranks that own them: all its microbatches are done."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Take the gradient of parameter ``name`` from a split backward, which autograd does not accumulate."""
 
 
 class LocalExchange:
-    """All of ``module`` is in this process, and its gradients stay in ``p.grad``."""
+    """An exchange for one process that has all of ``module``; gradients stay in ``p.grad``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def fetch(self, stage: int) -> None:
-        """Nothing: parameters are here."""
+        """Do nothing: the parameters are here."""
 
     def release(self, stage: int) -> None:
-        """Nothing: they stay."""
+        """Do nothing: the parameters stay."""
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
-        """Nothing: gradients go to ``p.grad``, and no one else has any."""
+        """Do nothing: gradients go to ``p.grad``, and no other process has any."""
 
     def reduce(self, stage: int) -> None:
-        """Nothing, likewise."""
+        """Do nothing: gradients stay in ``p.grad``."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Accumulate into ``p.grad`` as autograd does."""

@@ -1,14 +1,14 @@
-"""CommQueue: runs the collectives of one group one after the other, beside what computes.
+"""CommQueue: runs the collectives of one group one after the other, beside the computation.
 
-On the host a thread of its own does them, since a collective in several parts has to wait between them; on CUDA they
-are put into a stream of its own. What has been started first on all members runs first.
+On the host a separate thread runs them, since a collective in several parts has to wait between them; on CUDA they are
+put into a separate stream. They run in the order in which they were started, on all members.
 
     work = queue.start(lambda: collective.sum(bucket))
     ...
-    work.wait()                # on CUDA: what the current stream does next waits
+    work.wait()                # on CUDA: later work of the current stream waits
     work.seconds()             # how long it took
 
-What is started with a name is told to ``on_run``, if somebody has put a function there, for a monitored run.
+Work that is started with a name is reported to ``on_run``, if a function was put there, for a monitored run.
 """
 
 import functools
@@ -22,13 +22,13 @@ import torch
 
 
 class Work(Protocol):
-    """Something that runs, or has run, in a queue."""
+    """A function that runs, or has run, in a queue."""
 
     def wait(self) -> None:
-        """Until it is done; raises what it raised."""
+        """Wait until it is done; raise what it raised."""
 
     def seconds(self) -> float | None:
-        """How long it took, without what was before it in the queue; None while it runs."""
+        """Its duration in seconds, without that of earlier work in the queue; None while it runs."""
 
 
 WorkKind = Literal["bucket_reduce", "bucket_gather"]
@@ -39,13 +39,13 @@ class CommQueue(Protocol):
     """Runs functions in the order in which they are started."""
 
     on_run: OnRun | None
-    """Called with the name, and when it began and ended: readings of ``time.perf_counter``; on CUDA events, which may lie
-    ahead. From any thread."""
+    """Called with the name, and the begin and end of the work: readings of ``time.perf_counter``; on CUDA events, which
+    may lie in the future. Called from any thread."""
 
     def start(self, function: Callable[[], None], name: WorkKind | None = None) -> Work: ...
 
     def close(self) -> None:
-        """Start nothing any more; what runs is not waited for."""
+        """End the queue: nothing may be started any more. Does not wait for work that runs."""
 
 
 def make_comm_queue(device: torch.device) -> CommQueue:
@@ -54,8 +54,8 @@ def make_comm_queue(device: torch.device) -> CommQueue:
 
 
 class _StreamOrder:
-    """A function that a thread runs in ``stream``: after what the current stream has been given until now, and before what it is
-    given once somebody has waited."""
+    """Runs a function in ``stream`` from a thread: after the work that the current stream has been given until now, and
+    before the work that it is given after :meth:`wait`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -96,7 +96,7 @@ class _ThreadWork:
                 function()
             else:
                 self._order.run(function)
-        except BaseException as error:  # told to whoever waits
+        except BaseException as error:  # raised by wait()
             self._error = error
         ended = time.perf_counter()
         self._seconds = ended - began
@@ -118,10 +118,11 @@ class _ThreadWork:
 
 
 class ThreadQueue:
-    """A thread, made when something is started first.
+    """Runs functions in a thread, which is made at the first start.
 
     Args:
-        device: of the tensors that its functions copy to the host, or from there. On CUDA they do so in a stream of the queue's own.
+        device: of the tensors that its functions copy to the host, or from there. On CUDA they do so in a stream of the
+            queue's own.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -152,7 +153,7 @@ def _serve(works: "queue.SimpleQueue[_ThreadWork | None]") -> None:
         work = works.get()
         if work is None:
             return
-        if failed is not None:  # members would be at different places of the queue
+        if failed is not None:  # else members would be at different places of the queue
             work._function = _raiser(failed)
         work.run()
         failed = failed or work._error
@@ -179,7 +180,7 @@ class _StreamWork:
 
 
 class StreamQueue:
-    """A CUDA stream beside the one that computes. Tensors must live until their work has been waited for."""
+    """Runs functions in a CUDA stream beside the one that computes. Tensors must live until their work has been waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_run: OnRun | None = None
@@ -199,4 +200,4 @@ class StreamQueue:
         return _StreamWork(began, ended, self._device)
 
     def close(self) -> None:
-        """A stream needs no end."""
+        """Do nothing: a stream needs no end."""

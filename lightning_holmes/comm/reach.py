@@ -1,10 +1,11 @@
-"""Who in WORLD does not reach whom, asked when WORLD's first use has failed.
+"""Finds the ranks of WORLD that do not reach each other, after WORLD's first use has failed.
 
-Gloo connects WORLD's ranks when they first talk, and says "Timed out waiting for send" on every rank, whichever two of them
-are cut off. So each rank tells in the job's store where it listens, and tries those it talks to when one has failed.
+Gloo connects WORLD's ranks at their first communication, and says "Timed out waiting for send" on every rank, whichever
+two ranks are cut off. So each rank publishes in the job's store where it listens, and tries to connect to its peers
+when a rank has failed.
 
     announce(store, rank=0, host="node-0")
-    tell_blocked(store, rank=0, world_size=4)       # on each rank, which FailureWatch asks to
+    tell_blocked(store, rank=0, world_size=4)       # on each rank, when FailureWatch calls it
     gather_blocked(store, world_size=4)
     # ["rank 1 on b (eth0 10.0.0.2) does not reach rank 2 on c (eth0 10.0.0.3) at port 40123: timed out"]
 """
@@ -28,7 +29,7 @@ _ANSWER_S = 10.0  # a rank looks once a second whether it is asked
 
 
 def announce(store: Any, *, rank: int, host: str) -> None:
-    """Tell the other ranks where this process listens for WORLD; once it has been formed, and before other groups are."""
+    """Publish where this process listens for WORLD; to be called once WORLD has been formed, and before other groups are."""
     ends = []
     with contextlib.suppress(psutil.Error, OSError):
         interfaces = {a.address.split("%")[0]: name for name, own in psutil.net_if_addrs().items() for a in own}
@@ -40,11 +41,11 @@ def announce(store: Any, *, rank: int, host: str) -> None:
 
 
 def tell_blocked(store: Any, *, rank: int, world_size: int) -> None:
-    """Try the ranks that this one talks to in WORLD, and tell in the store whom it does not reach; a few seconds at most."""
+    """Try to connect to this rank's peers in WORLD, and publish which ones it does not reach; takes a few seconds at most."""
     if not store.check([_key("listening", rank)]):
         return
     own = _place(store, rank)
-    # WORLD's collectives go round in rings and by powers of two
+    # WORLD's collectives use rings and distances of powers of two
     steps = {1 << power for power in range(world_size.bit_length())}
     peers = sorted({(rank + sign * step) % world_size for step in steps for sign in (1, -1)} - {rank})
     known = [peer for peer in peers if store.check([_key("listening", peer)])]
@@ -60,15 +61,15 @@ def tell_blocked(store: Any, *, rank: int, world_size: int) -> None:
 
 
 def gather_blocked(store: Any, *, world_size: int) -> list[str]:
-    """One line for each connection that cannot be made, of all ranks that answer within some seconds.
+    """One line for each connection that cannot be made, from all ranks that answer within _ANSWER_S seconds.
 
-    Empty where nothing is known, or all can be made.
+    Empty if nothing is known, or all connections can be made.
     """
     found: list[str] = []
     deadline = time.monotonic() + _ANSWER_S
     for other in range(world_size):
         left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
-        with contextlib.suppress(Exception):  # a rank that is gone says nothing; the stores raise what they like
+        with contextlib.suppress(Exception):  # a rank that is gone does not answer; stores raise various exceptions
             found += json.loads(answer_within(functools.partial(_read_later, store, other, left), timeout_s=_ANSWER_S))
     return found
 
@@ -93,7 +94,7 @@ def _place(store: Any, rank: int) -> str:
 
 
 def _try(address: str, port: int) -> str | None:
-    """What stands against a connection; None: nothing."""
+    """Why a connection cannot be made; None if it can."""
     try:
         socket.create_connection((address, port), timeout=_CONNECT_S).close()
     except TimeoutError:

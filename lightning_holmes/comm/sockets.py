@@ -1,11 +1,11 @@
-"""TCP sockets of this process, so that connections which a library has made can be ended without it.
+"""TCP sockets of this process, so that connections that a library has made can be ended without the library.
 
-gloo's ``abort`` leaves a blocked all_reduce blocked (torch 2.13); the end of its sockets ends it, also where processes that were forked
-hold duplicates of them.
+gloo's ``abort`` does not end a blocked all_reduce (torch 2.13); shutting its sockets down does, even if forked
+processes hold duplicates of them.
 
     before = listening()
     device = make_device()
-    end_connections(listening() - before, {("10.0.0.2", 40123)})      # to this one, and from here to that one
+    end_connections(listening() - before, {("10.0.0.2", 40123)})      # connections to this device, and to that address
 """
 
 import contextlib
@@ -23,18 +23,19 @@ TCP_RTO_MAX_MS = 44
 """The longest pause between two tries: linux/tcp.h since Linux 6.15; not yet in the socket module."""
 
 _OPEN = "/proc/self/fd"
-_PROBES = 3  # of tcp_info's bytes: how often in a row something was tried that has never gone out, or for which the other end had no room
+_PROBES = 3  # the byte of tcp_info that counts tries in a row that never went out, or found no room at the other end
 _AGAIN_MS, _LONGEST_MS = 5_000, 120_000
-_KEPT_S = 925.0  # as long as the kernel keeps a connection that nothing is answered on, by its usual settings
+_KEPT_S = 925.0  # how long the kernel keeps a connection without any answer, by its usual settings
 
 
 def listening() -> set[End]:
-    """Where this process listens."""
+    """The addresses and ports on which this process listens."""
     return {_end(s.getsockname()) for s in _sockets() if s.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)}
 
 
 def end_connections(own: Collection[End], others: Collection[End]) -> None:
-    """End the connections that others have made to ``own``, where this process listens, and it to ``others``; who waits in one is woken."""
+    """Shut down the connections that others have made to ``own``, where this process listens, and that this process has
+    made to ``others``; threads that wait in them wake up."""
     for found in _sockets():
         with contextlib.suppress(OSError):  # it is not connected, or has ended meanwhile
             peer = _end(found.getpeername())
@@ -43,14 +44,16 @@ def end_connections(own: Collection[End], others: Collection[End]) -> None:
 
 
 def send_again_soon(peers: Collection[str], kept_s: float) -> int:
-    """Let connections with these addresses send again every five seconds what is not answered; how many there are that did not before.
-    To be called again every few seconds.
+    """Make connections with ``peers`` retransmit unanswered data every five seconds; return how many were changed. To
+    be called again every few seconds.
 
-    The kernel's pauses double, up to two minutes: a link that was cut for a minute would have to be waited for once more after its return. It
-    counts tries, so that with short pauses it would give up after a minute: they are kept for ``kept_s``, or longer where the kernel would. So
-    long the other end may also read nothing of what it has been sent. That time does not count for what has never gone out, since this host's own card was
-    down: these tries the kernel leaves after fifteen of them. So their pauses stay long, and each call here is a try of its own. Before Linux 6.15 that is all
-    that is done. Whoever has given a connection a limit of its own, as those of optimizer nodes have, is left alone.
+    The kernel's pauses double, up to two minutes: after a cut of a minute the connection would stay idle for about
+    another minute once the link is back. The kernel counts tries, so with short pauses it would give up after a minute: these
+    connections are kept for ``kept_s``, or longer if the kernel would keep them longer. For that time the other end may
+    also read nothing of what it has been sent. The time does not apply to data that never went out because this host's
+    own card was down: the kernel gives up after fifteen such tries. So their pauses stay long, and each call here is
+    one more try. Before Linux 6.15 these tries are all that is done. Connections that already have a shorter limit,
+    such as those of optimizer nodes, are left alone.
     """
     count = 0
     for found in _sockets() if sys.platform == "linux" else ():
@@ -60,7 +63,7 @@ def send_again_soon(peers: Collection[str], kept_s: float) -> int:
             if address not in peers or 0 < limit_ms < int(1e3 * _KEPT_S):
                 continue
             if found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _PROBES + 1)[_PROBES]:
-                # sends what waits; gloo and the store have set it, too
+                # sends pending data; gloo and the store set this option, too
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 found.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, _LONGEST_MS)
             elif found.getsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS) > _AGAIN_MS:
@@ -71,7 +74,7 @@ def send_again_soon(peers: Collection[str], kept_s: float) -> int:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Each of this process's, as a duplicate for a moment."""
+    """Yield each TCP socket of this process, as a duplicate that is closed afterwards."""
     for name in os.listdir(_OPEN):
         with contextlib.suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):

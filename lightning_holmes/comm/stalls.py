@@ -1,10 +1,11 @@
-"""Stalls: which rank keeps the others waiting, and what it is doing.
+"""Stalls: finds which rank keeps the others waiting, and what it is doing.
 
-Where the thread that trains has waited in one place for half of the timeout, its rank asks all by the job's store. Each rank's watch for
-failures answers with the stack of its own training thread, also where that hangs. Who does not answer at all is named for that.
+When the training thread has waited in one place for half of the timeout, its rank asks all ranks through the job's
+store. Each rank's failure watch answers with the stack of its own training thread, even if that thread hangs. Ranks
+that do not answer at all are named for that.
 
     stalls = Stalls(store, "holmes/run/1", rank=0, world_size=4, timeout_s=1800.0)
-    stalls.look()               # by a thread beside, once a second
+    stalls.look()               # once a second, by another thread
     stalls.told                 # "rank 3 on host b1, in step 120, does not come: it is in loader.py:33 read < ..."
 
 Only ranks that wait in this package or in torch.distributed ask: a wait for a device (NCCL's) looks like computing.
@@ -24,26 +25,26 @@ from typing import Any
 
 from lightning_holmes.comm.lost import is_of_libraries
 
-_BUSY = 0.05  # of the time spent computing: that is no waiting
+_BUSY = 0.05  # a thread that computes for more than this part of the time does not wait
 _ANSWER_S = 3.0  # each rank looks once a second
-_SHOWN = 5  # frames of a stack, and ranks
+_SHOWN = 5  # frames of a stack, and ranks, that a message shows
 _STANDARD = (sysconfig.get_paths()["stdlib"] + os.sep, "<")
 _INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 class Stalls:
-    """Of one run on this rank.
+    """The stalls of one run, as seen by this rank.
 
     Args:
-        store: the job's; used in the thread that calls :meth:`look` only.
-        prefix: of keys that no other run has.
-        timeout_s: of transfers; None: nobody ever asks.
+        store: the job's store; used only in the thread that calls :meth:`look`.
+        prefix: the prefix of this run's keys in the store.
+        timeout_s: of transfers; None: no rank ever asks.
 
     Attributes:
-        told: what is known of the present stall, in one line; empty where there is none.
-        silent: the ranks that did not answer when this one has asked, in the present stall.
-        place: what the training thread is at, in words.
+        told: the present stall in one line, as far as it is known; empty if there is none.
+        silent: the ranks that did not answer this rank's question, in the present stall.
+        place: returns where the training thread is, in words.
     """
 
     def __init__(self, store: Any, prefix: str, *, rank: int, world_size: int, timeout_s: float | None) -> None:
@@ -71,7 +72,7 @@ class Stalls:
         return frame is not None and _waits(frame)
 
     def look(self) -> None:
-        """Ask if this rank has waited for long, answer if one has asked, and hear the result."""
+        """Ask all ranks if this rank has waited for long, answer a question if there is one, and read its result."""
         if self._patience_s is None:
             return
         frame = sys._current_frames().get(self._thread)
@@ -90,22 +91,22 @@ class Stalls:
             self._hear(f"{self._prefix}/{self._hears}", waited_s)
 
     def _note(self, at: int | None) -> float:
-        """For how long the training thread has waited in one place, which it is at now."""
+        """Note the frame in which the training thread waits now (``at``; None: it does not); return for how many seconds it has waited there."""
         now, computed = time.monotonic(), self._cpu_s()
         is_busy = computed - self._computed > _BUSY * (now - self._looked)
         if at is None or at != self._at or is_busy:
             self._since = now
         if (at is None or is_busy) and self._asks_since is None:
-            self.told, self.silent, self._hears = "", frozenset(), None  # it goes on
+            self.told, self.silent, self._hears = "", frozenset(), None  # the stall is over
         self._at, self._computed, self._looked = at, computed, now
         return now - self._since
 
     def _cpu_s(self) -> float:
-        """Seconds that the training thread has computed."""
+        """The CPU seconds of the training thread."""
         return 0.0 if self._clock is None else time.clock_gettime(self._clock)
 
     def _hear(self, question: str, waited_s: float) -> None:
-        """Bring the answers together, if it is this rank that has asked; else take what that one has found."""
+        """Combine the answers if this rank has asked; else read the result of the rank that has."""
         result = f"{question}/result"
         if self._asks_since is None:
             if self._store.check([result]):
@@ -127,7 +128,7 @@ class Stalls:
 
 
 def _describe(answers: dict[int, Any], host_of: Callable[[int], str]) -> str:
-    """Who is late and with what, and who does not answer; if neither, what each waits in."""
+    """Which ranks are late and what they do, and which do not answer; if there are none, what each rank waits in."""
     silent = [rank for rank, answer in answers.items() if answer is None]
     late = [rank for rank, answer in answers.items() if answer is not None and not answer[0]]
     told = [
@@ -143,7 +144,7 @@ def _describe(answers: dict[int, Any], host_of: Callable[[int], str]) -> str:
 
 
 def _stack_of(frame: FrameType) -> list[str]:
-    """The innermost places in the code, and the innermost of the user's own."""
+    """The innermost frames of a stack, and the innermost one of the user's own code."""
     frames: list[tuple[str, str]] = []
     at: FrameType | None = frame
     while at is not None:
@@ -156,8 +157,7 @@ def _stack_of(frame: FrameType) -> list[str]:
 
 
 def _waits(frame: FrameType) -> bool:
-    """Whether a thread at ``frame`` waits for other ranks: in this package's communication or torch's, by way of the standard library or
-    not."""
+    """Whether a thread at ``frame`` waits for other ranks: in this package's communication or torch's, directly or through the standard library."""
     at: FrameType | None = frame
     while at is not None and at.f_code.co_filename.startswith(_STANDARD) and _INSTALLED not in at.f_code.co_filename:
         at = at.f_back

@@ -1,7 +1,7 @@
-"""StoreWatch: tells at once when the process that keeps the job's store is gone.
+"""StoreWatch: notices at once when the process that keeps the job's store is gone.
 
-torch's client of the store learns it at its next request only, and prints a stack each time. A connection on which nothing is
-ever sent ends with the process at its other end, and a thread that waits for that costs nothing.
+torch's client of the store notices only at its next request, and prints a stack each time. A connection on which
+nothing is ever sent ends with the process at its other end, and a thread that waits for that costs nothing.
 
     watch = StoreWatch(store, lambda: ...)       # called once, in the thread
     watch.stop()
@@ -22,10 +22,10 @@ _CONNECT_S = 5.0
 class StoreWatch:
     """Watches the store's process until it is gone, or :meth:`stop`.
 
-    Where the link to it is cut nothing is told: it may come back.
+    A cut link to the process is not reported: it may come back.
 
     Args:
-        store: a TCPStore, or prefixes of one; of any other nothing is ever told.
+        store: a TCPStore, or prefixes of one; any other store is not watched.
         on_gone: called once, in the watch's thread.
     """
 
@@ -34,7 +34,7 @@ class StoreWatch:
         self._thread: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
         end = end_of(store)
-        with contextlib.suppress(OSError):  # whoever cannot be connected to is noticed by requests
+        with contextlib.suppress(OSError):  # a store that cannot be connected to is noticed by requests
             if end is not None:
                 self._connection = socket.create_connection(end, timeout=_CONNECT_S)
                 self._thread = threading.Thread(target=self._watch, name="holmes-store-watch", daemon=True)
@@ -47,16 +47,16 @@ class StoreWatch:
                 self._on_gone()
 
     def stop(self) -> None:
-        """End the thread, unless it is the one that calls."""
+        """End the thread; does not wait if it is the calling one."""
         with contextlib.suppress(OSError):  # it has been stopped before
-            self._wake.shutdown(socket.SHUT_RDWR)  # closing would not do: forked data workers hold it, too
+            self._wake.shutdown(socket.SHUT_RDWR)  # closing would not do: forked data workers hold the socket, too
         self._wake.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
 
 def end_of(store: Any) -> tuple[str, int] | None:
-    """Host and port of the store's process; None for a store that is no process's."""
+    """Host and port of the store's process; None for a store that no process keeps."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None  # type: ignore[attr-defined]

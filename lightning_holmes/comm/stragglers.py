@@ -1,16 +1,17 @@
-"""Stragglers: which rank has become so much slower than the others, minute after minute, that these wait for it.
+"""Stragglers: finds a rank that has become so much slower than the others, minute after minute, that they wait for it.
 
-Each rank's watch for failures looks once a second whether its training thread waits for others. After a minute, and fifty steps, it tells by
-the job's store for how long that has computed for a step; rank 0 compares, and tells of who takes one and a half times as long as the median
-of its replicas, which do the same, or has grown slower by so much than the others have.
+Each rank's failure watch checks once a second whether its training thread waits for others. After a minute, and fifty
+steps, it publishes in the job's store how long the thread has computed per step; rank 0 compares, and reports a rank
+that takes more than one and a half times as long as the median of its replicas, which do the same work, or has grown
+slower by that factor compared with the others.
 
     stragglers = Stragglers(store, "holmes/run/1", rank=0, world_size=4)
-    stragglers.alike = [(0, 1), (2, 3)]                     # which ranks do the same
+    stragglers.alike = [(0, 1), (2, 3)]                     # which ranks do the same work
     stragglers.look(waits=False, now=time.monotonic())      # by the watch's thread
-    stragglers.told                                         # "rank 3 on host b1 has become slow: ...", or ""
+    stragglers.told                                         # "rank 3 on host b1 holds the others up: ...", or ""
 
-A wait for a device (NCCL's) looks like computing, so that nobody is told of there. The plan of the run stays; the next start measures the hosts
-anew (strategy/kept_costs.py).
+A wait for a device (NCCL's) looks like computing, so no rank is reported there. The plan of the run stays; the next
+start measures the hosts anew (strategy/kept_costs.py).
 """
 
 import json
@@ -27,7 +28,7 @@ _STEPS, _WINDOW_S = 50, 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Pace:
-    """Of a rank: seconds that it has computed for a step, in the last window and in its first one; and the last step."""
+    """A rank's seconds of computing per step, in the last window and in its first one; and its last step."""
 
     host: str
     seconds: float
@@ -36,17 +37,17 @@ class _Pace:
 
 
 class Stragglers:
-    """Of one run on this rank.
+    """The stragglers of one run, as seen by this rank.
 
     Args:
-        store: the job's; used in the thread that calls :meth:`look` only.
-        prefix: of keys that no other run has.
+        store: the job's store; used only in the thread that calls :meth:`look`.
+        prefix: the prefix of this run's keys in the store.
 
     Attributes:
-        told: on rank 0, who is slow now; "": nobody.
-        steps: of training, that have been done; None: nothing is being trained.
+        told: on rank 0, the rank that is slow now, in words; "": none.
+        steps: returns the number of training steps done; None: nothing is being trained.
         alike: the ranks of each stage, which do the same work.
-        on_told: each called on rank 0 with what is new.
+        on_told: each function is called on rank 0 with a new report.
     """
 
     def __init__(self, store: Any, prefix: str, *, rank: int, world_size: int) -> None:
@@ -57,13 +58,13 @@ class Stragglers:
         self._store, self._prefix = store, f"{prefix}/pace"
         self._rank, self._world_size = rank, world_size
         self._looked = 0.0
-        self._began: tuple[float, int] | None = None  # the window: when, and at which step
+        self._began: tuple[float, int] | None = None  # the window's start: time and step
         self._computed_s = 0.0
         self._first: float | None = None
         self._slow: int | None = None
 
     def look(self, *, waits: bool, now: float) -> None:
-        """Note whether the training thread waits for others, and, at the end of a window, tell or compare.
+        """Note whether the training thread waits for others; at the end of a window publish this rank's pace, and on rank 0 compare.
 
         Args:
             now: in seconds.
@@ -100,7 +101,7 @@ class Stragglers:
 
 
 def _slowest(paces: Sequence[_Pace], alike: Sequence[Sequence[int]]) -> tuple[int | None, str]:
-    """The rank that is slower than the others by most, if that is too much, and what to tell; else None and ""."""
+    """The rank that is slower than the others by the largest factor, if that is more than _TIMES, and the report; else None and ""."""
     found: list[tuple[float, int, str]] = []
     growth = [pace.seconds / max(pace.first, 1e-9) for pace in paces]
     for rank, pace in enumerate(paces):

@@ -1,10 +1,11 @@
-"""SyncBoard: where the groups of a job tell rank 0 how they sum their gradients, and when they have changed it.
+"""SyncBoard: groups of a job tell rank 0 how they sum their gradients, and when they have changed it.
 
-One member of each group posts its choices under keys of the job's store; rank 0 looks now and then, without waiting.
+One member of each group posts its choices under keys of the job's store; rank 0 reads them now and then, without
+waiting.
 
     board = SyncBoard(store, run=1, groups=["0_0", "1_0"])
     board.post("1_0", choice)            # on the group's first member
-    board.read()                         # on rank 0: what is new
+    board.read()                         # on rank 0: new choices
 """
 
 import json
@@ -19,7 +20,7 @@ class SyncBoard:
     """The board of one fit.
 
     Args:
-        store: the job's.
+        store: the job's store.
         run: the same number on all ranks, another one for each fit.
         groups: names of the groups that may post.
     """
@@ -31,12 +32,12 @@ class SyncBoard:
         self._read = dict.fromkeys(groups, 0)
 
     def post(self, group: str, choice: SyncChoice) -> None:
-        """Tell the choice of a group; by one of its members only."""
+        """Post the choice of a group; only one of its members may call."""
         self._store.set(self._key(group, self._posted[group]), json.dumps(asdict(choice)))
         self._posted[group] += 1
 
     def read(self) -> list[SyncChoice]:
-        """What has been posted since the last time."""
+        """The choices posted since the last call."""
         found = []
         for group in self._read:
             while self._store.check([self._key(group, self._read[group])]):
@@ -47,7 +48,7 @@ class SyncBoard:
 
     @property
     def is_complete(self) -> bool:
-        """Whether something of each group has been read."""
+        """Whether a choice of each group has been read."""
         return all(self._read.values())
 
     def _key(self, group: str, number: int) -> str:

@@ -1,7 +1,7 @@
-"""What a process shows of the exception that ends it: a line in place of its traceback, where another rank shows that.
+"""Shows one line in place of the traceback of the exception that ends a process, if another rank shows the traceback.
 
-Python prints an exception that nobody catches by ``sys.excepthook``. The hook that is set here looks for the exceptions that
-were given a line, and hands any other to the hook before it.
+Python prints an uncaught exception by ``sys.excepthook``. The hook that is set here prints the line of an exception
+that was given one, and hands any other exception to the previous hook.
 
     show_as(error, "[rank 2] ends, because rank 0 failed: ZeroDivisionError: division by zero")
     raise error                                     # the line, and no traceback
@@ -19,7 +19,7 @@ _LINE = "_lightning_holmes_line"
 
 
 def show_as(exception: BaseException, line: str) -> None:
-    """If ``exception`` ends this process, or one that was raised while it was handled, print ``line`` alone."""
+    """Print only ``line`` if ``exception``, or one that was raised while it was handled, ends this process."""
     setattr(exception, _LINE, line)
     before = sys.excepthook
     if getattr(before, "is_ours", False):
@@ -37,7 +37,7 @@ def show_as(exception: BaseException, line: str) -> None:
 
 
 def line_of(exception: BaseException | None) -> str | None:
-    """What :func:`show_as` was given for an exception, or for one that led to it."""
+    """The line that :func:`show_as` was given for an exception, or for one that led to it; None if there is none."""
     while exception is not None:
         line: str | None = getattr(exception, _LINE, None)
         if line is not None:
@@ -47,14 +47,15 @@ def line_of(exception: BaseException | None) -> str | None:
 
 
 def one_line(exception: BaseException) -> str:
-    """Type and message, as the last line of a traceback has them, of which the first line."""
+    """The type and the first line of the message, as at the end of a traceback."""
     message = str(exception).strip()
     return f"{type(exception).__name__}: {message.splitlines()[0]}" if message else type(exception).__name__
 
 
 def _end_beside_threads() -> None:
-    """Where an exception ends the process while a thread of this package still waits for others in torch's code: woken while the interpreter ends,
-    the thread would be unwound through code that lets nothing through, which aborts the process (exit code -6; Python 3.11)."""
+    """End the process at once if an exception ends it while a thread of this package may still wait for others in
+    torch's code: woken while the interpreter ends, the thread would be unwound through code that lets nothing through,
+    which aborts the process (exit code -6; Python 3.11)."""
     waits = any(thread.daemon and thread.name.startswith("holmes") for thread in threading.enumerate())
     if waits and isinstance(getattr(sys, "last_value", None), Exception):
         logging.shutdown()
@@ -64,4 +65,4 @@ def _end_beside_threads() -> None:
         os._exit(1)
 
 
-atexit.register(_end_beside_threads)  # when it is imported, so that it comes after what others register later
+atexit.register(_end_beside_threads)  # at import, so that it runs after functions that are registered later

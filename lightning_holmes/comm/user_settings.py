@@ -1,10 +1,10 @@
-"""UserSettings: what the user has set for NCCL and gloo by their own variables, and how those are read.
+"""UserSettings: what the user has set for NCCL and gloo by the libraries' own variables, and how these are read.
 
-Owns the variables' syntax and who set them; what follows for a group is group_transports.py's business.
+It handles the variables' syntax and who set them; group_transports.py decides what follows for a group.
 
     user = UserSettings.read()
     user.get("NCCL_NET")                            # "Socket", or None
-    user.check_interfaces("nccl", host="node-0", interfaces=local_interfaces())    # raises where none is meant
+    user.check_interfaces("nccl", host="node-0", interfaces=local_interfaces())    # raises if no interface matches
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lightning_holmes.errors import ConfigurationError
 # Read by NCCL in this order, the first one from NCCL_CONF_FILE where that is set (NCCL 2.23); an environment variable wins
 # over both (NCCL's documentation, "Environment Variables").
 _NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
-_OWN = "HOLMES_SET_"  # before a variable's name: what this package has set it to
+_OWN = "HOLMES_SET_"  # prefix of a variable's name, for the value that this package has set
 WAITS_BY_HOST = "TORCH_NCCL_BLOCKING_WAIT"
-"""torch's: an NCCL group that is made while it is 1 has no watchdog."""
+"""torch's variable: an NCCL group that is made while it is 1 has no watchdog."""
 WAITED_BY_HOST = "NCCL_BLOCKING_WAIT"
-"""Its name of before, which torch reads where the other is not set."""
+"""The older name of that variable, which torch reads if the newer one is not set."""
 _WATCHED = (
     *("GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE"),
     *(WAITS_BY_HOST, WAITED_BY_HOST),
@@ -36,13 +36,13 @@ _WATCHED = (
 
 @dataclass(frozen=True, slots=True)
 class UserSettings:
-    """What the user has set for the communication libraries: by variable, the value and where it stands."""
+    """The user's settings for the communication libraries: by variable, the value and its source."""
 
     values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None, files: Sequence[str] = _NCCL_FILES) -> UserSettings:
-        """From the environment, and for NCCL from its configuration files."""
+        """Read the settings from the environment, and for NCCL also from its configuration files."""
         environment = os.environ if environment is None else environment
         values: dict[str, tuple[str, str]] = {}
         own_file = environment.get("NCCL_CONF_FILE")
@@ -67,15 +67,15 @@ class UserSettings:
         return self.values[variable][0] if variable in self.values else None
 
     def describe(self, variable: str) -> str:
-        """The setting with its place, for messages."""
+        """The setting with its source, for messages."""
         value, place = self.values[variable]
         return f"{variable}={value} in {place}"
 
     def check_interfaces(self, backend: str, *, host: str, interfaces: Sequence[str]) -> None:
-        """Refuse interfaces that are not there. ``interfaces``: of this host, those that have an IP address.
+        """Refuse interfaces that do not exist. ``interfaces``: those of this host that have an IP address.
 
         Raises:
-            ConfigurationError: GLOO_SOCKET_IFNAME names another one, or NCCL_SOCKET_IFNAME means none of them.
+            ConfigurationError: GLOO_SOCKET_IFNAME names one that is not among them, or NCCL_SOCKET_IFNAME matches none of them.
         """
         for variable in socket_variables(backend):
             setting = self.get(variable)
@@ -92,7 +92,7 @@ class UserSettings:
                 )
 
     def facts(self) -> dict[str, str]:
-        """What must be alike on all ranks: NCCL's network module, whether RDMA is off, whether gloo's interface is chosen.
+        """The settings that must be the same on all ranks: NCCL's network module, whether RDMA is off, whether gloo's interface is set.
 
         Lists of cards and interfaces may differ from host to host.
         """
@@ -110,7 +110,7 @@ def set_own(variables: Mapping[str, str]) -> None:
 
 
 def hca_allows(setting: str, card: str) -> bool:
-    """Whether NCCL_IB_HCA lets NCCL use a card: a list of names, by prefix or after "=" exactly, after "^" excluded."""
+    """Whether NCCL_IB_HCA lets NCCL use a card: a list of names, matched by prefix, or exactly after "="; after "^" they are excluded."""
     device, _, port = card.partition(":")
     return _allows(setting, device, port or "1")
 
@@ -140,7 +140,7 @@ def socket_variables(backend: str) -> tuple[str, ...]:
 
 
 def named_interfaces(variable: str, setting: str, interfaces: Sequence[str]) -> list[str]:
-    """Which of a host's ``interfaces`` a setting of GLOO_SOCKET_IFNAME (names) or NCCL_SOCKET_IFNAME (a pattern) means."""
+    """Those of a host's ``interfaces`` that GLOO_SOCKET_IFNAME (names) or NCCL_SOCKET_IFNAME (a pattern) selects."""
     if variable == "GLOO_SOCKET_IFNAME":
         return [name for name in setting.split(",") if name in interfaces]
     return [name for name in interfaces if interface_allows(setting, name)]

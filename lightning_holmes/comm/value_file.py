@@ -1,7 +1,7 @@
-"""ValueFile: values one after the other in a file, each as torch.save writes it, with its place and a checksum.
+"""ValueFile: a file of values one after the other, each written by torch.save, with its place and a checksum.
 
 with ValueFile(path) as file:
-    placed = file.add(tensor)              # where it stands: offset and length in bytes, crc32, dtype, shape
+    placed = file.add(tensor)              # offset and length in bytes, crc32, dtype, shape
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Where a value stands: ``length`` bytes from ``offset`` on. One that is no tensor has no ``dtype``."""
+    """The place of a value in a file: ``length`` bytes from ``offset`` on. ``dtype`` is None if the value is no tensor."""
 
     offset: int
     length: int
@@ -29,7 +29,7 @@ class Placed:
 
 
 class Outlet:
-    """A file that :func:`save_to` writes to. It keeps the system's own error: of a full disk torch says "unexpected pos"."""
+    """A file that :func:`save_to` writes to. It keeps the system's own error, since torch reports a full disk as "unexpected pos"."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -50,7 +50,7 @@ class Outlet:
 
 
 def save_to(outlet: Outlet, value: Any) -> None:
-    """torch.save. Raises OSError where the system does."""
+    """Write ``value`` by torch.save. Raises OSError if the system does."""
     try:
         torch.save(value, cast(IO[bytes], outlet))
     except RuntimeError:
@@ -70,7 +70,7 @@ class _Checked(Outlet):
 
 
 class ValueFile:
-    """At ``path``, which is made anew. At the end of ``with`` it is on the disk. From one thread at a time."""
+    """Writes values to a new file at ``path``, from one thread at a time. At the end of ``with`` the file is on the disk."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -88,7 +88,7 @@ class ValueFile:
             self.close()
 
     def add(self, value: Any) -> Placed:
-        """Write a value after the others. Raises OSError where the system does."""
+        """Write a value after the others. Raises OSError if the system does."""
         offset, checked = self._file.tell(), _Checked(self._file)
         dtype: str | None = None
         shape: tuple[int, ...] = ()
@@ -101,25 +101,25 @@ class ValueFile:
         return Placed(offset=offset, length=length, crc32=checked.crc32, dtype=dtype, shape=shape)
 
     def finish(self) -> int:
-        """Wait until all is on the disk; how many bytes there are."""
+        """Wait until the file is on the disk; return its size in bytes."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         self._file.close()
 
 
 def compact(value: Tensor) -> Tensor:
-    """The tensor on the host, with no more memory than it shows: torch.save writes whole storages."""
+    """The tensor on the host, in a storage of its own size: torch.save writes whole storages."""
     value = value.detach().cpu().contiguous()
     return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 @contextlib.contextmanager
 def _without_torchs_checksums() -> Iterator[None]:
-    """torch.save's own checksums cost as much time as all the rest of it; ours are faster."""
+    """Turn off torch.save's own checksums, which cost as much time as all the rest of it; ours are faster."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -1,15 +1,17 @@
-"""Wire: values as bytes for another rank, which runs nothing of what it reads.
+"""Wire: serializes values to bytes for another rank, which runs no code from them.
 
-Numbers, texts, containers, tensors and arrays are plain data. An object goes as its class's name and its attributes: the
-receiver makes it of a class that it has imported already, without its constructor. So whoever reaches a port of a job can
-give a rank wrong values, but no code, as a pickle could.
+Numbers, strings, containers, tensors and arrays are sent as plain data. An object is sent as the name of its class and
+its attributes: the receiver makes it, without its constructor, from a class that it has already imported. So a process
+that reaches a port of a job can give a rank wrong values, but no code, as a pickle could.
 
     decode(encode({"loss": torch.ones(2), "names": ("a", "b")}))
 
-An object that occurs twice is one object there, too. What cannot go so is refused by name: classes of C that keep state of their own,
-classes with ``__del__``, functions but a module's, most classes of the standard library.
+An object that occurs twice is one object at the receiver, too. Values that cannot be sent are refused by name: classes
+written in C that keep state of their own, classes with ``__del__``, functions other than a module's, most classes of
+the standard library.
 
-The bytes: eight that give the length of a JSON text, that text, and the tensors' values one after another.
+The format: eight bytes with the length of a JSON text, that text, and the bytes of tensors, arrays and byte strings one
+after another.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _COMPRESSED = {torch.sparse_csr: True, torch.sparse_bsr: True, torch.sparse_csc:
 
 
 def encode(value: Any) -> bytes:
-    """``value`` in bytes.
+    """Serialize ``value``.
 
     Raises:
         UnsupportedModuleError: it holds something that cannot be sent, which is named.
@@ -60,7 +62,8 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """The value that :func:`encode` was given.
 
     Raises:
-        RemoteError: these are no such bytes, or name what this rank does not have.
+        RemoteError: the bytes are malformed, or name a class or function that this rank has not imported.
+        UnsupportedModuleError: they name a class whose objects cannot be sent.
     """
     data = memoryview(data)
     end = _HEAD + int.from_bytes(data[:_HEAD], "little")
@@ -80,7 +83,7 @@ def _refusal(cls: type, why: str) -> UnsupportedModuleError:
 
 
 def _find(module: str, name: str) -> Any:
-    """What is called so in a module that has been imported; None if there is none."""
+    """The object of a dotted name in a module that has been imported; None if there is none."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, "__dict__", {}).get(part)  # getattr might import something
@@ -88,7 +91,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def _problem(cls: type) -> str:
-    """Why objects of a class cannot be made from their attributes; "" where they can."""
+    """Why objects of a class cannot be made from their attributes; "" if they can."""
     if hasattr(cls, "__del__"):
         return "it has __del__"
     if cls.__module__.partition(".")[0] in sys.stdlib_module_names and cls.__module__ not in (*_OF_LIBRARY, "__main__"):
@@ -121,7 +124,7 @@ def _of_torch(kind: type, name: str) -> Any:
 
 
 def _state(value: Any) -> Any:
-    """The attributes of an object, or what its class says that they are."""
+    """The attributes of an object, or the state that its ``__getstate__`` returns."""
     cls = type(value)
     tells = getattr(cls, "__getstate__", None) is not getattr(object, "__getstate__", None)
     if tells and hasattr(cls, "__setstate__"):
@@ -153,7 +156,7 @@ class _Writer:
         self.buffers: list[bytes] = []
         self._numbers: dict[int, int] = {}
         self._open: set[int] = set()
-        self._kept: list[Any] = []  # as long as their ids count
+        self._kept: list[Any] = []  # keeps values alive, so that their ids stay unique
 
     def node(self, value: Any) -> Any:
         if value is None or type(value) in (bool, int, float, str):

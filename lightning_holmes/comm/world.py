@@ -1,6 +1,6 @@
-"""WORLD, the group of all ranks: on Ethernet, on the interface that reaches the master, whatever other groups use.
+"""WORLD, the group of all ranks: on the Ethernet interface that reaches the master, whatever cards other groups use.
 
-Every rank must be able to reach every other one there, which no RDMA fabric that ends at a cluster's border offers.
+Every rank must be able to reach every other one in WORLD, which no RDMA fabric that ends at a cluster's border offers.
 """
 
 import contextlib
@@ -23,9 +23,7 @@ from lightning_holmes.lightning_private import init_dist_connection
 from lightning_holmes.torch_private import nccl_options
 
 _BACKLOG = 4096  # ranks that connect at once, as the kernel allows
-_TORCHS_PREFIX = (
-    "default_pg"  # which the other ranks' keys have; init_process_group puts it before none that it is given
-)
+_TORCHS_PREFIX = "default_pg"  # of the other ranks' keys; init_process_group adds none to a store that it is given
 _PROPOSED = "holmes/meeting"
 _PAUSE_S = 0.01
 _PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -43,9 +41,10 @@ def connect_world(
     """Form WORLD. Every rank must call.
 
     Args:
-        interface: the one that reaches the master; None: the library's own choice.
-        several_hosts: connections are made only between ranks that talk, and NCCL keeps off RDMA.
-        user: what the user has set wins.
+        interface: the interface that reaches the master; None: the library chooses.
+        several_hosts: the job has several hosts: connections are made only between ranks that communicate, and NCCL
+            does not use RDMA.
+        user: the user's settings, which take precedence.
     """
     variables: dict[str, str] = {}
     options: dict[str, Any] = {}
@@ -68,8 +67,8 @@ def connect_world(
 
 
 def _store_of_attempt(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
-    """torchrun's store outlives a restart, and with it the addresses of processes that are gone, which whoever is early would
-    connect to (torch 2.13): each attempt has keys of its own."""
+    """The job's store, with keys of its own for each attempt: torchrun's store outlives a restart, and with it the
+    addresses of processes that are gone, to which early ranks would connect (torch 2.13). All ranks must call."""
     rank, size = environment.global_rank(), environment.world_size()
     given = {} if timeout is None else {"timeout": timeout}
     made = dist.rendezvous("env://", rank, size, **given)  # type: ignore[attr-defined]
@@ -81,10 +80,11 @@ def _store_of_attempt(environment: ClusterEnvironment, timeout: timedelta | None
 
 
 def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
-    """A name that all ranks of today get, and none has got before. All must call.
+    """Agree on a name that all present ranks get, and none has got before. All ranks must call.
 
-    torchrun counts restarts for each host by itself: one that has joined later has another number. So rank 0 proposes a name, the others say
-    who they are under it, and it holds if all have: what ranks that are gone have left in the store is nobody's answer.
+    torchrun counts restarts on each host separately: a host that has joined later has another number. So rank 0
+    proposes a name, the others write their own ids under it, and it holds once all have: what ranks that are gone have
+    left in the store answers no new proposal.
 
     Raises:
         ConnectionLostError: not all ranks have come in time.
@@ -117,9 +117,9 @@ def _wait_until(end: float, what: str) -> None:
 
 
 def _keep_store(environment: ClusterEnvironment, timeout: timedelta | None, *, several_hosts: bool) -> Any:
-    """The job's store, which listens on the master's address alone, on rank 0; torch's listens on all of the host's.
+    """The job's store on rank 0, which listens only on the master's address; torch's listens on all addresses of the host.
 
-    None where that cannot be: the address is none of this host's own but leads to it, it is a name that means this host's
+    None if that cannot be: the address is none of this host's own but leads to it, it is a name that means this host's
     loopback here and something else on others, or the process keeps a store at this port already.
     """
     address = _ipv4(environment.main_address)
@@ -155,7 +155,7 @@ def _ipv4(host: str) -> str | None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Generator[None, None, None]:
-    """Set variables for a while; those that are set already stay."""
+    """Set variables inside; those that are set already keep their values."""
     added = [name for name in variables if name not in os.environ]
     os.environ.update({name: variables[name] for name in added})
     try:
@@ -167,7 +167,7 @@ def _environment(variables: Mapping[str, str]) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def without_interfaces() -> Generator[None, None, None]:
-    """As if the user had named no interfaces; for a rank that refuses those, and still has to say so to the others."""
+    """Inside, the environment names no interfaces of the user's: for a rank that refuses them, and still has to tell the others."""
     names = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name in os.environ]
     kept = {name: os.environ.pop(name) for name in names}
     try:
@@ -177,12 +177,12 @@ def without_interfaces() -> Generator[None, None, None]:
 
 
 def check_port_range(port_range: tuple[int, int], path: str = _PORTS) -> None:
-    """Whether gloo and NCCL will keep to the ports that a firewall leaves open.
+    """Check that gloo and NCCL use only the ports that a firewall leaves open.
 
-    Both let the kernel choose the ports of their listeners, so it is the kernel's range that must lie within.
+    Both let the kernel choose the ports of their listeners, so the kernel's range must lie within ``port_range``.
 
     Raises:
-        ConfigurationError: it does not; the message has the command that mends it.
+        ConfigurationError: it does not; the message has the command that corrects it.
     """
     first, last = port_range
     try:

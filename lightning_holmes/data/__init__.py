@@ -1,4 +1,4 @@
-"""What the recipes train on: bytes of files, memory-mapped token files, and Hugging Face data sets on disk."""
+"""The data modules of the recipes: bytes of files, memory-mapped token files, and Hugging Face data sets on disk."""
 
 from lightning_holmes.comm.coordinate import data_parallel_coordinate
 from lightning_holmes.data.bytes import FileBytes

@@ -1,6 +1,6 @@
 """FileBytes: the bytes of files as a language-modelling data set.
 
-Owns the list of files and the reading; windows, split and loaders are `WindowDataModule`'s. A token is a
+This module lists and reads the files; `WindowDataModule` makes windows, split and loaders. A token is a
 byte, so the vocabulary is 256 and no tokenizer is needed.
 
     FileBytes("stdlib", sequence_length=128)             # the running Python's own library sources
@@ -22,7 +22,7 @@ from lightning_holmes.errors import ConfigurationError
 
 STDLIB = "stdlib"
 
-# Folders below the standard library that are not its own prose: other people's packages, tests, tables.
+# folders of the standard library that are left out: third-party packages, tests, tables
 _STDLIB_SKIPPED_FOLDERS = {
     *("__pycache__", "dist-packages", "encodings", "idlelib", "lib-dynload", "pydoc_data", "site-packages"),
     *("test", "tests", "turtledemo"),
@@ -45,11 +45,11 @@ class ByteSource:
 class FileBytes(WindowDataModule):
     """Windows of the bytes of files, in an order that is the same in every process.
 
-    `paths` names files or folders (searched through, in sorted order, hidden names left out), or is "stdlib":
-    the sources of the Python that runs, which every machine has. Hosts with different Python versions have
+    `paths` names files or folders (searched recursively, in sorted order, without hidden names), or is "stdlib":
+    the sources of the running Python, which every machine has. Hosts with different Python versions have
     different sources, and would train on different data.
 
-    At most `max_bytes` are read, from the front of the list. Each window of `sequence_length` bytes is one
+    At most `max_bytes` are read, from the start of the list. Each window of `sequence_length` bytes is one
     sample; `val_fraction` of them, drawn by `seed`, are kept for validation.
     """
 
@@ -99,7 +99,7 @@ class FileBytes(WindowDataModule):
 
 
 def find_files(paths: list[str]) -> list[Path]:
-    """The files that `paths` name, folders searched through in sorted order."""
+    """The files that `paths` name; folders are searched recursively in sorted order."""
     files: list[Path] = []
     for name in paths:
         path = Path(name)
@@ -118,7 +118,7 @@ def find_files(paths: list[str]) -> list[Path]:
 
 
 def find_stdlib_sources() -> list[Path]:
-    """The .py files of the running Python's library, without tests, tables and installed packages."""
+    """The .py files of the running Python's standard library, without tests, tables and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
         path

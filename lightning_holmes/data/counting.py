@@ -1,9 +1,9 @@
-"""CountingLoader: a data loader that says how many samples the run has seen, and starts there again.
+"""CountingLoader: a data loader that counts the samples the run has seen, and resumes after them.
 
-Its state is the epoch and how many samples of it all replicas together have seen. So a run that stopped in mid-epoch goes on at
-the next sample with any number of replicas: the order of samples depends on the seed and the epoch alone, a batch
-of all replicas together is a contiguous piece of it, and each replica's batch is a contiguous piece of that. Microbatches of
-one size then hold the same samples with any number of replicas, and draw the same dropout.
+Its state is the epoch and the number of its samples that all replicas together have seen. A run that stopped in mid-epoch thus
+resumes at the next sample with any number of replicas: the order of samples depends only on the seed and the epoch, the batch
+of all replicas together is a contiguous piece of that order, and each replica's batch is a contiguous piece of that batch.
+Microbatches of one size then hold the same samples with any number of replicas, and draw the same dropout.
 
     sampler = CountingSampler(len(dataset), batch_size=8, num_replicas=2, rank=0, seed=0)
     loader = CountingLoader(dataset, sampler=sampler, batch_size=8, drop_last=True)
@@ -25,13 +25,13 @@ SAMPLES_SEEN = "samples_seen"
 
 
 class CountingSampler(DistributedSampler[Any]):
-    """This replica's part of each batch of all replicas, in the order of one shuffle an epoch; whole batches only.
+    """This replica's part of each batch of all replicas, in the order of one shuffle per epoch; whole batches only.
 
-    Lightning leaves samplers of this base class as they are and calls :meth:`set_epoch`.
+    Lightning does not replace samplers of this base class, and calls :meth:`set_epoch`.
 
     Args:
-        length: samples of the data set.
-        batch_size: samples of one replica's batch.
+        length: number of samples of the data set.
+        batch_size: number of samples of one replica's batch.
     """
 
     def __init__(self, length: int, *, batch_size: int, num_replicas: int, rank: int, seed: int) -> None:
@@ -41,11 +41,11 @@ class CountingSampler(DistributedSampler[Any]):
         self.total_size = length // whole * whole
         self.num_samples = self.total_size // num_replicas
         self.seen_of_epoch: tuple[int, int] = (0, 0)
-        """An epoch, and how many of its samples to leave out."""
+        """An epoch, and the number of its samples to skip."""
 
     @property
     def start(self) -> int:
-        """The first sample of all replicas in a pass of the present epoch."""
+        """The position in the current epoch's order at which a pass of all replicas starts."""
         epoch, seen = self.seen_of_epoch
         return seen if epoch == self.epoch else 0
 
@@ -59,7 +59,7 @@ class CountingSampler(DistributedSampler[Any]):
 
 
 class CountingLoader(DataLoader[Any]):
-    """A loader over a :class:`CountingSampler`, with the state that Lightning saves and restores."""
+    """A loader over a :class:`CountingSampler`, with a state that Lightning saves and restores."""
 
     def __init__(self, dataset: Dataset[Any], *, sampler: Sampler[Any], **options: Any) -> None:
         super().__init__(dataset, sampler=sampler, **options)
@@ -73,28 +73,28 @@ class CountingLoader(DataLoader[Any]):
         assert self.batch_size is not None
         for number, batch in enumerate(batches):
             if number == 0 and isinstance(self.sampler, CountingSampler):
-                self._seen = self.sampler.start  # Lightning may set the epoch between the two
+                self._seen = self.sampler.start  # Lightning may set the epoch between __iter__ and the first batch
             self._seen += self.batch_size * getattr(self.sampler, "num_replicas", 1)
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many of its samples all replicas together have been given."""
+        """The epoch, and the number of its samples that all replicas together have received."""
         return {"epoch": getattr(self.sampler, "epoch", 0), SAMPLES_SEEN: self._seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Start passes of that epoch after the samples that the saved run has seen; if that is all, the next begins."""
+        """Start passes of the saved epoch after the samples that the saved run has seen; if it has seen all, start the next epoch."""
         sampler = self.sampler
-        if not isinstance(sampler, CountingSampler):  # Trainer(overfit_batches=...) has put another in its place
+        if not isinstance(sampler, CountingSampler):  # Trainer(overfit_batches=...) has replaced it
             return
         epoch, seen = int(state["epoch"]), int(state[SAMPLES_SEEN])
         if seen >= sampler.total_size:
             epoch, seen = epoch + 1, 0
-        sampler.set_epoch(epoch)  # workers begin to load before Lightning sets it
+        sampler.set_epoch(epoch)  # workers begin to load before Lightning sets the epoch
         sampler.seen_of_epoch = (epoch, seen)
 
 
 class CountedDataModule(LightningDataModule):
-    """A data module whose training loader counts samples: a checkpoint in mid-epoch is resumed there.
+    """A data module whose training loader counts samples, so that a run resumes from a checkpoint in mid-epoch at the next sample.
 
     Training samples are shuffled by ``seed`` and the epoch, and assigned to the replicas.
     """
@@ -130,7 +130,7 @@ class CountedDataModule(LightningDataModule):
         self._resumed: dict[str, Any] | None = None
 
     def make_train_loader(self, samples: Any, **options: Any) -> CountingLoader:
-        """The loader of this replica's part of ``samples``, from where a resumed run was."""
+        """Make the loader of this replica's part of ``samples``; a resumed run starts after the samples it has seen."""
         sharing = {"num_replicas": 1, "rank": 0}
         if self.trainer is not None:
             sharing = self.trainer.distributed_sampler_kwargs or sharing
@@ -142,7 +142,7 @@ class CountedDataModule(LightningDataModule):
         return self._loader
 
     def loader_options(self) -> dict[str, Any]:
-        """What all loaders are made with."""
+        """The DataLoader arguments common to all loaders."""
         workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
         return {"batch_size": self.batch_size, **workers}
 
@@ -150,10 +150,10 @@ class CountedDataModule(LightningDataModule):
         return self.test_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training loader is. Lightning has the loader's own state too, but restores it only into loaders
-        that are made after the checkpoint was read: not if ``estimated_stepping_batches`` was asked for."""
+        """The state of the training loader. Lightning also saves the loader's own state, but restores it only into loaders
+        that are made after the checkpoint was read: not if ``estimated_stepping_batches`` was used before."""
         return {} if self._loader is None else dict(self._loader.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Where the next training loader begins."""
+        """Set the state from which the next training loader starts."""
         self._resumed = state

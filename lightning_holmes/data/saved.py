@@ -1,13 +1,13 @@
 """SavedDataset: a Hugging Face data set that `save_to_disk` wrote, as a language-modelling data module.
 
-Owns reading the folder, the collation of samples of unlike length, and the loaders. The order of samples, and going on in
-mid-epoch, are counting.py's. Needs the extra: `pip install lightning-holmes[data]`.
+This module reads the folder, collates samples of different lengths and makes the loaders. The order of samples and resuming
+in mid-epoch are in counting.py. Needs the extra: `pip install lightning-holmes[data]`.
 
     SavedDataset("tokenized", batch_size=8)                          # a column "input_ids" of token lists
     SavedDataset("stories", tokenizer="models/llama", sequence_length=512)   # a column "text"
 
-A batch is `{"input_ids", "attention_mask", "labels"}`, each (B, S) int64, S being the longest sample's length. The labels are
-not shifted, as everywhere in Hugging Face and in `HFCausalLM`; padding is -100 there.
+A batch is `{"input_ids", "attention_mask", "labels"}`, each (B, S) int64, S being the length of the longest sample. The labels are
+not shifted, as everywhere in Hugging Face and in `HFCausalLM`; labels of padding are -100.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _VALIDATION = ("validation", "valid", "val", "test")
 class SavedDataset(CountedDataModule):
     """The samples of a folder that `datasets`' `save_to_disk` wrote, shuffled by `seed` and the epoch.
 
-    The folder holds one data set, of which `val_fraction`, drawn by `seed`, are kept for validation; or several, of
-    which "train" is trained on and "validation" (or "valid", "val", "test") validated on. `trainer.test` and
-    `trainer.predict` read "test", or else what is validated on. Samples are the token lists of the column `column`; or
-    texts, if `tokenizer` names a folder. Samples are cut to `sequence_length`; "labels" of the data set, if it has
-    them, are used.
+    The folder holds one data set, of which `val_fraction`, drawn by `seed`, is kept for validation; or several splits:
+    "train" for training and "validation" (or "valid", "val", "test") for validation. `trainer.test` and
+    `trainer.predict` read "test", or else the validation samples. Samples are the token lists of the column `column`, or
+    texts if `tokenizer` names a folder. Samples are cut to `sequence_length`. With token lists, a column "labels" is used if
+    the data set has one.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SavedDataset(CountedDataModule):
 
 
 class Collator:
-    """Samples of unlike length, as one batch: padded at the end to the longest."""
+    """Collate samples of different lengths into one batch, padded at the end to the longest."""
 
     def __init__(
         self, *, column: str, tokenizer: FolderTokenizer | None, sequence_length: int, pad_token_id: int

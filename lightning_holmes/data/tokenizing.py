@@ -1,14 +1,14 @@
-"""Making token files: text in, the flat file that TokenFile reads out; a run that was killed goes on where it was.
+"""Make token files: convert text to the flat file that TokenFile reads; a run that was killed continues where it stopped.
 
-Owns the reading of text, the tokenizers, and the journal that makes a run restartable. The command line and the progress bar
-are commands/tokenize.py's.
+This module reads text, wraps the tokenizers and keeps the journal that makes a run restartable. The command line and the
+progress bar are in commands/tokenize.py.
 
     job = TokenizeJob(files=(Path("a.txt"),), output=Path("tokens.bin"), tokenizer=ByteTokenizer())
     run_tokenize(job, advance=lambda num_bytes: None)
 
-Text is cut into pieces at line ends, and each piece is tokenized by itself. Where the cuts are depends on the files alone,
-so a run that was killed and run again writes the same bytes as one run. While it works, tokens are in OUT.part and what is
-certain of it in OUT.part.json; OUT appears in one step at the end.
+Text is cut into pieces at line ends, and each piece is tokenized by itself. The places of the cuts depend only on the files,
+so a run that was killed and run again writes the same bytes as an uninterrupted run. During a run, tokens are in OUT.part, and
+OUT.part.json records how much of it is safely on the disk; OUT appears in one step at the end.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import numpy as np
 from lightning_holmes.data.tokens import TokenDtype
 from lightning_holmes.errors import ConfigurationError, needs_extra, read_by_transformers
 
-PIECE_BYTES = 1 << 16  # of text, tokenized at a time by one thread
-COMMIT_BYTES = 1 << 23  # of text, between two entries of the journal
-_LONGEST_LINE_BYTES = 1 << 22  # a longer line is cut inside
+PIECE_BYTES = 1 << 16  # bytes of text that one thread tokenizes at a time
+COMMIT_BYTES = 1 << 23  # bytes of text between two entries of the journal
+_LONGEST_LINE_BYTES = 1 << 22  # a longer line is cut into several pieces
 
 
 class Tokenizer(Protocol):
-    """``end``: the token after each document, None where the vocabulary has none; ``identity`` tells two tokenizers apart."""
+    """``end``: the token after each document, None if the vocabulary has none; ``identity``: differs for different tokenizers."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -45,12 +45,12 @@ class Tokenizer(Protocol):
     def identity(self) -> str: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[Any]:
-        """The tokens of each text, without special ones. Raises UnicodeDecodeError."""
+        """Return the tokens of each text, without special tokens. Raises UnicodeDecodeError."""
         ...
 
 
 class ByteTokenizer:
-    """A token a byte; documents of one file are parted by a line end."""
+    """One token per byte; documents of one file are separated by a line end."""
 
     vocab_size = 256
     end = None
@@ -93,9 +93,9 @@ class FolderTokenizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeJob:
-    """What to tokenize, and where to.
+    """The input files, the output file and the tokenizer of a run.
 
-    A file whose name ends in .jsonl has a document a line, the text under ``text_key``; any other file is one
+    A file whose name ends in .jsonl has one document per line, its text under ``text_key``; any other file is one
     document of UTF-8 text (of any bytes, for ByteTokenizer).
     """
 
@@ -107,16 +107,16 @@ class TokenizeJob:
 
     @property
     def dtype(self) -> TokenDtype:
-        """The smallest that holds the vocabulary."""
+        """The smallest token dtype that holds the vocabulary."""
         return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
 
     @property
     def num_bytes(self) -> int:
-        """Of text."""
+        """The number of bytes of text in all files."""
         return sum(path.stat().st_size for path in self.files)
 
     def identity(self) -> str:
-        """Changes with anything that the output depends on."""
+        """A digest of everything that the output depends on."""
         facts: list[Any] = [
             self.tokenizer.identity,
             self.text_key,
@@ -132,7 +132,7 @@ class TokenizeJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """How far a run has come: ``offset`` bytes of file number ``file`` are in the first ``tokens`` tokens."""
+    """The progress of a run: the first ``tokens`` tokens are those of all files before number ``file`` and of ``offset`` bytes of it."""
 
     file: int = 0
     offset: int = 0
@@ -141,8 +141,8 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """Text to tokenize, from byte ``start`` of a file; file number and byte where the ``next`` piece begins; whether a document
-    ends here."""
+    """Text to tokenize, from byte ``start`` of a file. ``next``: the file number and byte at which the next piece begins; ``ends``:
+    whether a document ends after this piece."""
 
     path: Path
     start: int
@@ -152,14 +152,14 @@ class _Piece:
 
 
 def run_tokenize(job: TokenizeJob, advance: Callable[[int], None] = lambda num_bytes: None) -> int:
-    """Write the token file, going on where a killed run was; returns the number of tokens.
+    """Write the token file, continuing a run that was killed; return the number of tokens.
 
     Args:
-        advance: told the bytes of text that have become certain since it was called before.
+        advance: called with the number of bytes of text whose tokens have reached the disk since its previous call.
 
     Raises:
-        ConfigurationError: a file cannot be read as what it is called, another run writes the same file, or what
-            a killed run has left is of other files or settings.
+        ConfigurationError: a file cannot be read in the format of its name, another run writes the same file, or the
+            files of a killed run belong to other input files or settings.
     """
     part, journal = _names(job.output)
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def run_tokenize(job: TokenizeJob, advance: Callable[[int], None] = lambda num_b
             place = _commit(job, output, journal, waiting, place, advance)
         if place.tokens == 0:
             raise ConfigurationError("FILES hold no text, so there are no tokens to write.")
-        part.rename(job.output)  # while locked: a second run must not take it for its own
+        part.rename(job.output)  # while locked, so that a second run does not continue it as its own
     journal.unlink()
     return place.tokens
 
@@ -221,7 +221,7 @@ def _commit(
     place: _Place,
     advance: Callable[[int], None],
 ) -> _Place:
-    """Tokenize and write; the journal follows when the tokens are on the disk."""
+    """Tokenize the pieces, write the tokens, and update the journal once the tokens are on the disk; return the new progress."""
     tokenizer = job.tokenizer
     tokens = place.tokens
     for piece, encoded in zip(pieces, _encode(job, pieces), strict=True):
@@ -264,7 +264,7 @@ def _encode(job: TokenizeJob, pieces: Sequence[_Piece]) -> list[Any]:
 
 
 def _pieces(job: TokenizeJob, place: _Place) -> Iterator[_Piece]:
-    """The text after ``place``."""
+    """Yield the pieces of text after ``place``."""
     for number in range(place.file, len(job.files)):
         path = job.files[number]
         start = place.offset if number == place.file else 0
@@ -283,13 +283,13 @@ def _read_text(job: TokenizeJob, path: Path, file: BinaryIO, start: int) -> Iter
     size = path.stat().st_size
     while text := file.read(PIECE_BYTES):
         text += file.readline(_LONGEST_LINE_BYTES)
-        while len(text) >= PIECE_BYTES and (more := _continuation(file)):  # no character is cut
+        while len(text) >= PIECE_BYTES and (more := _continuation(file)):  # so that no UTF-8 character is cut
             text += more
         yield text, file.tell() >= size
 
 
 def _continuation(file: BinaryIO) -> bytes:
-    """The next byte, if it is a later byte of a UTF-8 character."""
+    """Read and return the next byte if it continues a UTF-8 character; otherwise read nothing and return b""."""
     byte = file.read(1)
     if byte and byte[0] & 0xC0 == 0x80:
         return byte

@@ -1,7 +1,7 @@
 """TokenFile: memory-mapped files of tokens as a language-modelling data set.
 
-Owns the mapping of flat .bin files (uint16 or uint32, one token after another, no header) and the checks on
-them; windows, split and loaders are `WindowDataModule`'s. Nothing is copied but the windows that are read.
+This module maps and checks flat .bin files (uint16 or uint32, one token after another, no header);
+`WindowDataModule` makes windows, split and loaders. Only the windows that are read are copied.
 
     TokenFile("train.bin", dtype="uint16", vocab_size=50257, sequence_length=1024)
 """
@@ -25,7 +25,7 @@ _CHECKED_AT_ONCE = 1 << 22  # tokens; bounds the memory of the vocabulary check
 
 
 class TokenFileSource:
-    """Token files one after another, as one sequence. Pickled by name: each data worker maps them anew."""
+    """Token files, concatenated to one sequence. Pickled as paths: each data worker maps the files itself."""
 
     def __init__(self, paths: list[Path], dtype: TokenDtype) -> None:
         self.paths = paths
@@ -48,7 +48,7 @@ class TokenFileSource:
         return torch.from_numpy(np.concatenate(pieces))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Read every token once; the first that is not below `vocab_size` is an error."""
+        """Read every token once, and raise ConfigurationError for the first one that is not below `vocab_size`."""
         for path, tokens in zip(self.paths, self._maps, strict=True):
             for start in range(0, len(tokens), _CHECKED_AT_ONCE):
                 piece = tokens[start : start + _CHECKED_AT_ONCE]
@@ -65,7 +65,7 @@ class TokenFileSource:
 class TokenFile(WindowDataModule):
     """Windows of one or several flat token files.
 
-    Where `vocab_size` is given, all tokens are checked against it once, before training. Each window of
+    If `vocab_size` is given, all tokens are checked against it once, before training. Each window of
     `sequence_length` tokens is one sample; `val_fraction` of them, drawn by `seed`, are kept for validation.
     """
 

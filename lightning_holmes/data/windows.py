@@ -1,11 +1,11 @@
 """Windows of a long sequence, as a language-modelling data set.
 
-Owns the map-style data set over non-overlapping windows, the split into training and validation windows and
-the data loaders. Where the tokens come from is left to `FileBytes` and `TokenFile`.
+This module has the map-style data set over non-overlapping windows, the split into training and validation windows and
+the data loaders. `FileBytes` and `TokenFile` provide the tokens.
 
 Every item is `{"input_ids": (S,), "labels": (S,)}`, both int64; the labels are already shifted, so
 `labels[i]` is the token that follows `input_ids[i]`. With `shift_labels=False` there are no labels: a model that
-shifts them itself, like every Hugging Face one and `HFCausalLM`, learns the input.
+shifts labels itself, like every Hugging Face model and `HFCausalLM`, is trained on the input.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_holmes.errors import ConfigurationError
 
 
 class TokenSource(Protocol):
-    """A long sequence of tokens; picklable, so that data workers can have it."""
+    """A long sequence of tokens; picklable, so that it can be sent to data workers."""
 
     def __len__(self) -> int: ...
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Tokens `start` to `stop` as a new int64 tensor."""
+        """Return tokens `start` to `stop` as a new int64 tensor."""
         ...
 
 
@@ -56,7 +56,7 @@ class WindowDataModule(CountedDataModule):
 
     The validation windows are drawn by `seed`; the split depends on nothing else, so that it is the same in
     every process. Training windows are shuffled by `seed` and the epoch, and assigned to the replicas; the loader's
-    state counts samples, so that a checkpoint in mid-epoch is resumed there, with any number of replicas.
+    state counts samples, so that a run resumes from a checkpoint in mid-epoch with any number of replicas.
     `trainer.test` and `trainer.predict` read the validation windows, too.
     """
 
@@ -84,11 +84,11 @@ class WindowDataModule(CountedDataModule):
 
     @abstractmethod
     def build_source(self) -> TokenSource:
-        """Open the tokens; called once in every process."""
+        """Open and return the token source; called once in every process."""
 
     @abstractmethod
     def describe_source(self) -> str:
-        """What an error message calls the tokens."""
+        """Return how error messages name the token source."""
 
     def setup(self, stage: str | None = None) -> None:
         if self.train_windows is not None:

@@ -1,4 +1,4 @@
-"""What the recipes train: a small GPT, and any Hugging Face causal language model, whole or by adapters."""
+"""The models of the recipes: a small GPT, and any Hugging Face causal language model, trained fully or by LoRA adapters."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ __all__ = ["GPT", "HFCausalLM", "LoRACausalLM"]
 
 
 def __getattr__(name: str) -> Any:
-    modules = {"HFCausalLM": "hf", "LoRACausalLM": "lora"}  # imported only when asked for
+    modules = {"HFCausalLM": "hf", "LoRACausalLM": "lora"}  # imported on first use
     if name in modules:
         return getattr(import_module(f"lightning_holmes.models.{modules[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

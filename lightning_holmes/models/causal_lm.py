@@ -1,7 +1,7 @@
-"""CausalLM: what GPT and HFCausalLM share: the mean loss of their tokens, how it is logged, and AdamW.
+"""CausalLM: the common part of GPT and HFCausalLM: the mean loss over tokens, its logging, and AdamW.
 
-A subclass gives the logits and the labels of a batch. `microbatch_weight` returns how many labels count, so that a
-weighted sum over microbatches and replicas is the exact mean over all of them, however ragged the batch.
+A subclass gives the logits and the labels of a batch. `microbatch_weight` returns the number of labels that count, so that
+the weighted sum over microbatches and replicas is the exact mean over all labels, however ragged the batch.
 
 Shapes: B samples, S positions, V vocabulary.
 """
@@ -35,18 +35,18 @@ class CausalLM(LightningModule):
 
     @abstractmethod
     def target_labels(self, batch: dict[str, Tensor]) -> Tensor:
-        """The token that each position of :meth:`scored_logits` is to give; -100 where it does not count."""
+        """The target token of each position of :meth:`scored_logits`; -100 where a position does not count."""
 
     def scored_logits(self, batch: dict[str, Tensor]) -> Tensor:
         """The logits that have a label."""
         return self.compute_logits(batch)
 
     def microbatch_weight(self, batch: dict[str, Tensor]) -> Tensor:
-        """How many labels the mean of this microbatch's loss runs over."""
+        """The number of labels over which this microbatch's loss is averaged."""
         return (self.target_labels(batch) != IGNORE_INDEX).sum()
 
     def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Mean cross entropy, in fp32, over the labels that count; 0 where none does."""
+        """Mean cross entropy, in fp32, over the labels that count; 0 if none counts."""
         total = F.cross_entropy(
             self.scored_logits(batch).float().flatten(0, 1),
             self.target_labels(batch).flatten(),
@@ -68,12 +68,12 @@ class CausalLM(LightningModule):
 
     def _log_evaluation(self, name: str, batch: dict[str, Tensor]) -> None:
         loss = self.compute_loss(batch)
-        # Weighted by labels, so that the epoch's mean is the mean over all its labels.
+        # weighted by the number of labels, so that the epoch's mean is the mean over all its labels
         num_labels = int(self.microbatch_weight(batch))
         self.log(name, loss, prog_bar=True, on_step=False, on_epoch=True, sync_dist=True, batch_size=num_labels)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The likeliest next token at each position, (B, S)."""
+        """The most likely next token at each position, (B, S)."""
         return self.compute_logits(batch).argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

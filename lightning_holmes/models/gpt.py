@@ -1,7 +1,7 @@
 """GPT: a small decoder-only transformer, the model of the recipes.
 
 An ordinary LightningModule: pre-norm blocks with rotary positions in `self.layers`, AdamW with warm-up and a
-cosine. It knows nothing of pipelines but one optional method, `microbatch_weight`.
+cosine decay. It has no code for pipelines except one optional method, `microbatch_weight`.
 
     GPT(hidden_size=128, num_layers=4, num_heads=4, sequence_length=128)
 
@@ -26,7 +26,7 @@ from lightning_holmes.models.causal_lm import CausalLM
 
 
 class RotaryEmbedding(nn.Module):
-    """Angles of rotary positions (RoFormer, arXiv 2104.09864, eq. 15). Holds nothing that could be lost."""
+    """Angles of rotary positions (RoFormer, arXiv 2104.09864, eq. 15). The module has no parameters and no buffers."""
 
     def __init__(self, head_size: int, base: float = 10_000.0) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class RotaryEmbedding(nn.Module):
         self.base = base
 
     def forward(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (S, K / 2) each, fp32."""
+        """Return the cosines and sines, (S, K / 2) each, fp32."""
         exponents = torch.arange(0, self.head_size, 2, device=device, dtype=torch.float32) / self.head_size
         positions = torch.arange(length, device=device, dtype=torch.float32)
         angles_SK = torch.outer(positions, self.base**-exponents)
@@ -42,13 +42,13 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x_BHSK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the two halves of each head by the angle of their position."""
+    """Rotate the pairs formed by the two halves of each head by the angles of their position."""
     first, second = x_BHSK.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHSK.dtype)
 
 
 class ResidualLinear(nn.Linear):
-    """A projection whose output is added to the residual: it starts smaller, the deeper the model."""
+    """A projection whose output is added to the residual; the deeper the model, the smaller its initial weights."""
 
 
 class Attention(nn.Module):
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = hidden_size // num_heads
         self.dropout = dropout
-        # rows by head, its queries, keys and values: so a part of the rows is a part of the heads
+        # rows are ordered by head, then query, key and value: so a shard of the rows is a shard of the heads
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.output = ResidualLinear(hidden_size, hidden_size, bias=False)
 
@@ -78,7 +78,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and around a residual."""
+    """Attention and MLP, each with a norm before it and a residual connection around it."""
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float, gradient_checkpointing: bool = False) -> None:
         super().__init__()
@@ -111,14 +111,14 @@ class GPT(CausalLM):
     `learning_rate` rises linearly over `warmup_steps`, then falls along a cosine to `min_learning_rate_ratio`
     of its peak at the last step of the run. Parameters with one dimension are not decayed.
 
-    With `gradient_checkpointing` a layer keeps its input only, and is computed again in the backward.
+    With `gradient_checkpointing` a layer keeps only its input, and is recomputed in the backward.
 
     With `defer_init` the layers are made by `configure_model`, which the trainer calls: under HolmesStrategy a process
-    then allocates its own layers only, and initial weights depend on the seed and their names.
+    then allocates only its own layers, and initial weights depend on the seed and their names.
 
-    With HolmesStrategy(tensor_parallel_size=...) the ranks of a tensor group share attention by heads, the MLPs by their
+    With HolmesStrategy(tensor_parallel_size=...) the ranks of a tensor group shard attention by heads, the MLPs by their
     inner size, and embedding and head by the vocabulary (Megatron-LM, arXiv 1909.08053, section 3). Dropout within
-    attention then differs from that of one process.
+    attention then differs from dropout in one process.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class GPT(CausalLM):
             )
         if not 0.0 <= dropout < 1.0:
             raise ConfigurationError(f"dropout={dropout} is no probability: give at least 0 and less than 1.")
-        betas = (betas[0], betas[1])  # a plain tuple: what a YAML list becomes must save and load alike
+        betas = (betas[0], betas[1])  # a plain tuple, so that a YAML list is saved and loaded alike
         self.save_hyperparameters()
         self.num_layers = num_layers
         self.sequence_length = sequence_length
@@ -172,7 +172,7 @@ class GPT(CausalLM):
             self._build()
 
     def configure_model(self) -> None:
-        """Make the layers, if they are not there yet, and shard them over the tensor group, if there is one."""
+        """Make the layers if they do not exist yet, and shard them over the tensor group if there is one."""
         if not self._is_built:
             self._build()
         mesh = self.device_mesh
@@ -223,7 +223,7 @@ class GPT(CausalLM):
         self._is_built = True
 
     def _init_weights(self, module: nn.Module) -> None:
-        """GPT-2's: normal with 0.02, residual projections divided by sqrt(2 * num_layers)."""
+        """Initialise as GPT-2: normal with standard deviation 0.02, for residual projections divided by sqrt(2 * num_layers)."""
         if isinstance(module, nn.Linear | nn.Embedding):
             scale = math.sqrt(2 * self.num_layers) if isinstance(module, ResidualLinear) else 1.0
             nn.init.normal_(module.weight, std=0.02 / scale)
@@ -260,10 +260,10 @@ class GPT(CausalLM):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Sample a continuation of `prompt_ids` (B, S >= 1); returns prompt and continuation.
+        """Sample a continuation of `prompt_ids` (B, S >= 1); return prompt and continuation.
 
-        For a whole module in one process. A temperature of 0 takes the likeliest token. Each token costs a
-        forward over the last `sequence_length` tokens: no cache.
+        Needs the whole module in one process. A temperature of 0 takes the most likely token. There is no cache: each token
+        costs a forward over the last `sequence_length` tokens.
         """
         was_training = self.training
         self.eval()

@@ -1,19 +1,19 @@
 """HFCausalLM: any Hugging Face causal language model as an ordinary LightningModule.
 
-Owns building the model (from a configuration, or from a local folder of weights), its token loss and its
-optimizer. Reads no network. Needs the extra: `pip install lightning-holmes[hf]`.
+This module builds the model (from a configuration, or from a local folder of weights), its token loss and its
+optimizer. It never uses the network. Needs the extra: `pip install lightning-holmes[hf]`.
 
     HFCausalLM(config={"model_type": "llama", "hidden_size": 256, ...})   # random weights
     HFCausalLM(config="folder")                                           # folder/config.json, random weights
     HFCausalLM(pretrained="folder")                                       # folder's weights
 
-A batch is a dict with "input_ids" (B, S), optionally "attention_mask" and "labels" (B, S), and whatever
-else the model's forward takes. Labels are *not* shifted: as everywhere in Hugging Face, `labels[i]` is the
-token at position i, predicted from those before it; -100 is ignored. Without labels the input itself is
-the target, padding left out.
+A batch is a dict with "input_ids" (B, S), optionally "attention_mask" and "labels" (B, S), and any
+other arguments of the model's forward. Labels are *not* shifted: as everywhere in Hugging Face, `labels[i]` is the
+token at position i, predicted from the tokens before it; -100 is ignored. Without labels the input itself is
+the target, except for padding.
 
-The loss is the mean over the tokens that count, made from the model's logits (causal_lm.py). A router's
-load-balancing loss is no such mean, and is refused.
+The loss is the mean over the tokens that count, computed from the model's logits (causal_lm.py). A router's
+load-balancing loss is not such a mean, and is refused.
 
 Shapes: B samples, S positions, V vocabulary.
 """
@@ -43,16 +43,16 @@ class HFCausalLM(CausalLM):
     """A causal language model of Hugging Face transformers, trained on the mean loss of its tokens.
 
     Give either `config` (a dict with "model_type", a folder with config.json, or a PretrainedConfig) for
-    random weights, or `pretrained` (a folder) for saved ones. Weights are kept in `dtype`, a name in torch;
-    Lightning's `precision` decides what is computed in. `attn_implementation` is transformers' ("eager",
-    "sdpa", ...).
+    random weights, or `pretrained` (a folder) for saved ones. Weights are kept in `dtype`, the name of a torch dtype;
+    Lightning's `precision` decides the dtype of the computation. `attn_implementation` is passed to transformers
+    ("eager", "sdpa", ...).
 
-    A pretrained model is loaded when the trainer, or whoever uses it, first needs it: under HolmesStrategy a process
-    reads only the weights of its layers. With `defer_init` random weights are made then, too, for models larger than
-    one process; they depend on the seed and their names.
+    A pretrained model is loaded at its first use, by the trainer or by other code: under HolmesStrategy a process
+    reads only the weights of its layers. With `defer_init` random weights are also made only then, for models that do not
+    fit in one process; they depend on the seed and their names.
     """
 
-    shifts_labels = True  # data modules must not
+    shifts_labels = True  # so data modules must not shift them
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class HFCausalLM(CausalLM):
             self.configure_model()
 
     def configure_model(self) -> None:
-        """Build the model, if it is not there yet: the trainer calls this, and so does the first use without one.
+        """Build the model if it does not exist yet. The trainer calls this; without a trainer the first use of the model does.
 
         Under HolmesStrategy nothing is allocated here; a process later builds its own layers, or reads their weights.
         """
@@ -122,13 +122,13 @@ class HFCausalLM(CausalLM):
     def _build(self) -> None:
         if self._pretrained is None:
             model = _build_from_config(self._hf_config, self._options)
-        elif fake_mode_of(torch.empty(0)) is not None:  # tensors take no memory now
+        elif fake_mode_of(torch.empty(0)) is not None:  # under a fake tensor mode: tensors take no memory
             folder = PretrainedFolder(self._pretrained)
             model = _build_from_config(self._hf_config, self._options)
             self._folder, self._names_in_files = folder, folder.match(model)
         else:
             model = _load_pretrained(self._pretrained, self._options)
-        # A cache would hand keys and values past the hidden state, and training has no use for it.
+        # a cache would pass keys and values between layers beside the hidden state, and training does not need it
         model.config.use_cache = False
         model.config.get_text_config().use_cache = False
         if self._gradient_checkpointing:
@@ -138,9 +138,9 @@ class HFCausalLM(CausalLM):
         self.model = model
 
     def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Those of this module's parameters and buffers `names` that lie in the pretrained folder, read from it.
+        """Read those of this module's parameters and buffers `names` that the pretrained folder has.
 
-        HolmesStrategy asks for what a process holds.
+        HolmesStrategy calls this with the names that a process holds.
         """
         if self._folder is None:
             return {}
@@ -149,7 +149,7 @@ class HFCausalLM(CausalLM):
         values = self._folder.read(list(dict.fromkeys(wanted.values())))
         return {n: values[place] for n, place in wanted.items()}
 
-    # Whoever looks at the parts of the module before a trainer has called configure_model has them made.
+    # Access to the module's parts before a trainer has called configure_model builds the model.
 
     def _build_for_use(self) -> None:
         if self.__dict__.get("_is_built") is False and trainer_of(self) is None:
@@ -186,7 +186,7 @@ class HFCausalLM(CausalLM):
         return logits_BSV
 
     def shifted_labels(self, batch: dict[str, Tensor]) -> Tensor:
-        """The token that follows each position, (B, S - 1); -100 where it does not count."""
+        """The token that follows each position, (B, S - 1); -100 where a token does not count."""
         labels = batch.get("labels")
         if labels is None:
             labels = batch["input_ids"]
@@ -227,7 +227,7 @@ def _build_config(config: str | dict[str, Any] | PretrainedConfig | None) -> Any
         with read_by_transformers(f"config={config!r} is no {model_type} model"):
             return transformers.AutoConfig.for_model(model_type, **settings)
     if isinstance(config, transformers.PretrainedConfig):
-        return copy.deepcopy(config)  # the caller's own object is left alone
+        return copy.deepcopy(config)  # the caller's object is not changed
     raise ConfigurationError(
         f"config={config!r} is a {type(config).__name__}: give a dict, a folder or a PretrainedConfig."
     )

@@ -1,7 +1,7 @@
-"""LoRACausalLM: a pretrained Hugging Face model whose weights stay as they are; small adapters beside them learn.
+"""LoRACausalLM: a pretrained Hugging Face model with frozen weights and trainable low-rank adapters.
 
-Owns where the adapters go and how they are saved. The adapters are peft's (LoRA, arXiv 2106.09685): beside a frozen matrix W
-stands B A, scaled by alpha / rank; B begins at zero. Needs the extra: `pip install lightning-holmes[lora]`.
+This module decides where the adapters go and how they are saved. The adapters are peft's (LoRA, arXiv 2106.09685): to a frozen
+matrix W is added B A, scaled by alpha / rank; B is initialised to zero. Needs the extra: `pip install lightning-holmes[lora]`.
 
     LoRACausalLM(pretrained="models/llama", rank=8)
     LoRACausalLM.load_from_checkpoint("plain.ckpt").save_adapter("adapter")     # PeftModel.from_pretrained reads it
@@ -22,11 +22,11 @@ _ALL_LINEAR = "all-linear"
 
 
 class LoRACausalLM(HFCausalLM):
-    """An HFCausalLM that trains adapters of `rank` only.
+    """An HFCausalLM that trains only adapters of `rank`.
 
-    `target_modules` are the ends of the names of the matrices that get one, or "all-linear" for all but the output
-    head. The other arguments are HFCausalLM's. Checkpoints hold the frozen weights, too, as those of any module;
-    `save_adapter` writes the adapters alone.
+    `target_modules` are the last parts of the names of the matrices that get an adapter, or "all-linear" for all but the
+    output head. The other arguments are HFCausalLM's. Checkpoints hold the frozen weights, too, like those of any module;
+    `save_adapter` writes only the adapters.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class LoRACausalLM(HFCausalLM):
             raise ConfigurationError(f"target_modules={targets!r}: {error}") from error
 
     def read_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """As HFCausalLM's; the frozen matrix beside an adapter is called `base_layer` in the model, but not in the folder."""
+        """See HFCausalLM. A matrix with an adapter has `base_layer` in its name in the model, but not in the folder."""
         plain = {name.replace(".base_layer.", "."): name for name in names if ".lora_" not in name}
         return {plain[name]: value for name, value in super().read_weights(list(plain)).items()}
 
     def save_adapter(self, folder: str) -> None:
-        """Write the adapters in peft's format. The module must be whole: after training, load a plain checkpoint first."""
+        """Write the adapters in peft's format. The module must be whole on this process: after training, load a plain checkpoint first."""
         peft = _import_peft()
         base, config = self.model, self.model.peft_config["default"]
         config.base_model_name_or_path = self.hparams["pretrained"]

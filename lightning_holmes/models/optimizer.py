@@ -1,4 +1,4 @@
-"""What both models train with: AdamW, a linear warm-up, a cosine down.
+"""The optimizer and schedule of all models here: AdamW with a linear warm-up and a cosine decay.
 
 def configure_optimizers(self):
     return build_adamw(self, learning_rate=3e-4, weight_decay=0.1, betas=(0.9, 0.95), warmup_steps=100)
@@ -23,9 +23,9 @@ def build_adamw(
     warmup_steps: int,
     min_learning_rate_ratio: float = 0.1,
 ) -> OptimizerLRScheduler:
-    """AdamW over the parameters that train, in two groups by shape: only matrices are decayed.
+    """Return AdamW over the trainable parameters, in two groups: weight decay applies only to those with two or more dimensions.
 
-    The scheduler steps once an optimizer step; the run's length is what the trainer estimates.
+    The scheduler steps once per optimizer step; the length of the run is ``trainer.estimated_stepping_batches``.
     """
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -41,7 +41,7 @@ def build_adamw(
 
 
 def learning_rate_factor(step: int, num_steps: float, warmup_steps: int, min_ratio: float) -> float:
-    """Share of the peak learning rate at `step` of `num_steps` (infinite where no end is known)."""
+    """The learning rate at `step` of `num_steps` as a fraction of its peak; `num_steps` is infinite if the run has no known end."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if math.isinf(num_steps):

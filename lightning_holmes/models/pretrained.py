@@ -1,7 +1,7 @@
 """A folder of safetensors as `save_pretrained` writes it, read one weight at a time.
 
     folder = PretrainedFolder("llama")
-    folder.read(["model.norm.weight"])      # opens the file that holds it, reads that part of it
+    folder.read(["model.norm.weight"])      # opens the file that holds this weight and reads only this weight
 
 Needs the extra: `pip install lightning-holmes[hf]`.
 """
@@ -24,7 +24,7 @@ _SHOWN = 5
 
 
 class PretrainedFolder:
-    """The weights of one folder by the names in its files; `files[name]` is the file's name."""
+    """The weights of one folder by their names in its files; `files[name]` is the name of the file with weight `name`."""
 
     def __init__(self, folder: str) -> None:
         from safetensors import safe_open
@@ -46,8 +46,8 @@ class PretrainedFolder:
         """For each parameter and saved buffer of a Hugging Face `model`, its name in the files.
 
         Raises:
-            ConfigurationError: the files name weights in another way than the model, so that transformers converts
-                them on loading; or the model is quantised.
+            ConfigurationError: the names of the weights in the files differ from the model's, so that transformers
+                would convert them on loading; or the model is quantised.
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise ConfigurationError(
@@ -76,12 +76,12 @@ class PretrainedFolder:
         return found
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """The weights `names`, named as in the files."""
+        """Return the weights `names`, which are names in the files."""
         from safetensors import safe_open
 
         values: dict[str, Tensor] = {}
         for name in names:
-            # The file is mapped, and the pages that were read stay in use until it is closed: one weight at a time.
+            # the file is memory-mapped, and pages that were read stay in memory until it is closed: so open it for one weight at a time
             with safe_open(self.folder / self.files[name], framework="pt") as opened:
                 values[name] = opened.get_tensor(name).clone()
         return values

@@ -1,1 +1,1 @@
-"""How weights change: gradient buffers, their synchronisation, clipping."""
+"""Gradient buffers, gradient synchronisation, clipping, and sharded and remote optimizers."""

@@ -1,7 +1,7 @@
-"""AfterStep: something done once after each ``optimizer.step()``.
+"""AfterStep: calls a function once after each ``optimizer.step()``.
 
-torch (2.13) calls an optimizer's hooks for each class whose ``step`` runs: where one calls ``super().step()`` they are called in the midst
-of its step, too.
+torch (2.13) calls an optimizer's step hooks for each class whose ``step`` runs: if a ``step`` calls ``super().step()``, the hooks also run
+in the middle of the outer step.
 
     handle = AfterStep(optimizer, act)
     handle.remove()
@@ -21,7 +21,7 @@ class AfterStep:
 
     def __init__(self, optimizer: Optimizer, act: Callable[[], None]) -> None:
         self._act = act
-        self._open: list[FrameType] = []  # of torch's calls of a class's step that have not ended, the outermost first
+        self._open: list[FrameType] = []  # frames of torch's step wrappers that have not ended, the outermost first
         self._handles = (
             optimizer.register_step_pre_hook(self._begin),
             optimizer.register_step_post_hook(self._end),
@@ -29,7 +29,7 @@ class AfterStep:
 
     def _begin(self, *_: Any) -> None:
         own = _caller()
-        if self._open:  # those that have raised call nothing any more
+        if self._open:  # drop the frames of steps that have raised
             callers = [frame for frame, _ in traceback.walk_stack(own)]
             self._open = [entry for entry in self._open if entry in callers]
         self._open.append(own)
@@ -40,14 +40,14 @@ class AfterStep:
             self._act()
 
     def remove(self) -> None:
-        """Do it no more."""
+        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._open.clear()
 
 
 def _caller() -> FrameType:
-    """The frame of who calls the function that calls this."""
+    """Return the frame that called the caller of this function."""
     frame = inspect.currentframe()
     assert frame is not None and frame.f_back is not None and frame.f_back.f_back is not None
     return frame.f_back.f_back

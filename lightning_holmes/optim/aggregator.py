@@ -1,16 +1,16 @@
-"""Aggregator: the workers of one cluster, of which one speaks for all with an optimizer node that lies elsewhere.
+"""Aggregator: for each unit, one worker of a cluster (the speaker) communicates for all its workers with an optimizer node elsewhere.
 
-The slow link carries a unit's gradient once a cluster, as a sum, and its parameters once a pass. Where hosts have several workers, one
-of each host speaks for those there first, so that a fast card carries them once a host. Speakers take turns from unit to unit, so that
-inside, too, all carry about as much.
+The slow link carries a unit's gradient once for each cluster, as a sum, and its parameters once for each pass. If hosts have several
+workers, one worker of each host speaks for that host first, so that a fast card carries them once for each host. A different worker
+speaks for each unit in turn, so that traffic inside the cluster is balanced, too.
 
     aggregator = Aggregator([level, ...])                                   # every worker of the cluster must call, in the same order:
-    touched = aggregator.sum(3, gradient, ["up.weight"], of=names)          # on the speaker the union; None on others
+    touched = aggregator.sum(3, gradient, ["up.weight"], of=names)          # the union on the speaker; None on others
     aggregator.bring(3, values, lambda: link.ask(..., into=[values]))
 
-A speaker adds the others' gradients to its own in the order of their ranks, so that a run can be repeated bit for bit. Where each
-worker sends for itself the node adds them in another order: results differ by rounding. LuWu's reduction tree (arXiv 2409.00918), made
-of workers: hosts, clusters, and the node.
+A speaker adds the others' gradients to its own in the order of their ranks, so that runs are reproducible bit for bit. If each
+worker sends its own gradient, the node adds them in another order, and results differ by rounding. This is the reduction tree of LuWu
+(arXiv 2409.00918), built from workers: hosts, clusters, and the node.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,16 +22,16 @@ from torch import Tensor
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
 
-_PIECE_BYTES = 4 << 20  # received while the one before is added
+_PIECE_BYTES = 4 << 20  # a piece is received while the previous one is added
 
 
 class SpeakingLevel:
-    """This worker's group of one level.
+    """This worker's group at one level of the tree.
 
     Args:
-        up, down: groups of its members, one for gradients, one for parameters: a thread each uses them.
-        where: names them, for messages.
-        release: lets go of them.
+        up, down: process groups of its members, for gradients and for parameters; a different thread uses each.
+        where: returns a description of the group, for messages.
+        release: destroys both process groups.
     """
 
     def __init__(
@@ -42,17 +42,18 @@ class SpeakingLevel:
         self._place, self.size = dist.get_rank(up), dist.get_world_size(up)
 
     def speaks(self, turn: int) -> bool:
-        """Whether it is this worker's turn to speak for all."""
+        """Whether this worker is the speaker of turn ``turn``."""
         return self._place == turn % self.size
 
     def sum(self, turn: int, gradient: Tensor, touched: Sequence[str], *, of: Sequence[str]) -> list[str] | None:
-        """Let the speaker's ``gradient``, (numel,), become the sum of all; the others' may be overwritten then.
+        """Sum ``gradient``, (numel,), of all members into that of the speaker; the others' may be overwritten afterwards.
 
         Args:
-            touched: those of the unit's parameters, ``of``, that a microbatch of this worker, or of those it speaks for, has reached.
+            touched: the parameters that got a gradient from a microbatch of this worker, or of the workers it speaks for.
+            of: the names of all parameters of the unit.
 
         Returns:
-            On the speaker those that one of any worker has reached; None on the others.
+            On the speaker the parameters that got a gradient on any member; None on the others.
         """
         speaker, names = turn % self.size, set(touched)
         flags = torch.tensor([name in names for name in of], dtype=torch.uint8)
@@ -70,7 +71,7 @@ class SpeakingLevel:
         return [name for name, flag in zip(of, flags.tolist(), strict=True) if flag]
 
     def _add(self, other: int, pieces: Sequence[Tensor], memory: Sequence[Tensor], like: Tensor) -> Tensor:
-        """Add what ``other`` sends; gives its flags."""
+        """Receive the gradient of member ``other``, add it to ``pieces``, and return its flags."""
         flags = torch.empty_like(like)
         targets = [memory[index % 2][: piece.numel()] for index, piece in enumerate(pieces)]
         works = [dist.irecv(t, group=self._up, group_src=other) for t in (flags, *targets[:1])]
@@ -83,13 +84,13 @@ class SpeakingLevel:
         return flags
 
     def hand_on(self, turn: int, values: Tensor) -> None:
-        """Let ``values``, (numel,), of every member become those of the speaker."""
+        """Broadcast the speaker's ``values``, (numel,), to every member."""
         if values.numel():
             with naming(lambda: f"while parameters were handed on in {self._where()}"):
                 dist.broadcast(values.view(torch.uint8), group=self._down, group_src=turn % self.size)
 
     def close(self) -> None:
-        """Let go of the groups, when every member has all that was on its way; all call."""
+        """Destroy the groups, after every member has received everything; all members must call."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -99,17 +100,17 @@ class SpeakingLevel:
 
 
 class Aggregator:
-    """Of this worker's cluster, or host.
+    """The speaking levels of this worker's cluster, or host.
 
     Args:
-        levels: innermost first; those of a host may be another one's, too.
+        levels: innermost first; the level of a host may also belong to another aggregator.
     """
 
     def __init__(self, levels: Sequence[SpeakingLevel]) -> None:
         self._levels = levels
 
     def _turns(self, unit: int) -> list[tuple[SpeakingLevel, int]]:
-        """The levels in which this worker takes part for a unit, and whose turn it is there."""
+        """Return the levels in which this worker takes part for a unit, each with its turn."""
         found, turn = [], unit
         for level in self._levels:
             found.append((level, turn))
@@ -119,7 +120,7 @@ class Aggregator:
         return found
 
     def sum(self, unit: int, gradient: Tensor, touched: Sequence[str], *, of: Sequence[str]) -> list[str] | None:
-        """Let the speaker's ``gradient``, (numel,), become the sum of all; see :meth:`SpeakingLevel.sum`."""
+        """Sum ``gradient``, (numel,), of all workers into that of the unit's speaker; see :meth:`SpeakingLevel.sum`."""
         found: list[str] | None = list(touched)
         for level, turn in self._turns(unit):
             assert found is not None
@@ -127,7 +128,7 @@ class Aggregator:
         return found
 
     def bring(self, unit: int, values: Tensor, ask: Callable[[], None]) -> None:
-        """Let ``values``, (numel,), of every worker become what the speaker's ``ask`` brings into its own."""
+        """Call ``ask``, which fills ``values``, (numel,), on the unit's speaker only, and broadcast these values to all workers."""
         turns = self._turns(unit)
         if len(turns) == len(self._levels) and turns[-1][0].speaks(turns[-1][1]):
             ask()
@@ -135,6 +136,6 @@ class Aggregator:
             level.hand_on(turn, values)
 
     def close(self) -> None:
-        """Let go of its levels; all workers of the cluster call."""
+        """Close its levels; all workers of the cluster must call."""
         for level in self._levels:
             level.close()

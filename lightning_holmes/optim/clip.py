@@ -17,14 +17,14 @@ def global_grad_norm(
     device: torch.device,
     tensor_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The 2-norm of all gradients of the model; a scalar, the same on every rank.
+    """Return the 2-norm of all gradients of the model; a scalar, the same on every rank.
 
     Args:
-        parameters: this rank's.
-        counts: whether this rank's copy of a parameter is the one that counts (shared ones count once).
+        parameters: the parameters of this rank.
+        counts: whether this rank's copy of a parameter is the one that counts (shared parameters count once).
         pipeline_group: the ranks of this pipeline, all of which must call; None if there is one stage.
-        tensor_group: likewise the ranks that share the layers of this stage: parts of a sharded parameter are summed,
-            copies of one count once.
+        tensor_group: the ranks that share the layers of this stage, all of which must call, or None: all parts of a sharded
+            parameter count, and copies of a parameter count once.
     """
     first = tensor_group is None or dist.get_rank(tensor_group) == 0
     gradients = [
@@ -38,7 +38,8 @@ def global_grad_norm(
 def norm_over_groups(
     gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup | None], device: torch.device
 ) -> Tensor:
-    """The 2-norm of what all ranks of all ``groups`` give, each element once; a scalar, the same on all of them."""
+    """Return the 2-norm of the ``gradients`` of all ranks of all ``groups``; a scalar, the same on all of them. Across ranks each
+    element must be passed once. All ranks of the groups must call."""
     norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=device)
     if all(group is None for group in groups):
         return norm
@@ -50,7 +51,7 @@ def norm_over_groups(
 
 
 def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients of ``parameters``, which have the 2-norm ``norm``, to at most ``max_norm``, as torch does."""
+    """Scale the gradients of ``parameters`` to a norm of at most ``max_norm``, given their 2-norm ``norm``, as torch does."""
     if not any(map(dtensor.is_dtensor, parameters)):
         if parameters:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -59,19 +60,19 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tens
 
 
 def clip_by_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
-    """Cut the elements of the gradients of ``parameters`` to within ``max_value``, as torch does."""
+    """Clamp the elements of the gradients of ``parameters`` to within ``max_value``, as torch does."""
     clip_parts_by_value(_gradient_parts(parameters), max_value)
 
 
 def clip_parts_by_norm(parts: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients, which with others have the 2-norm ``norm``, to at most ``max_norm``, as torch does."""
+    """Scale gradients, given the 2-norm ``norm`` of all gradients, so that it becomes at most ``max_norm``, as torch does."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for part in parts:
         part.mul_(factor.to(part.device))
 
 
 def clip_parts_by_value(parts: Iterable[Tensor], max_value: float) -> None:
-    """Cut the elements of gradients to within ``max_value``, as torch does."""
+    """Clamp the elements of gradients to within ``max_value``, as torch does."""
     for part in parts:
         part.clamp_(-max_value, max_value)
 

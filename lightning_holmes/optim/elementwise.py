@@ -1,7 +1,7 @@
-"""How an optimizer can be sharded over ranks: by elements, by whole parameters, or not at all.
+"""Tests how an optimizer can be sharded over ranks: by elements, by whole parameters, or not at all.
 
-It is tested, not looked up: a twin of the user's optimizer (same class, same options) steps a small tensor whole, and
-other twins step parts of it, each on its own. Same numbers, then the parts may live on different ranks.
+There is no list of optimizers: a copy of the user's optimizer (same class, same options) steps a small tensor whole, and
+other copies step parts of it separately. If the results are equal, the parts may be on different ranks.
 
     found = test_separability(optimizer, torch.device("cpu"))
     found.level                 # "elements": SGD, Adam, RMSprop ...; "parameters": Muon, Adafactor, LAMB; "none"
@@ -24,25 +24,25 @@ from lightning_holmes.torch_private import holds_hooks
 Level = Literal["elements", "parameters", "none"]
 
 _SHAPES: dict[int, tuple[int, ...]] = {1: (17160,), 2: (132, 130), 3: (26, 22, 30), 4: (13, 12, 11, 10)}
-"""Test tensors by number of dimensions. Larger than 4096 elements, below which 8-bit optimizers keep 32 bits; and matrices of more
-than 128 rows and columns, below which some keep second moments whole that they factor otherwise."""
+"""Shapes of test tensors by number of dimensions: more than 4096 elements, below which 8-bit optimizers keep 32-bit states; and
+matrices of more than 128 rows and columns, below which some optimizers do not factor their second moments."""
 _CUTS = (0, 997, 1003, 17160)
-"""Places where a test tensor is cut: no multiples of a row, a vector register or a block."""
+"""Elements at which a test tensor is cut: no multiples of a row, a vector register or a block."""
 _SCALES = (1.0, 1e3, 1e-4)
-"""Sizes of the gradients of successive steps: a clipping inside the optimizer shows with one of them."""
-_LEARNING_RATE = 0.01  # schedules often begin at zero, and nothing would show
+"""Scales of the gradients of successive steps: with one of them, clipping inside the optimizer changes the result."""
+_LEARNING_RATE = 0.01  # in place of the optimizer's: schedules often begin at zero, and no step would change anything
 _STEPS = 2  # for each scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Separability:
-    """What a test found.
+    """The result of :func:`test_separability`.
 
     Attributes:
-        level: the finest parts that may live on different ranks.
-        reason: why no finer ones, for people.
-        element_keys: for each group, the entries of its parameters' states that have a number for each element.
-        state_bytes: bytes of state for each element of a parameter, the most of any group.
+        level: the finest parts that may be on different ranks.
+        reason: why finer parts are not possible, for messages.
+        element_keys: for each group, the keys of its parameters' states that have a value for each element.
+        state_bytes: bytes of state for each element of a parameter, the maximum over the groups.
     """
 
     level: Level
@@ -50,17 +50,17 @@ class Separability:
     element_keys: tuple[frozenset[str], ...]
     state_bytes: float
     couples: bool = False
-    """A parameter's step depends on others', such as by the norm over all of them."""
+    """Whether a parameter's step depends on other parameters, such as by a norm over all of them."""
 
 
 def test_separability(
     optimizer: Optimizer, device: torch.device, groups: Sequence[Mapping[str, Any]] | None = None
 ) -> Separability:
-    """Test ``optimizer``, whose parameters and states are left alone.
+    """Test how ``optimizer`` can be sharded; its parameters and states are not changed.
 
     Args:
-        device: where its parameters will be; they may be on the meta device now.
-        groups: those of its groups that are tested; None: all.
+        device: the device on which its parameters will be; they may be on the meta device now.
+        groups: the parameter groups to test; None: all groups of the optimizer.
     """
     holder = _holds_parameters(optimizer)
     if holder:
@@ -106,7 +106,7 @@ class _Outcome:
 
 
 def step_seconds(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> float:
-    """Seconds that a step takes for each element of large parameters, measured on a tensor of a million."""
+    """Return the seconds of a step per element of large parameters, measured on a tensor of 2**20 elements."""
     group = max(optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))
     parameter = nn.Parameter(torch.ones(1024, 1024, dtype=dtype, device=device))
     vars(parameter).update(marks_of(group["params"][0]))
@@ -128,7 +128,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:
-    """What somebody has written on a parameter, and optimizers may read."""
+    """Return the attributes that were set on a parameter, which optimizers may read."""
     return dict(vars(parameter))
 
 
@@ -168,7 +168,7 @@ def _test_group(
 def _differs_by_elements(
     optimizer: Optimizer, group: Mapping[str, Any], start: Tensor, steps: Sequence[Tensor], whole: _Outcome
 ) -> str:
-    """What is different when parts are stepped each on its own; empty if nothing is."""
+    """Return what differs when the parts of a tensor are stepped separately; empty if nothing does."""
     parts = []
     for first, last in itertools.pairwise(_CUTS):
         own = [[gradient.flatten()[first:last].clone()] for gradient in steps]
@@ -195,7 +195,7 @@ def _differs_by_elements(
 def _differs_by_parameters(
     optimizer: Optimizer, group: Mapping[str, Any], start: Tensor, steps: Sequence[Tensor], whole: _Outcome
 ) -> bool:
-    """Whether a tensor fares otherwise beside another one, whose gradients are larger."""
+    """Whether the step of a tensor changes when its group has a second tensor with larger gradients."""
     pairs = [[gradient, 30.0 * gradient.flip(0)] for gradient in steps]
     try:
         beside = _run(optimizer, group, [start, 3.0 * start], pairs)
@@ -207,24 +207,24 @@ def _differs_by_parameters(
 def _run(
     optimizer: Optimizer, group: Mapping[str, Any], values: Sequence[Tensor], steps: Sequence[Sequence[Tensor]]
 ) -> list[_Outcome]:
-    """Step ``values`` with a twin of ``optimizer``; one list of gradients a step."""
+    """Step ``values`` with a copy of ``optimizer``; ``steps`` has one gradient for each value, for each step."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     for parameter in parameters:
         vars(parameter).update(marks_of(group["params"][0]))
     twin = _twin(optimizer, group, parameters)
     with torch.random.fork_rng(enabled=True):
-        # on the host torch.manual_seed keeps a stack for each kind of device that is not there
+        # for tensors on the host: torch.manual_seed keeps a stack trace for each device type that is not initialised
         (torch.default_generator if values[0].device.type == "cpu" else torch).manual_seed(0)
         for gradients in steps:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()
-            type(optimizer).step(twin)  # not the instance's, which schedulers wrap
+            type(optimizer).step(twin)  # not the instance's step, which schedulers wrap
     return [_Outcome(p.detach(), dict(twin.state.get(p, {}))) for p in parameters]
 
 
 def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class with the options of ``group`` for other parameters. Constructors of users' classes
-    ask for arguments that nobody knows here, so it is not constructed."""
+    """Make an optimizer of the same class with the options of ``group`` for other parameters. Its ``__init__`` is not called,
+    since the arguments of a user's class are unknown here."""
     twin: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "step"):
@@ -261,7 +261,7 @@ def _gradients(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def _close(left: Tensor, right: Tensor) -> bool:
-    """Equal but for rounding: a vector register's arithmetic may contract what a scalar's does not."""
+    """Whether two tensors are equal up to rounding: vectorised code may fuse operations that scalar code does not."""
     rtol = 1e-5 if left.dtype.itemsize >= 4 else 2e-2
     scale = float(right.float().abs().mean())
     return torch.allclose(left.float(), right.float(), rtol=rtol, atol=rtol * scale, equal_nan=True)
@@ -274,7 +274,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _holds_parameters(optimizer: Optimizer) -> str:
-    """Why what an optimizer steps is not decided by its groups alone; empty if it is."""
+    """Return why the optimizer's groups alone do not determine what it steps; empty if they do."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     name = type(optimizer).__name__
     for key, value in vars(optimizer).items():
@@ -289,7 +289,7 @@ def _holds_parameters(optimizer: Optimizer) -> str:
 
 
 def flattened(value: Any, depth: int) -> Iterator[Any]:
-    """A value, or what lies in its containers, so many of them deep."""
+    """Yield ``value`` itself, or the entries of its containers, nested up to ``depth`` deep."""
     if depth and isinstance(value, Mapping):
         for entry in [*value.keys(), *value.values()]:
             yield from flattened(entry, depth - 1)

@@ -1,4 +1,4 @@
-"""A look for infinities in reduced gradients, for ``Trainer(detect_anomaly=True)``."""
+"""A check for infinities and NaN in reduced gradients, for ``Trainer(detect_anomaly=True)``."""
 
 from collections.abc import Iterable
 
@@ -10,10 +10,10 @@ _SHOWN = 5
 
 
 def check_finite(gradients: Iterable[tuple[str, Tensor]], place: str) -> None:
-    """Refuse infinities, and what is NaN without any operator having given it, in the summed gradients of named parameters.
+    """Refuse infinities and NaN in the summed gradients of named parameters.
 
-    torch's anomaly mode looks for NaN after each operator; an infinity alone passes it, and becomes NaN in clipping or a
-    later step, where nobody knows any more where it came from.
+    torch's anomaly mode checks for NaN after each operator; it does not detect an infinity, which becomes NaN in clipping or a
+    later step, where its origin is no longer known.
 
     Raises:
         AnomalyError: with the names of the parameters.

@@ -1,14 +1,14 @@
-"""Where gradients gather: flat ``main_grad`` buckets of a rank, in the order in which its backward finishes them.
+"""Gradient accumulation: flat ``main_grad`` buckets of a rank, in the order in which its backward finishes them.
 
-Lightning erases ``p.grad`` between a training step and the backward that it thinks follows; here the
-backward is part of the step, so gradients live in buffers of our own until :meth:`GradBuffer.assign_grads`.
+Lightning clears ``p.grad`` between a training step and the backward that it expects after the step; here the
+backward is part of the step, so gradients stay in separate buffers until :meth:`GradBuffer.assign_grads`.
 
-Parameters whose gradient has the buffer's type accumulate straight into views of it; others (bf16
-parameters, sharded ones) are added by a hook after each accumulation. Of a parameter that is sharded
-over a tensor group a bucket has this rank's part; its gradients are laid out like the parameter before they
-enter. Beside the buckets there is one number for each parameter: whether anything reached it. It is summed
-with them, so that a parameter which no replica used keeps ``grad = None`` as in plain Lightning (AdamW would
-decay it otherwise).
+Gradients of the buffer's type accumulate directly into views of it; a hook adds the others (of bf16
+parameters, of DTensors) after each accumulation. For a parameter that is sharded over a tensor group, a
+bucket holds this rank's part; its gradients are redistributed to the placement of the parameter before they
+are added. Beside the buckets there is one flag for each parameter: whether it got a gradient. The flags are
+summed over the replicas, too, so that a parameter which no replica used keeps ``grad = None`` as in plain
+Lightning (AdamW would decay it otherwise).
 
     buffer = GradBuffer(parameters, flat=True, data_parallel_size=4)
     buffer.begin()
@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from lightning_holmes.comm import dtensor
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""DistributedDataParallel's (``bucket_cap_mb=25``, torch 2.13)."""
+"""The default of DistributedDataParallel (``bucket_cap_mb=25``, torch 2.13)."""
 NOTES = 2
-"""Spare numbers after the flags, summed with them over the replicas: what ranks have to tell each other."""
+"""The number of extra values after the flags, by which ranks signal each other; they are summed over the replicas with the flags."""
 NOTE_LATE, NOTE_DRIFT = range(NOTES)
 
 
@@ -39,14 +39,14 @@ class Bucket:
     """Gradients that lie side by side and are reduced together.
 
     Attributes:
-        names: of the parameters, in the order of their places.
-        buffer: 1-D; its length is a multiple of the data-parallel size. What no view covers is zero.
+        names: the parameters, in the order of their places.
+        buffer: 1-D; its length is a multiple of the data-parallel size. Elements that no view covers are zero.
         views: by name, this rank's part of a gradient in the parameter's shape; in the memory of ``buffer``.
-        starts: by name, where its view begins.
+        starts: by name, the first element of the view.
         flags: (len(names),) fp32, in the order of ``names``: after :meth:`GradBuffer.seal` and a sum over the
-            replicas, above zero where anything reached a parameter.
-        apart: None, or what its parameters have in common that others have not (the stages that share them).
-        launched: its reduction has begun, so ``buffer`` must be left alone.
+            replicas, above zero for parameters that got a gradient.
+        apart: None, or the key that separates its parameters from others (the pipeline ranks that share them).
+        launched: whether its reduction has begun; ``buffer`` must not be changed then.
     """
 
     names: tuple[str, ...]
@@ -59,19 +59,19 @@ class Bucket:
 
 
 class GradBuffer:
-    """Gradients of ``parameters`` (name -> parameter of this rank) over one accumulation window.
+    """Accumulates gradients of ``parameters`` (name -> parameter of this rank) over one accumulation window.
 
     Args:
         parameters: in the order in which the backward finishes them.
-        flat: keep flat buckets for reductions. Without them (a rank on its own, no sharded parameters), gradients
+        flat: keep flat buckets for reductions. Without them (a single rank, no sharded parameters), gradients
             stay the tensors that autograd made, which costs neither memory nor time.
-        data_parallel_size: what the length of each bucket is a multiple of.
-        bucket_bytes: at which size a bucket is full; a larger parameter has one for itself. May be changed until
+        data_parallel_size: the length of each bucket is a multiple of it.
+        bucket_bytes: the size at which a bucket is full; a larger parameter has a bucket for itself. May be changed until
             the buckets are laid out.
-        grad_dtype: of the buckets; None: the parameter's own. Types of higher precision keep their own.
-        stage_of: by name, the stage whose last backward finishes it; buckets end where stages end.
-        apart: by name, what sets a parameter apart; unlike ones share no bucket, and their buckets come last. They are
-            cut alike whatever ``bucket_bytes`` is, since other stages, with another size, have them, too.
+        grad_dtype: the type of the buckets; None: the parameter's own. Types of higher precision keep their own.
+        stage_of: by name, the stage whose last backward finishes the gradient; no bucket contains parameters of two stages.
+        apart: by name, a key; parameters with different keys share no bucket, and buckets with a key come last. Their size does not
+            depend on ``bucket_bytes``, since other pipeline ranks, with another ``bucket_bytes``, must cut them in the same way.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class GradBuffer:
         self.grad_dtype = grad_dtype
         self.buckets: list[Bucket] = []
         self.flags = torch.zeros(0)
-        """(parameters + NOTES,) fp32, on the host, which need not wait for a device to read them: the flags of all buckets, and
+        """(parameters + NOTES,) fp32, on the host, so that reading them waits for no device: the flags of all buckets, and
         the notes."""
         self.late: dict[str, Tensor] = {}
-        """What arrived for buckets whose reduction had begun; not yet summed over replicas."""
+        """Gradients that arrived after the reduction of their bucket had begun, by name; not yet summed over replicas."""
         self.generation = 0
-        """Counts how often the buckets have been laid out anew."""
+        """How often the buckets have been laid out."""
         self.on_arrival: Callable[[str], None] | None = None
         """Called with a parameter's name after each of its accumulations."""
         self._stage_of = dict(stage_of or {})
@@ -139,7 +139,7 @@ class GradBuffer:
                 parameter.grad = view if _accumulates_in(view, parameter) else None
 
     def end(self) -> None:
-        """Finish a batch: take the gradients off the parameters, out of reach of ``zero_grad``."""
+        """Finish a batch: set ``p.grad`` to None, so that ``zero_grad`` cannot clear the gradients."""
         self._gathering = False
         for name, parameter in self.parameters.items():
             if not self.flat:
@@ -150,7 +150,7 @@ class GradBuffer:
             parameter.grad = None
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Gather a gradient that autograd did not accumulate (``torch.autograd.grad``), laid out in any way."""
+        """Add a gradient that autograd did not accumulate (``torch.autograd.grad``); a DTensor may have any placement."""
         parameter = self.parameters[name]
         if not self.flat:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
@@ -160,32 +160,32 @@ class GradBuffer:
             self.on_arrival(name)
 
     def launch(self, bucket: Bucket) -> None:
-        """From now on, to the end of the batch, ``bucket`` belongs to its reduction; what still arrives is ``late``."""
+        """Reserve ``bucket`` for its reduction until the end of the batch; gradients that still arrive go to ``late``."""
         bucket.launched = True
         for name in bucket.names:
             self.parameters[name].grad = None
 
     def seal(self) -> None:
-        """Write down which parameters were reached, before a reduction sums that too; the notes become zero."""
+        """Set the flags of the parameters that got a gradient, before the flags are summed; sets the notes to zero."""
         if self.buckets:
             reached = [float(n in self._touched) for bucket in self.buckets for n in bucket.names]
             self.flags.copy_(torch.tensor([*reached, *[0.0] * NOTES]))
 
     @property
     def notes(self) -> Tensor:
-        """(NOTES,): what goes with the flags to all replicas."""
+        """(NOTES,): the values that are summed over the replicas with the flags."""
         return self.flags[-NOTES:]
 
     def reached(self) -> frozenset[str]:
-        """The parameters that have a gradient on some replica; after :meth:`seal` and the reduction of the flags."""
+        """Return the parameters that have a gradient on some replica; after :meth:`seal` and the reduction of the flags."""
         names = [n for bucket in self.buckets for n in bucket.names]
         return frozenset(n for n, flag in zip(names, self.flags[:-NOTES].tolist(), strict=True) if flag)
 
     def assign_grads(self, *, last: bool, shown: bool = True) -> None:
-        """Make the gathered gradients ``p.grad``; ``last`` closes the window, after :meth:`seal` and reductions.
+        """Set ``p.grad`` to the accumulated gradients; ``last`` closes the window, after :meth:`seal` and reductions.
 
         Args:
-            shown: False: ``p.grad`` stays None, for buckets of which this rank has a share only.
+            shown: if False, ``p.grad`` stays None, for buckets of which this rank has only a shard.
         """
         for name, gradient in self._kept.items():
             self.parameters[name].grad = gradient
@@ -207,14 +207,14 @@ class GradBuffer:
             self._kept = {}
 
     def gradient(self, name: str) -> Tensor | None:
-        """The gathered gradient of ``name``, or None if it has none."""
+        """Return the accumulated gradient of ``name``, or None if it has none."""
         if not self.flat:
             return self._kept.get(name)
         bucket = self._bucket_of.get(name)
         return None if bucket is None else bucket.views[name]
 
     def close(self) -> None:
-        """Let go of buffers and hooks."""
+        """Free buffers and remove hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -226,7 +226,7 @@ class GradBuffer:
         self._open = False
 
     def _build(self, trainable: tuple[str, ...]) -> None:
-        """Lay out the buckets for the parameters that are trained now; keeps what has been gathered."""
+        """Lay out the buckets for the parameters that are trained now; keeps the gradients accumulated so far."""
         gathered = {n: b.views[n] for n, b in self._bucket_of.items() if self._open}
         for hook in self._hooks:
             hook.remove()
@@ -249,7 +249,7 @@ class GradBuffer:
                 self._hooks.append(hook)
 
     def _fill_buckets(self, trainable: Iterable[str]) -> list[list[str]]:
-        """The names of each bucket, buckets in the order in which they become full; those set apart come last."""
+        """Return the names of each bucket, in the order in which buckets become ready; those with an ``apart`` key come last."""
         done: list[list[str]] = []
         filling: dict[Hashable, tuple[list[str], int]] = {}
         ordered = sorted(trainable, key=lambda n: self._apart.get(n) is not None)  # stable
@@ -273,7 +273,7 @@ class GradBuffer:
         return sorted(done, key=lambda names: places[names[-1]])
 
     def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """The type in which a parameter's gradients gather."""
+        """Return the type in which a parameter's gradients accumulate."""
         own, wanted = parameter.dtype, self.grad_dtype
         return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted
 
@@ -303,7 +303,7 @@ class GradBuffer:
 
         def arrived(parameter: Tensor) -> None:
             if not self._gathering:
-                return  # a backward of the user's own, between batches
+                return  # the user's own backward, between batches
             if bucket.launched or not _accumulates_in(view, parameter):
                 assert parameter.grad is not None
                 self._take(name, parameter.grad)
@@ -316,7 +316,7 @@ class GradBuffer:
         return arrived
 
     def _take(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient to the bucket, or to what came too late for it."""
+        """Add a gradient to its bucket, or to ``late`` if the bucket's reduction has begun."""
         self._touched.add(name)
         bucket = self._bucket_of[name]
         part = dtensor.gradient_part(gradient, self.parameters[name])
@@ -327,5 +327,5 @@ class GradBuffer:
 
 
 def _accumulates_in(view: Tensor, parameter: Tensor) -> bool:
-    """Whether autograd can add a parameter's gradients to its view by itself."""
+    """Whether autograd can accumulate a parameter's gradients directly into its view."""
     return view.dtype == parameter.dtype and not dtensor.is_dtensor(parameter)

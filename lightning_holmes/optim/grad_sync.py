@@ -1,20 +1,20 @@
-"""Gradient synchronisation: sums a rank's gathered gradients with those of its replicas and of other stages.
+"""Gradient synchronisation: sums a rank's accumulated gradients over its replicas, and shared ones over pipeline ranks.
 
-A bucket's reduction starts as soon as the last backward of a window has passed all of its parameters, and runs in a queue
-of its own while the rest of the backward goes on. Buckets are reduced in their order, the same on all replicas: one
-that is ready waits for those before it. What the stages of a pipeline share is summed over them first, and so comes last.
-After the buckets go the flags (which parameters were reached) with the notes of grad_buffer.py.
+A bucket's reduction starts as soon as the last backward of a window has computed the gradients of all its parameters, and runs in
+the queue while the rest of the backward goes on. Buckets are reduced in order, the same on all replicas: a bucket that is ready
+waits for those before it. Gradients that pipeline ranks share are summed over these ranks first, and so their buckets come last.
+After the buckets the flags (which parameters got a gradient) are summed, with the notes of grad_buffer.py.
 
     sync.open(last=True)                # before the backwards of the last batch of a window
-    sync.last_backward(stage)           # the runner tells
-    ... hooks of the buffer tell sync.passed(name)
+    sync.last_backward(stage)           # called by the runner
+    ...                                 # the buffer's hooks call sync.passed(name)
     sync.backwards_done(stage)
-    sync.start_grad_sync()              # whatever has not started yet
+    sync.start_grad_sync()              # starts the remaining reductions
     sync.finish_grad_sync()
 
-A parameter that autograd reaches twice in a backward (a module in two segments of reentrant activation checkpointing)
-may be launched too early. What comes too late is kept aside, told to all replicas with the flags, summed by itself, and
-from then on nothing is launched before the end.
+The bucket of a parameter that autograd reaches twice in a backward (a module in two segments of reentrant activation checkpointing)
+may be launched too early. Gradients that come later are kept aside and announced to all replicas with the flags, and summed
+separately; after that no bucket is launched before the end of the backward.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,19 +31,19 @@ from lightning_holmes.plan.sync_choice import DriftWatch
 
 
 class GradSync:
-    """Sums ``buffer`` over replicas, and shared parameters over their stages.
+    """Sums ``buffer`` over replicas, and gradients of shared parameters over the pipeline ranks that hold them.
 
     Args:
-        buffer: the rank's gradients; loss weights already divide by the samples of all replicas, so sums
-            are what is wanted.
-        collective: what sums a bucket over the replicas; None if there is one replica. It may be exchanged between windows.
-        flags_group: the replicas on their hosts, for the flags; None likewise. Where ``queue`` is a thread, nothing but what
-            runs there goes over it.
-        queue: where collectives run.
-        shared_groups: for each set of ranks of one pipeline that hold copies of the same parameters, the group. Buckets
-            that are ``apart`` by such a set are summed over it.
-        stages_of: of each parameter, the stages of this rank that read it; where it has no entry, ``stages``.
-        stages: those of this rank.
+        buffer: the rank's gradients; they are summed, not averaged, since loss weights already divide by the samples of all
+            replicas.
+        collective: sums a bucket over the replicas; None if there is one replica. It may be replaced between windows.
+        flags_group: a host (CPU) group of the replicas, for the flags; None if there is one replica. If ``queue`` is a thread, only
+            that thread may use the group.
+        queue: runs the collectives.
+        shared_groups: the group of each set of ranks of one pipeline that hold copies of the same parameters. Buckets whose ``apart``
+            is such a set are summed over its group.
+        stages_of: for each parameter, the stages of this rank that read it; without an entry, ``stages``.
+        stages: the stages of this rank.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class GradSync:
         self.overlaps = True
         """Whether reductions may start before the backward has ended."""
         self.shares = False
-        """Whether each replica gets the sums of its share of a bucket only."""
+        """Whether each replica gets the sums of its shard of a bucket only."""
         self.drifted = False
-        """Whether some replica has seen the times drift; alike on all of them once a window is finished."""
+        """Whether some replica has seen reduction times drift; the same on all replicas once a window is finished."""
         self._buffer = buffer
         self._group = flags_group
         self._queue = queue
@@ -84,7 +84,7 @@ class GradSync:
         buffer.on_arrival = self.passed
 
     def open(self, *, last: bool) -> None:
-        """The backwards of a batch begin; ``last``: the last one of a window, after which gradients are summed."""
+        """Begin the backwards of a batch; ``last``: the last batch of a window, after which gradients are summed."""
         self._live = last and self.overlaps and self.collective is not None
         self._next = 0
         if self._live:
@@ -94,16 +94,16 @@ class GradSync:
             self._place = {n: index for index, bucket in enumerate(buckets) for n in bucket.names}
 
     def last_backward(self, stage: int) -> None:
-        """The last backward through ``stage`` begins."""
+        """Begin the last backward through ``stage``."""
         self._passing = stage
 
     def passed(self, name: str) -> None:
-        """The gradient of a parameter has been gathered; in the last backward of a stage nothing more comes from it."""
+        """Record that a parameter's gradient was accumulated; in a stage's last backward it is then complete for that stage."""
         if self._live and self._passing is not None:
             self._pass(name, self._passing)
 
     def backwards_done(self, stage: int) -> None:
-        """Nothing more comes from ``stage``, also for parameters that its last backward did not reach."""
+        """End the backwards of ``stage``: all its gradients are complete, also of parameters that its last backward did not reach."""
         self._passing = None
         if self._live:
             for name, missing in self._missing.items():
@@ -153,7 +153,7 @@ class GradSync:
             self._launch_rest()
 
     def _launch_rest(self) -> None:
-        """What waits for nothing any more: buckets that are apart, and the flags."""
+        """Start the reductions of buckets that are ``apart``, and of the flags, over the replicas."""
         buckets, group = self._buffer.buckets, self._group
         while self._next < len(buckets):
             self._launch(buckets[self._next])
@@ -180,7 +180,7 @@ class GradSync:
         self._works.clear()
 
     def _sum_late(self) -> None:
-        """Add what came too late on any replica. All replicas are here, since all have the note."""
+        """Add the gradients that came too late on any replica. All replicas run this, since all have the summed note."""
         assert self.collective is not None
         self.overlaps = False
         late = self._buffer.late
@@ -195,7 +195,7 @@ class GradSync:
         late.clear()
 
     def _look_at_times(self) -> None:
-        """Note the best of this window's seconds a byte: a replica that was late spoils some buckets, seldom all."""
+        """Record the least seconds per byte of this window: a late replica delays some of the buckets, seldom all."""
         largest = max((size for _, size in self._works), default=0)
         rates = [
             seconds / size
@@ -206,14 +206,14 @@ class GradSync:
             self._has_drifted = self.watch.note(min(rates))
 
     def chosen(self, collective: Collective) -> None:
-        """Use ``collective`` from now on; what is usual is learnt anew. Between windows, on all replicas."""
+        """Use ``collective`` from now on, and learn its usual time anew. Call between windows, on all replicas."""
         self.collective = collective
         self.watch.reset()
         self.drifted = self._has_drifted = False
 
 
 class _Sum:
-    """``collective.sum(tensor)``, or for ``shares`` its first half; to be called once."""
+    """Runs ``collective.sum(tensor)``, or with ``shares`` ``collective.scatter(tensor)``; to be called once."""
 
     def __init__(self, collective: Collective, tensor: Tensor, *, shares: bool) -> None:
         self._sum = collective.scatter if shares else collective.sum

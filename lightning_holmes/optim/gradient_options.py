@@ -1,9 +1,9 @@
-"""What a user asks for gradients: checked by itself, and against where the ranks are.
+"""The user's options for gradients: checked by themselves, and against the placement of the ranks.
 
     options = GradientOptions(gradient_sync="hierarchical")
     options.notes(placement, clusters)
 
-What is made of it is gradients.py's.
+strategy/gradients.py uses them.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOptions:
-    """How gradients gather and are summed; HolmesStrategy's arguments of the same names.
+    """How gradients are accumulated and summed; the arguments of HolmesStrategy with the same names.
 
     Raises:
         ConfigurationError: one of them is impossible by itself.
@@ -57,10 +57,10 @@ class GradientOptions:
             )
 
     def notes(self, placement: Placement, clusters: Sequence[str]) -> list[str]:
-        """What comes of the options on this placement, a line each. ``clusters``: that of each global rank.
+        """Return a line for each option that has no effect on this placement. ``clusters``: the cluster of each global rank.
 
         Raises:
-            ConfigurationError: no group of it can use the collective that is asked for.
+            ConfigurationError: no group of the placement can use the collective that is asked for.
         """
         tensor_ranks = range(placement.tensor_parallel_size)
         groups = [

@@ -1,10 +1,10 @@
-"""OptimizerHost: where optimizer.step() happens, and so what becomes of reduced gradients, their norm, and the states.
+"""OptimizerHost: where optimizer.step() runs; it takes the reduced gradients, and computes their norm and clips them there.
 
-    host.take_gradients(last=True)      # after the reduction: p.grad, or the pieces', is what the optimizer shall see
-    host.absorb()                       # after hooks of the user
+    host.take_gradients(last=True)      # after the reduction: sets p.grad of the parameters, or of the pieces
+    host.absorb()                       # after the user's hooks
     host.clip_by_norm(parameters, 1.0)
 
-LocalHost steps whole parameters on every replica, ShardedHost this replica's pieces; RemoteHost (remote.py) tells optimizer nodes to.
+LocalHost steps whole parameters on every replica, ShardedHost this replica's pieces; with RemoteHost (remote.py) optimizer nodes step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,38 +30,41 @@ from lightning_holmes.optim.sharded import ShardedOptimizer
 
 
 class GatheredGradients(Protocol):
-    """Where a host finds gradients that have been reduced: a GradBuffer, or a LayeredReducer."""
+    """Accumulated and reduced gradients, for a host: a GradBuffer, or a LayeredReducer."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """This rank's, by name."""
+        """This rank's parameters, by name."""
 
     def reached(self) -> frozenset[str]:
-        """Those that have a gradient on some replica."""
+        """Return the names of the parameters that have a gradient on some replica."""
 
     def assign_grads(self, *, last: bool, shown: bool = True) -> None:
-        """Make them ``p.grad``, where they are ``shown``."""
+        """Set ``p.grad`` to the gradients, if ``shown``; ``last``: after the last batch of a window."""
 
 
 class OptimizerHost(Protocol):
-    """One a run. All ranks make one, alike, and call :meth:`take_gradients`, :meth:`norm` and clipping together."""
+    """The place where the optimizer of a run steps.
+
+    All ranks must create one, with equal arguments, and call :meth:`take_gradients`, :meth:`norm` and the clipping methods together."""
 
     @property
     def shards(self) -> OwnedStates | None:
-        """Who has the optimizer's states, where it does not step whole parameters here."""
+        """The owner of the optimizer's states; None if the optimizer steps whole parameters on this rank."""
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
-        """Make what was gathered the optimizer's gradients, after the ``last`` batch of a window reduced ones; ``skipped``: this
-        batch had no backward, and a loss scaler, which skips its step, is told nothing."""
+        """Give the accumulated gradients to the optimizer; after the ``last`` batch of a window they are reduced.
+
+        ``skipped``: this batch had no backward; a loss scaler skips its step then, and no overflow is looked for."""
 
     def absorb(self) -> None:
-        """Take over what hooks of the user have made of ``p.grad``."""
+        """Take over changes that the user's hooks have made to ``p.grad``."""
 
     def loss_factor(self) -> float | Tensor:
-        """What losses are multiplied by: the loss scale, or 1."""
+        """Return the factor of the losses: the loss scale, or 1."""
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), each element once; a scalar."""
+        """Return the 2-norm over all stages of the gradients of ``parameters`` (this rank's), each element once; a scalar."""
 
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Scale all gradients so that their norm over all stages is at most ``max_norm``; ``parameters``: the optimizer's."""
@@ -70,22 +73,22 @@ class OptimizerHost(Protocol):
         """Clamp all gradients to within ``max_value``; ``parameters``: the optimizer's."""
 
     def settle(self) -> None:
-        """Wait until all parameters are those of the last step."""
+        """Wait until all parameters have the values of the last step."""
 
     def abandon(self) -> None:
-        """The run has failed: wait for nothing any more."""
+        """Stop waiting for other ranks, after the run has failed."""
 
     def close(self) -> None:
-        """Give the optimizer and the module back what they had."""
+        """Give parameters memory of their own again, and remove hooks."""
 
 
 class LocalHost:
-    """The user's optimizer steps whole parameters, alike on every replica.
+    """The user's optimizer steps whole parameters, in the same way on every replica.
 
     Args:
-        buffer: where gradients were gathered and reduced.
-        is_owner: whether this rank's copy of a parameter, by name, is the one that counts.
-        scaler: of ``precision="16-mixed"``, or None.
+        buffer: the accumulated and reduced gradients.
+        is_owner: whether this rank's copy of a parameter, by name, is the one that counts in a norm.
+        scaler: the scaler of ``precision="16-mixed"``, or None.
         place: this rank's stages in words, for messages.
     """
 
@@ -110,7 +113,8 @@ class LocalHost:
         self._scale = None if scaler is None else LossScale(scaler, (groups.pipeline, groups.tensor_parallel), device)
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
-        """They become ``p.grad``; after the ``last`` batch of a window they are checked, and stages agree on an overflow."""
+        """Set ``p.grad``; after the ``last`` batch of a window stages agree on an overflow, or check for infinities if
+        ``detect_anomaly`` is set."""
         self._assign(last=last)
         if not last or (skipped and self._scale is not None):
             return
@@ -130,7 +134,7 @@ class LocalHost:
         return self._buffer.parameters.items()
 
     def absorb(self) -> None:
-        """Nothing: the optimizer reads ``p.grad`` itself."""
+        """Do nothing: the optimizer reads ``p.grad`` itself."""
 
     def loss_factor(self) -> float | Tensor:
         return 1.0 if self._scale is None else self._scale.factor()
@@ -153,13 +157,13 @@ class LocalHost:
         clip_by_value(list(parameters), max_value)
 
     def settle(self) -> None:
-        """Nothing: a step has ended when it returns."""
+        """Do nothing: parameters are up to date when ``step`` returns."""
 
     def abandon(self) -> None:
-        """Nothing is waited for."""
+        """Do nothing: nothing is under way."""
 
     def close(self) -> None:
-        """Nothing was changed."""
+        """Do nothing: the optimizer and the module were not changed."""
 
 
 class ShardedHost(LocalHost):
@@ -194,11 +198,11 @@ class ShardedHost(LocalHost):
         return ((piece.name, tensor) for piece, tensor in self.shards.pieces.items())
 
     def absorb(self) -> None:
-        """Pieces see what hooks have made of whole gradients."""
+        """Pass changes that hooks have made to whole gradients on to the gradients of the pieces."""
         self.shards.absorb()
 
     def unscaled(self, factor: float) -> None:
-        """Pieces were unscaled by ``factor``; so are those parts of whole gradients that lie in no piece."""
+        """Multiply the parts of whole gradients that are in no piece by ``factor``, by which the scaler has unscaled the pieces."""
         for rest in self.shards.rest_of_whole():
             rest.mul_(factor)
         self.shards.note_shown()
@@ -211,7 +215,7 @@ class ShardedHost(LocalHost):
         return self._norm_of_pieces(lambda name: name in wanted)
 
     def _norm_of_pieces(self, wanted: Callable[[str], bool]) -> Tensor:
-        """Over stages, tensor groups and replicas, of the gradients that the optimizer steps with."""
+        """Return the norm of the gradients that the optimizer steps with, over stages, tensor groups and replicas."""
         groups = self._groups
         first = groups.tensor_parallel is None or groups.tensor_parallel_rank == 0
         parameters: Mapping[str, nn.Parameter] = self._buffer.parameters
@@ -235,12 +239,12 @@ class ShardedHost(LocalHost):
         self.shards.note_shown()
 
     def settle(self) -> None:
-        """Updated parameters have been gathered."""
+        """Wait until updated parameters have been gathered."""
         self.shards.finish()
 
     def abandon(self) -> None:
         self.shards.abandon()
 
     def close(self) -> None:
-        """Parameters have memory of their own again."""
+        """Give each parameter its own memory again."""
         self.shards.close()

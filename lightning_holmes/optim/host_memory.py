@@ -1,11 +1,11 @@
-"""HostMemory: where tensors of a device pass between it and a socket.
+"""HostMemory: host buffers through which tensors pass between a device and a socket.
 
     memory = HostMemory(device)                     # of one thread, which runs in a stream of its own on CUDA (comm/queue.py)
-    with memory.receiving(buffers) as hosts:        # the same tensors where they lie on the host already
+    with memory.receiving(buffers) as hosts:        # hosts are the buffers themselves if these are on the host
         link.ask({...}, into=hosts)
     hosts = memory.sending(buffers)
 
-Two pieces of pinned memory take turns, as large as what was asked for: what has come is copied while the next comes.
+There are two pieces of pinned memory, used in turn, as large as the largest request: one is copied while the other is filled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,17 +21,17 @@ _HOST = torch.device("cpu")
 
 
 class HostMemory:
-    """For tensors of ``device``. Used by one thread."""
+    """Host buffers for tensors of ``device``. Used by one thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._copied: list[Any] = [None, None]  # when the last copy from there is done
+        self._copied: list[Any] = [None, None]  # CUDA events: the last copy from each piece is done
         self._turn = 0
 
     @contextmanager
     def receiving(self, buffers: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-        """Tensors on the host, whose values are in ``buffers`` for whatever the current stream does after this."""
+        """Yield tensors on the host to fill; on exit their values are copied to ``buffers`` in the current stream."""
         if not _passes(self._device):
             yield buffers
             return
@@ -42,7 +42,7 @@ class HostMemory:
             self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
 
     def sending(self, buffers: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The values of ``buffers`` on the host, until the next but one is asked for."""
+        """Return the values of ``buffers`` on the host; they stay valid until the second request after this one."""
         if not _passes(self._device):
             return buffers
         hosts = self._take(buffers)

@@ -1,16 +1,16 @@
-"""LayeredReducer: gradients of parameters that live in shards; each stage's are reduced once a batch, to who owns them.
+"""LayeredReducer: gradients of sharded parameters; each stage's gradients are reduce-scattered once a batch.
 
-A stage's gradients gather in one of two buffers over all its microbatches, and are reduced while the backward of the stage before
-runs: each replica keeps the sum of its share, and adds those of further batches of an accumulation window to it. What several stages
-read is reduced last. Parameters come and go by stage_shards.py.
+A stage's gradients accumulate in one of two buffers over all its microbatches, and are reduced while the backward of the previous stage
+runs: each replica keeps the sum of its shard, and adds the sums of later batches of the accumulation window to it. The gradients of
+parameters that several stages read are reduced last. stage_shards.py gathers and frees the parameters.
 
     reducer.begin(last=True)
     reducer.backward(2, first=True, last=False)     # before a stage's backwards
     reducer.reduce(2)                               # after them
     reducer.end()
-    reducer.finish(last=True)                       # part.gradient of every part is the sum over replicas
+    reducer.finish(last=True)                       # part.gradient is this replica's shard of the sum over replicas
 
-Source: arXiv 2106.02679, section 4. One replica adds what its microbatches give as several do.
+Source: arXiv 2106.02679, section 4. A single replica accumulates the gradients of its microbatches in the same way, without a reduction.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +34,15 @@ from lightning_holmes.plan.sync_choice import SyncChoice, choose
 
 
 class LayeredReducer:
-    """The gradients of one rank's parameters. All ranks make one, since it makes groups; after ``shards.lay_out``.
+    """Accumulates and reduces the gradients of one rank's parameters.
+
+    All ranks must create one, since it creates process groups; create it after ``shards.lay_out``.
 
     Args:
-        stages: this rank's, ascending.
+        stages: the stages of this rank, ascending.
         shared: the sets of pipeline ranks that hold the same parameters; the same on all ranks.
-        dtype: in which gradients gather; None: the parameters' own. Types of higher precision keep their own.
-        collective: what reduces a stage's gradients over the replicas; None where there is one.
+        dtype: the type in which gradients accumulate; None: the type of the parameters. Types of higher precision keep their own.
+        collective: reduces a stage's gradients over the replicas; None if there is one replica.
     """
 
     def __init__(
@@ -58,9 +60,9 @@ class LayeredReducer:
     ) -> None:
         self.shards, self.groups, self.queue = shards, groups, queue
         self.choices: list[SyncChoice] = []
-        """What was chosen, on rank 0."""
+        """The collectives that were chosen, on rank 0."""
         self.on_laid_out: Callable[[], None] = lambda: None
-        """Called when a batch begins: whoever holds pieces looks whether there are groups of parameters that are new."""
+        """Called when a batch begins: the sharded or remote optimizer checks for new parameter groups."""
         self._device = device
         self._dtype = dtype
         self._collective = collective
@@ -73,20 +75,20 @@ class LayeredReducer:
         self._touched: set[str] = set()
         self._reached: frozenset[str] = frozenset()
         self._unreduced: set[int] = set()
-        self._is_new = True  # a window has not gathered anything
+        self._is_new = True  # no batch of the window has accumulated anything yet
         self._in_batch = False
         self._hooks: dict[str, RemovableHandle] = {}
         self._take_trained()
 
     def _take_trained(self) -> None:
-        """Be ready for the gradients of all parts that are trained by now."""
+        """Make buffers for the gradients of all parts that are trained now."""
         parts = [part for part in self.shards.parts if part.is_trained]
         self._trained = {stage: [p for p in parts if p.stage == stage] for stage in (*self._stages, None)}
         self._names = [name for part in parts for name in part.names]
         self._buffers = StageBuffers({stage: self._sizes(stage) for stage in self._stages}, self._device)
 
     def _hook_parameters(self) -> None:
-        """Those that are trained by now; of a part some may be frozen still."""
+        """Hook the parameters that are trained now; some parameters of a trained part may still be frozen."""
         for name in self._names:
             parameter = self.parameters[name]
             if name not in self._hooks and parameter.requires_grad:
@@ -97,15 +99,15 @@ class LayeredReducer:
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """This rank's, by name."""
+        """This rank's parameters, by name."""
         return self.shards.parameters
 
     # a batch
 
     def begin(self, *, last: bool) -> None:
-        """Let the backwards of a batch add to what has been gathered; ``last``: the last batch of a window.
+        """Begin a batch: its backwards add to the gradients accumulated so far; ``last``: the last batch of a window.
 
-        What was frozen when the shards were laid out may be trained now.
+        Parameters that were frozen when the shards were laid out may be trained now.
         """
         thawed = [
             part
@@ -115,7 +117,7 @@ class LayeredReducer:
         for part in thawed:
             self.shards.thaw(part)
         if thawed:
-            for work in self._works:  # of an earlier batch of the window, in buffers that go
+            for work in self._works:  # of an earlier batch of the window; its buffers are about to be replaced
                 work.wait()
             self._take_trained()
         self._hook_parameters()
@@ -128,7 +130,7 @@ class LayeredReducer:
         self._in_batch = True
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
-        """A backward of ``stage`` begins: its gradients gather in a buffer that is empty at the ``first`` one."""
+        """Prepare for a backward of ``stage``: its gradients accumulate in a buffer that is zeroed before the ``first`` one."""
         if not first:
             return
         if None not in self._open and self._trained[None]:
@@ -156,7 +158,7 @@ class LayeredReducer:
                     f"0, if need be), return one loss, or use {self.shards.cure}"
                 )
             if view is None:
-                return  # a backward of the user's own, between batches
+                return  # the user's own backward, between batches
             self._touched.add(name)
             if parameter.grad is not None and view.dtype != parameter.dtype:
                 view.add_(parameter.grad)
@@ -165,7 +167,7 @@ class LayeredReducer:
         return arrived
 
     def reduce(self, stage: int) -> None:
-        """All backwards of ``stage`` are done: start to sum its gradients over the replicas, each its share."""
+        """Start to reduce-scatter the gradients of ``stage`` over the replicas; all its backwards of the batch are done."""
         self._busy[self._buffers.place(stage)] = self._start(stage)
         self._unreduced.discard(stage)
         if not self._unreduced and None in self._open and not any(part.ranks for part in self._trained[None]):
@@ -184,14 +186,13 @@ class LayeredReducer:
         return work
 
     def _reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Callable[[], None]:
-        """What takes these gradients to their owners, in the queue."""
+        """Return the function that reduces these gradients; it runs in the queue."""
         return lambda: self._sum(parts, buffers)
 
     def _sum(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
         for part, buffer in zip(parts, buffers, strict=True):
-            if (
-                buffer.is_cuda
-            ):  # what several stages read has memory that nobody keeps until the queue's stream is done with it
+            # nothing else keeps the memory of gradients that several stages share until the queue's stream is done with it
+            if buffer.is_cuda:
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
             if self._collective is not None:
                 self._collective.scatter(buffer)
@@ -202,10 +203,10 @@ class LayeredReducer:
                 part.gradient.add_(share)
 
     def end(self) -> None:
-        """After a batch: what other pipeline ranks have gradients of, too, is summed over these, and then over the replicas.
+        """End a batch: sum gradients of parameters that other pipeline ranks hold, too, over these ranks, then over the replicas.
 
         Raises:
-            UnsupportedModuleError: a parameter is trained now that was frozen when the batch began, and has nowhere to gather.
+            UnsupportedModuleError: a parameter is trained now that was frozen when the batch began, and so has no buffer.
         """
         late = [n for n, p in self.parameters.items() if p.requires_grad and n not in self._hooks]
         if late:
@@ -247,23 +248,23 @@ class LayeredReducer:
         self._reached = frozenset(name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag)
         self._is_new = True
 
-    # what a host asks for
+    # for the OptimizerHost
 
     def reached(self) -> frozenset[str]:
-        """The parameters that have a gradient on some replica."""
+        """Return the names of the parameters that have a gradient on some replica."""
         return self._reached
 
     def assign_grads(self, *, last: bool, shown: bool = True) -> None:
-        """Nothing is shown in ``p.grad``; pieces are given theirs."""
+        """Do nothing: ``p.grad`` stays empty, and pieces get their gradients from ``part.gradient``."""
 
-    # what is told
+    # reports
 
     def watch(self, on_run: OnRun | None) -> None:
-        """Tell when each stage's gradients were summed, and its parameters gathered, as CommQueue.on_run says."""
+        """Report when each stage's gradients were reduced, and its parameters gathered; see CommQueue.on_run."""
         self.queue.on_run = on_run
 
     def close(self) -> None:
-        """Let go of buffers, hooks and the queue."""
+        """Free buffers, remove hooks and close the queue."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -272,7 +273,7 @@ class LayeredReducer:
 
 
 def gathered_dtype(part: Part, wanted: torch.dtype | None) -> torch.dtype:
-    """In which a part's gradients gather, where ``wanted`` is asked for: double precision stays."""
+    """Return the type in which a part's gradients accumulate if ``wanted`` is asked for; double precision and complex types stay."""
     own = part.dtype
     return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted
 
@@ -286,20 +287,20 @@ def choose_collective(
     largest_bytes: int,
     stages: Sequence[int],
 ) -> tuple[Collective | None, SyncChoice | None]:
-    """What reduces and gathers stages over the replicas: what is asked for, or the fastest on a message of the largest stage's
-    size. All replicas must call. None where there is one replica."""
+    """Choose the collective that reduces and gathers stages over the replicas: the one asked for, or the fastest on a message of the
+    largest stage's size. All replicas must call. None if there is one replica."""
     sync = groups.gradients
     if sync is None:
         return None, None
     candidates = make_collectives(sync)
-    hierarchical = candidates.pop("hierarchical", None)  # whose halves are whole sums
+    hierarchical = candidates.pop("hierarchical", None)  # its scatter is a whole sum
     if asked == "hierarchical" and hierarchical is not None:
         candidates = {"hierarchical": hierarchical}
     name, seconds, num_bytes, reason = asked, {}, 0, "asked for"
     if asked not in candidates:
         numel = max(1, largest_bytes // 4 // sync.size) * sync.size
         found = measure(candidates, [torch.zeros(numel, device=device)], sync.whole, queue, shares=True)
-        # of those that are as fast, the one that sends the least comes last in the table
+        # reversed: among equally fast ones, the one that sends the least is last in the table
         name = choose({name: found.seconds[name] for name in reversed(candidates)})
         seconds, num_bytes, reason = dict(found.seconds), found.num_bytes, "the fastest"
     choice = SyncChoice(

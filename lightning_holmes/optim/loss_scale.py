@@ -1,10 +1,10 @@
-"""Loss scaling for 16-bit floats across the ranks that hold a module together: one scale, and one verdict on overflow.
+"""Loss scaling for fp16 across the ranks that hold parts of a module: one scale, and agreement on overflows.
 
-The scaler is the user's, ``torch.amp.GradScaler`` or what ``precision="16-mixed"`` makes. It looks at this rank's
-gradients only; an overflow on another stage, or in another part of a sharded tensor, is shown to it as one here, so that
-all skip the step and lower the scale.
+The scaler is the user's ``torch.amp.GradScaler``, or the one of ``precision="16-mixed"``. It checks this rank's
+gradients only; if another stage, or another shard of a tensor, has an overflow, this rank writes an infinity into its own
+gradients, so that all ranks skip the step and lower the scale.
 
-    losses are multiplied by scale.factor() on the last stage
+    loss = loss * scale.factor()   # on the last stage
     scale.agree(parameters)        # after the reduction, before the scaler unscales
 """
 
@@ -23,8 +23,8 @@ class LossScale:
     """The scale of ``scaler`` (anything with ``get_scale``) and the agreement on overflow.
 
     Args:
-        groups: over which ranks see different gradients (stages, a tensor group, replicas of which each has a share); all
-            of them call :meth:`agree`. None: there is no such group.
+        groups: the process groups over which ranks have different gradients (stages, a tensor group, replicas that each have a
+            shard); all of their ranks must call :meth:`agree`. A None among them stands for no group.
     """
 
     def __init__(self, scaler: Any, groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
@@ -33,16 +33,16 @@ class LossScale:
         self._device = device
 
     def factor(self) -> float | Tensor:
-        """What losses are multiplied by; on an accelerator a scalar there, which nobody waits for."""
+        """Return the factor of the losses; on an accelerator a scalar tensor, without synchronising."""
         if self._device.type == "cpu":
             return float(self._scaler.get_scale())
         return cast(Tensor, self._scaler.scale(torch.ones((), dtype=torch.float64, device=self._device)))
 
     def agree(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Let every stage see an overflow where one stage has one; whether there was any.
+        """Make every rank of the groups see an overflow if one of them has one; returns whether there was any.
 
         Raises:
-            UnsupportedModuleError: this stage has no gradient at all, with which a scaler cannot work.
+            UnsupportedModuleError: a stage has no gradient at all, which a GradScaler does not allow.
         """
         found = [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]
         gradients = [g for g in found if g.numel()] or found

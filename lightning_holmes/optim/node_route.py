@@ -1,12 +1,12 @@
-"""Which way gradients and parameters go between workers and optimizer nodes: each worker for itself, or one for its cluster or host.
+"""The route of gradients and parameters between workers and optimizer nodes: each worker by itself, or one for its cluster or host.
 
     route = choose_route("auto", links, node_clusters=[["a"]], clusters=["a", "a", "b", "b"], ...)      # every rank must call
     route.aggregators[3].bring(3, buffer, ask)
     route.choice.describe()
 
-Left to us it is measured where it is known that a node lies outside a cluster with several workers, or where several hosts have several
-workers each: all fetch so many bytes from the nodes, and then one for each cluster does (or, in the node's own cluster, for each host),
-and hands them on.
+"auto" measures both routes if a node is known to be outside a cluster with several workers, or if several hosts have several
+workers each: first every worker fetches some bytes from the nodes, then one worker for each cluster does (or, in the node's own cluster,
+for each host) and broadcasts them.
 """
 
 import functools
@@ -28,12 +28,12 @@ from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.sync_choice import SyncChoice, choose
 
 _STAR, _AGGREGATOR = ROUTES
-_TRIED_BYTES = 4 << 20  # at most; as many as fit the time that measuring may take
+_TRIED_BYTES = 4 << 20  # at most; fewer if the time for measuring does not allow as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRoute:
-    """``aggregators``: by unit, of those that a speaker brings; ``choice``: None where there was none to make."""
+    """``aggregators``: by unit, for the units that a speaker fetches; ``choice``: None if there was no choice to make."""
 
     aggregators: Mapping[int, Aggregator] = field(default_factory=dict)
     choice: SyncChoice | None = None
@@ -52,14 +52,15 @@ def choose_route(
     queue: CommQueue,
     stages: Sequence[int],
 ) -> NodeRoute:
-    """All ranks must call.
+    """Choose the route, and build the aggregators. All ranks must call.
 
     Args:
         asked: "star", "aggregator" or "auto".
-        links: to this rank's nodes; ``place_of``: a unit's, among these.
-        node_clusters: for each pipeline rank those of its nodes, as far as they are known.
-        clusters, hosts: of each global rank.
-        queue: what parameters are received in.
+        links: the links to this rank's nodes.
+        place_of: for each unit, the index of its node in ``links``.
+        node_clusters: for each pipeline rank the clusters of its nodes; None for unknown ones.
+        clusters, hosts: the cluster and the host of each global rank.
+        queue: the queue in which parameters are received.
     """
     builder, own = groups.builder, groups.pipeline_rank
     far: Aggregator | None = None
@@ -114,7 +115,7 @@ def choose_route(
 
 
 def _build(builder: GroupBuilder, levels: Sequence[Sequence[Sequence[int]]], name: str) -> list[SpeakingLevel]:
-    """This rank's group of each level; none on ranks that are no members. All ranks must call."""
+    """Build this rank's group of each level; none on ranks that are not members. All ranks must call."""
     found = []
     for depth, groups in enumerate(levels):
         for number, members in enumerate(groups):
@@ -136,7 +137,7 @@ def _let_go(builder: GroupBuilder, groups: list[dist.ProcessGroup]) -> None:
 
 
 def _ways(links: Sequence[NodeLink], aggregators: Mapping[int, Aggregator]) -> dict[str, Collective]:
-    """To be measured: each worker for itself, and one for those of whom it is an aggregator."""
+    """Return the two routes to measure: each worker by itself, and one worker for the members of its aggregator."""
     return {
         _STAR: _Way(_STAR, [(link, None) for link in links]),
         _AGGREGATOR: _Way(_AGGREGATOR, [(link, aggregators.get(place)) for place, link in enumerate(links)]),
@@ -145,7 +146,7 @@ def _ways(links: Sequence[NodeLink], aggregators: Mapping[int, Aggregator]) -> d
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Implements Collective, as far as it is measured: ``tensor``, uint8, comes from each node."""
+    """Implements the part of Collective that is measured: ``sum`` fetches ``tensor``, uint8, from each node."""
 
     name: str
     links: Sequence[tuple[NodeLink, Aggregator | None]]

@@ -1,4 +1,4 @@
-"""NodeWriter: lets an optimizer node write its part of a checkpoint folder, where it sees the folder.
+"""NodeWriter: lets an optimizer node write its part of a checkpoint folder, if the node can access the folder.
 
 writer = NodeWriter(link, unit_of, version=lambda: parameters.version)
 if writer.sees(folder):
@@ -21,11 +21,11 @@ _PROBE = ".probe"
 
 
 class NodeWriter:
-    """Of one node. Its places are those of part_file.py.
+    """Writes checkpoint parts on one node. Places are (parameter name, key of its state), as in part_file.py.
 
     Args:
-        unit_of: where on the node a parameter is, by name.
-        version: gives that of the values and states that are to be written.
+        unit_of: the index of each parameter's unit, by name.
+        version: returns the version of the values and states to write.
     """
 
     def __init__(self, link: NodeLink, unit_of: Mapping[str, int], version: Callable[[], int]) -> None:
@@ -33,7 +33,7 @@ class NodeWriter:
         self.name = link.peer
 
     def sees(self, folder: Path) -> bool:
-        """Whether the node sees what this process writes to ``folder``, and can write there, too."""
+        """Whether the node sees files that this process writes to ``folder``, and can write there, too."""
         probe = folder / f"{_PROBE}-{uuid.uuid4().hex}"
         try:
             probe.touch()
@@ -47,11 +47,14 @@ class NodeWriter:
                     path.unlink(missing_ok=True)
 
     def start(self, path: Path, places: Collection[tuple[str, str]]) -> Callable[[], dict[str, Any]]:
-        """Let the node write ``places`` to ``path`` as they are now. What this gives waits until they are written, and says where:
-        "entries", (name, key, Placed as a dictionary) of each, "bytes" and "host".
+        """Let the node write the present values of ``places`` to ``path``.
+
+        Returns:
+            A function that waits until they are written, and returns "entries", with (name, key, Placed as a dictionary) for each
+            place, "bytes" and "host".
 
         Raises:
-            HolmesError: it could not; also when it is waited for.
+            HolmesError: the node could not write them; the returned function may raise it, too.
         """
         units: dict[int, dict[str, list[str]]] = {}
         for name, key in places:

@@ -1,14 +1,14 @@
-"""Updated parameters on their way to all replicas, bucket by bucket, while the next forward already runs.
+"""Gathers updated parameters on all replicas, bucket by bucket, while the next forward already runs.
 
-Parameters get their values in flat buffers, laid out as their gradients are, so that a bucket is gathered in place. Until
-a bucket has arrived its parameters are of the class :class:`ArrivingParameter`: torch tells it of each operation that
-would read one, and the first such operation waits for that bucket. Whoever reads so waits for what it reads and no
-more: the layers of the next forward, an average of weights, a checkpoint, a line of the user's. torch's own
+Parameters are views of flat buffers with the layout of their gradients, so that a bucket is gathered in place. Until
+a bucket has arrived its parameters have the class :class:`ArrivingParameter`: torch calls its ``__torch_function__`` for each
+operation that would read one, and the first such operation waits for that bucket. So every reader waits only for the buckets
+that it reads: the layers of the next forward, an average of weights, a checkpoint, the user's own code. torch's
 uninitialised parameters change their class in the same way (torch/nn/parameter.py, UninitializedTensorMixin).
 
     gather = ParameterGather(parameters, extents, pieces, group, queue, gather=collective.gather, lazily=True)
     gather.start()              # after an optimizer's step; all replicas
-    module(x)                   # each layer waits for its own
+    module(x)                   # each layer waits for its own parameters
     gather.finish()             # or wait for all of them
 """
 
@@ -26,11 +26,11 @@ from lightning_holmes.optim.shards import Extent, Piece
 from lightning_holmes.torch_private import is_compiled, without_torch_functions
 
 _ARRIVAL = "_holmes_arrival"
-"""The attribute of a parameter under way that waits for its bucket."""
+"""The attribute of an arriving parameter that holds the function which waits for its bucket."""
 
 
 class ArrivingParameter(nn.Parameter):
-    """A parameter whose new value is under way. Becomes an ordinary one as soon as an operation reads it."""
+    """A parameter whose new value has not arrived yet. Becomes an ordinary parameter as soon as an operation reads it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,14 +50,14 @@ class ArrivingParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-ArrivingParameter.__name__ = ArrivingParameter.__qualname__ = "Parameter"  # what people print
+ArrivingParameter.__name__ = ArrivingParameter.__qualname__ = "Parameter"  # for repr and error messages
 
 
 def _await(values: Any) -> None:
-    """Wait for each parameter among the arguments of an operation."""
+    """Wait for each arriving parameter among the arguments of an operation."""
     if isinstance(values, ArrivingParameter):
         wait = vars(values).get(_ARRIVAL)
-        if wait is None:  # a copy that somebody has made of one
+        if wait is None:  # a copy of an arriving parameter
             values.__class__ = nn.Parameter  # type: ignore[assignment]
         else:
             wait()
@@ -70,15 +70,15 @@ def _await(values: Any) -> None:
 
 
 class ParameterGather:
-    """The flat buffers of parameters and their gathering over replicas.
+    """Holds parameters in flat buffers and gathers them over replicas.
 
     Args:
-        parameters: by name; each must stay the object that it is.
-        extents: what lies in which buffer.
-        pieces: of all ranks; see shards.py.
-        group: the replicas; None: one, and nothing is gathered.
-        queue: where transfers run, the same as that of the gradients, so that all replicas do them in one order.
-        gather: brings every rank's part of a flat tensor to all.
+        parameters: by name; the parameter objects must not be replaced.
+        extents: the layout of each buffer.
+        pieces: the pieces of all ranks; see shards.py.
+        group: the replicas; None: there is one, and nothing is gathered.
+        queue: runs the transfers; the queue of the gradients, so that all replicas run all collectives in one order.
+        gather: all-gathers a flat tensor of which each rank holds its part.
         lazily: gather while the caller goes on.
     """
 
@@ -103,7 +103,7 @@ class ParameterGather:
         self._arrivals: list[_Arrival] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.buffers = [self._flatten(extent) for extent in extents]
-        """A bucket each: (extent.numel,), in the parameters' type."""
+        """One buffer for each extent: (extent.numel,), in the parameters' type."""
         self._runs = _runs(pieces, extents)
 
     def _flatten(self, extent: Extent) -> Tensor:
@@ -122,7 +122,7 @@ class ParameterGather:
         return buffer
 
     def adopt(self) -> None:
-        """Take over parameters whose ``data`` somebody has replaced."""
+        """Copy parameters whose ``data`` was replaced into the buffers, and make them views of these again."""
         for name, view in self._views.items():
             local = dtensor.local_part(self._parameters[name]).detach()
             if local.data_ptr() != view.data_ptr() and local.numel():
@@ -130,7 +130,8 @@ class ParameterGather:
                 dtensor.replace_local(self._parameters[name], view)
 
     def watch(self, module: nn.Module) -> None:
-        """Wait before ``module``'s parts run that may hand their parameters to code which torch does not see."""
+        """Add forward pre-hooks that wait for the parameters of ``module``'s submodules from outside ``torch.nn``, which may pass their
+        parameters to code that bypasses ``__torch_function__``."""
         names = {id(p): n for n, p in self._parameters.items()}
         places = {n: i for i, extent in enumerate(self._extents) for n in extent.names}
         for part in module.modules():
@@ -148,7 +149,7 @@ class ParameterGather:
         return wait
 
     def start(self) -> None:
-        """Send what this rank has updated; all replicas must call. In the order in which the forward needs it."""
+        """Start to gather the updated parameters, in the order in which the forward needs them; all replicas must call."""
         if self._group is None:
             return
         self.finish()
@@ -185,7 +186,7 @@ class ParameterGather:
             arrival.wait()
 
     def abandon(self) -> None:
-        """Do not wait any more for what is under way."""
+        """Stop waiting for transfers that are under way."""
         arrivals, self._arrivals = self._arrivals, []
         for arrival in arrivals:
             arrival.forget()
@@ -205,13 +206,13 @@ class ParameterGather:
 
 
 class _Arrival:
-    """A bucket under way."""
+    """A bucket that is being gathered."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], work: Work) -> None:
         self._work: Work | None = work
         self._marked: list[nn.Parameter] = []
         for parameter in parameters:
-            if type(parameter) is not nn.Parameter:  # a class of the user's, a DTensor: torch would not tell us
+            if type(parameter) is not nn.Parameter:  # a user's subclass or a DTensor: its reads cannot be intercepted
                 continue
             parameter.__class__ = ArrivingParameter
             vars(parameter)[_ARRIVAL] = self.wait
@@ -225,7 +226,7 @@ class _Arrival:
         self.forget()
 
     def forget(self) -> None:
-        """Make the parameters ordinary ones."""
+        """Make the parameters ordinary ones again."""
         self._work = None
         marked, self._marked = self._marked, []
         for parameter in marked:
@@ -234,12 +235,12 @@ class _Arrival:
 
 
 def can_gather_lazily(module: nn.Module) -> bool:
-    """Whether every reader of ``module``'s parameters is seen: compiled code reads them past Python."""
+    """Whether every read of ``module``'s parameters can be intercepted: compiled code reads them without calling Python."""
     return not any(isinstance(part, torch.jit.ScriptModule) or is_compiled(part) for part in module.modules())
 
 
 def _runs(pieces: Sequence[Piece], extents: Sequence[Extent]) -> list[list[tuple[int, int, int]]]:
-    """For each bucket, what lies side by side on one rank: first element, after the last one, rank."""
+    """Return, for each bucket, the contiguous runs that one rank updates: (first element, end, rank)."""
     runs: list[list[tuple[int, int, int]]] = [[] for _ in extents]
     for piece in pieces:
         if piece.numel == 0:

@@ -1,9 +1,9 @@
-"""GradientReducer: a rank's gradients over a window of accumulated batches, gathered over microbatches and reduced.
+"""GradientReducer: accumulates a rank's gradients over the microbatches and batches of a window, and reduces them.
 
-It owns the buckets, the collectives that sum them and the choice among these. When a stage is reduced is the schedule's
-business (comm/parameter_exchange.py), and what becomes of reduced gradients is host.py's.
+It owns the buckets, the collectives that sum them and the choice of the collective. The schedule decides when a stage is reduced
+(comm/parameter_exchange.py), and host.py uses the reduced gradients.
 
-    reducer.begin(last=True)                # before a batch's microbatches; last: of an accumulation window
+    reducer.begin(last=True)                # before a batch's microbatches; last: the last batch of an accumulation window
     ...                                     # backwards; last_backward(stage), reduce(stage) for each stage
     reducer.end()                           # after them; p.grad is empty now
     reducer.finish(last=True)               # gradients are fully reduced
@@ -34,19 +34,19 @@ from lightning_holmes.plan.sync_choice import SyncChoice
 
 _SHARING_TRIALS, _SHARING_BYTES = 3, 4 * 2**20
 _SHARING_BUDGET_S = 0.5  # no further trial after so many seconds
-_LOOK_EVERY = 20  # windows between two looks at what other groups have changed
+_LOOK_EVERY = 20  # windows between two reads of the board, where other groups post changes
 
 
 class GradientReducer:
-    """The gradients of one rank's parameters. All ranks make one, since it makes groups.
+    """Accumulates and reduces the gradients of one rank's parameters. All ranks must create one, since it creates process groups.
 
     Args:
         parameters: by name, in the order in which the backward finishes them.
-        stages: this rank's.
-        stages_of: of each parameter, those of this rank's stages that read it; where it has no entry, all of them.
-        shared: parameters that several pipeline ranks hold: the ranks, and the names in the same order on all.
-        board: where groups tell how they sum; None where there are no replicas.
-        flat: keep flat buffers even where nothing is reduced.
+        stages: the stages of this rank.
+        stages_of: for each parameter, the stages of this rank that read it; without an entry, all of them.
+        shared: parameters that several pipeline ranks hold: for each set of ranks, the names, in the same order on all ranks.
+        board: where groups post the collectives that they have chosen; None if there are no replicas.
+        flat: keep flat buffers even if nothing is reduced.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GradientReducer:
         self._device = device
         self._board = board
         self._stages = tuple(stages)
-        # what is neither reduced nor gathered in another type may stay the tensors that autograd makes
+        # gradients that are neither reduced nor accumulated in another type may stay the tensors that autograd makes
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values())
         reduced = placement.data_parallel_size > 1 or bool(shared)
         split = any(map(dtensor.is_dtensor, parameters.values()))
@@ -114,12 +114,12 @@ class GradientReducer:
         self.on_laid_out: Callable[[], None] | None = None
         """Called in each :meth:`begin`, when the buckets are what they will be in this batch."""
         self.choices: list[SyncChoice] = []
-        """On rank 0: how each group sums its gradients, and what has changed since, in the order in which it was told."""
+        """On rank 0: how each group sums its gradients, and later changes, in the order in which they were posted."""
 
     # a batch
 
     def begin(self, *, last: bool) -> None:
-        """Let the backwards of a batch add to what has been gathered; ``last``: the last batch of a window."""
+        """Begin a batch: its backwards add to the gradients accumulated so far; ``last``: the last batch of a window."""
         anew = not self.buffer.is_open
         if self._chooser is not None:
             self._chooser.before_window()
@@ -135,31 +135,31 @@ class GradientReducer:
         self._sync.open(last=last and self._copies_checked)
 
     def end(self) -> None:
-        """Take the gradients out of reach of ``zero_grad``, which Lightning calls between a step and its backward."""
+        """Move the gradients out of ``p.grad``: Lightning calls ``zero_grad`` between a training step and its backward."""
         self.buffer.end()
 
     def last_backward(self, stage: int) -> None:
-        """The last backward of the batch through ``stage`` begins: buckets that it fills are reduced while it goes on."""
+        """Begin the last backward of the batch through ``stage``: buckets that it fills are reduced while it still runs."""
         self._sync.last_backward(stage)
 
     def reduce(self, stage: int) -> None:
-        """It has ended. After the last one of this rank's stages everything that is left is reduced."""
+        """End the backwards of ``stage``. After the last of this rank's stages all remaining buckets are reduced."""
         self._sync.backwards_done(stage)
         self._unreduced.discard(stage)
         if not self._unreduced and self.is_last and self._copies_checked:
             self._sync.start_grad_sync()
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Gather a gradient that ``torch.autograd.grad`` has returned, and say that it has passed."""
+        """Accumulate a gradient that ``torch.autograd.grad`` has returned, and count it for the readiness of its bucket."""
         self.buffer.add(name, gradient)
 
     def start_loss_scales(
         self, weights: Sequence[float], accumulated: int, factor: Callable[[], float | Tensor]
     ) -> Callable[[], list[float | Tensor]]:
-        """Each microbatch's share of the mean over all samples of a batch, all replicas and ``accumulated`` batches, times
-        ``factor()``.
+        """Start to compute the factor of each microbatch's loss: its share of the mean over all samples of a batch, all replicas and
+        ``accumulated`` batches, times ``factor()``.
 
-        The ranks of the last stage call, all together; what is returned waits for the other replicas.
+        All ranks of the last stage must call; the returned function waits for the other replicas.
         """
         return start_loss_scales(weights, self.groups.replicas_on_host, accumulated=accumulated, factor=factor)
 
@@ -175,7 +175,7 @@ class GradientReducer:
             self._windows += 1
             self._look_at_board()
 
-    # what a sharded optimizer asks for
+    # for a sharded optimizer
 
     def lay_out(self) -> None:
         """Lay the buckets out now, before the first batch; all ranks must call."""
@@ -185,23 +185,23 @@ class GradientReducer:
         self.buffer.assign_grads(last=True)
 
     def reduce_shares(self) -> None:
-        """From now on each replica gets the sums of its share of a bucket only."""
+        """Reduce-scatter instead of all-reduce from now on: each replica gets the sums of its shard of a bucket only."""
         self._sync.shares = self.groups.gradients is not None
 
     def gather(self, tensor: Tensor) -> None:
-        """Bring every replica's share of a flat tensor to all; in the queue, all replicas."""
+        """All-gather a flat tensor of which each replica holds its shard. Runs in the queue; all replicas must call."""
         assert self._sync.collective is not None
         self._sync.collective.gather(tensor)
 
     def measure_sharing(self) -> tuple[float, float, float]:
-        """Seconds of summing all buckets, of summing each replica's share, and of gathering as much; the slowest
-        replica's. After :meth:`lay_out`; buckets hold zeros. All ranks must call."""
+        """Return the seconds of an all-reduce, a reduce-scatter and an all-gather of all buckets, on the slowest replica.
+        After :meth:`lay_out`; buckets must hold zeros. All ranks must call."""
         collective, sync_groups = self._sync.collective, self.groups.gradients
         buckets = self.buffer.buckets
         if collective is None or sync_groups is None or not buckets:
             return 0.0, 0.0, 0.0
         tensor = max((bucket.buffer for bucket in buckets), key=lambda b: b.numel())
-        if not self._compresses:  # what compresses knows whole buckets only
+        if not self._compresses:  # a compressor works on whole buckets only
             most = max(1, _SHARING_BYTES // tensor.itemsize // self.buffer.data_parallel_size)
             tensor = tensor[: most * self.buffer.data_parallel_size]
         collective = rehearsal(collective)
@@ -222,7 +222,7 @@ class GradientReducer:
         sum_s, scatter_s, gather_s, _ = agreed.tolist()
         return sum_s, scatter_s, gather_s
 
-    # what is told
+    # reports
 
     @property
     def _is_first_member(self) -> bool:
@@ -244,10 +244,10 @@ class GradientReducer:
             print(f"{when}{choice.describe()}", flush=True)
 
     def watch(self, on_run: OnRun | None) -> None:
-        """Tell when each bucket's gradients were summed, and its parameters gathered, as CommQueue.on_run says."""
+        """Report when each bucket's gradients were summed, and its parameters gathered; see CommQueue.on_run."""
         self.queue.on_run = on_run
 
     def close(self) -> None:
-        """Let go of buffers, hooks and the queue."""
+        """Free buffers, remove hooks and close the queue."""
         self.buffer.close()
         self.queue.close()

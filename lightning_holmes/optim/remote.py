@@ -1,11 +1,12 @@
-"""What a worker does where optimizer nodes step: gradients go there stage by stage, and a commit says with which options to step.
+"""The worker's side of training with optimizer nodes: gradients are sent stage by stage, and a commit tells the nodes to step.
 
-The user's optimizer stays on the worker, with its real groups, whose options schedulers change; its groups hold no parameters, so that
-its own step does nothing, and the commit goes out after it. Clipping asks the nodes for the norm, and travels with the commit.
+The user's optimizer stays on the worker with its own groups, whose options schedulers change; the groups hold no parameters, so that
+its own step does nothing. After it the commit is sent, with these options. Clipping asks the nodes for the norm, and is sent with the
+commit.
 
-    reducer = RemoteReducer(parameters, groups, placement, device, ...)      # LayeredReducer's part
-    states = RemoteOptimizer(optimizer, names, parameters, reducer)          # ShardedOptimizer's
-    host = RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner)   # ShardedHost's
+    reducer = RemoteReducer(parameters, groups, placement, device, ..., is_eager=True)           # in place of LayeredReducer
+    states = RemoteOptimizer(optimizer, names, parameters, reducer, num_replicas=2)              # in place of ShardedOptimizer
+    host = RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=None)          # in place of ShardedHost
 """
 
 import functools
@@ -35,16 +36,16 @@ from lightning_holmes.optim.remote_parameters import RemoteParameters
 
 
 class RemoteReducer(LayeredReducer):
-    """Gradients of parameters that optimizer nodes hold; nodes sum them over the workers.
+    """Sends the gradients of parameters that optimizer nodes hold; nodes sum them over the workers.
 
     Args:
-        is_eager: nodes update a unit as soon as its last gradient has come.
+        is_eager: whether nodes update a unit as soon as its last gradient has arrived.
 
     Attributes:
-        window: counts the windows of batches after which the optimizer steps.
-        is_complete: the window's last gradient is on its way.
-        is_half_done: nodes may have updated some units, and step the others only at the commit.
-        options: gives those of the optimizer's groups.
+        window: counts the windows of accumulated batches; the optimizer steps after each.
+        is_complete: whether all gradients of the window have been queued for sending.
+        is_half_done: whether nodes may have updated some units already, while the others are updated only at the commit.
+        options: returns the options of the optimizer's groups.
     """
 
     shards: RemoteParameters
@@ -91,16 +92,16 @@ class RemoteReducer(LayeredReducer):
         return push
 
     def end(self) -> None:
-        """After a batch: what other pipeline ranks have gradients of, too, is summed over these before it goes out."""
+        """End a batch: sum gradients of parameters that other pipeline ranks hold, too, over these ranks before they are sent."""
         for part in self._trained[None] if None in self._open else ():
-            if part.ranks:  # a stage whose microbatches have not reached it says so for those that have
+            if part.ranks:  # every rank sends the union of the parameters that got a gradient on any of these ranks
                 flags = torch.tensor([float(name in self._touched) for name in part.names])
                 dist.all_reduce(flags, group=self._shared[part.ranks].host)
                 self._touched |= {name for name, flag in zip(part.names, flags.tolist(), strict=True) if flag}
         super().end()
 
     def finish(self, *, last: bool) -> None:
-        """After the ``last`` batch of a window: tell the nodes that this worker has no more. Nothing is waited for."""
+        """After the ``last`` batch of a window: tell the nodes that this worker has sent all its gradients. Does not wait."""
         if not last:
             return
         window = self.window
@@ -109,7 +110,7 @@ class RemoteReducer(LayeredReducer):
         self._is_new = self.is_complete = True
 
     def tell_all(self, message: Mapping[str, Any]) -> Work:
-        """Tell every node, after the gradients that are on their way."""
+        """Send ``message`` to every node, after the gradients that are queued."""
 
         def tell() -> None:
             for link in self.shards.links:
@@ -127,12 +128,12 @@ class RemoteReducer(LayeredReducer):
 
 
 class RemoteOptimizer:
-    """``optimizer``, whose states optimizer nodes have. All replicas make one, alike.
+    """Stands for the states of ``optimizer`` that optimizer nodes hold. All replicas must create one, with equal arguments.
 
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
-        num_replicas: among which collected states are sharded.
-        scales: a GradScaler looks for overflows.
+        num_replicas: the number of replicas over which collected states are distributed.
+        scales: whether a GradScaler checks for overflows.
     """
 
     whole_gradients = False
@@ -149,7 +150,7 @@ class RemoteOptimizer:
     ) -> None:
         self.optimizer, self._scales = optimizer, scales
         self.edits: list[tuple[str, float]] = []
-        """What clipping has done to this window's gradients."""
+        """The changes that unscaling and clipping make to this window's gradients, in order; see ``Edit`` in node/unit.py."""
         self.stepped = {name for of_group in names for name in of_group}
         self._parameters, self._reducer = parameters, reducer
         self._groups = [list(of_group) for of_group in names]
@@ -166,11 +167,11 @@ class RemoteOptimizer:
         self._hook = AfterStep(optimizer, self._commit)
 
     def prepare(self) -> None:
-        """Before a batch: tell the nodes of groups that somebody has added meanwhile; the groups hold no parameters afterwards. All
-        replicas.
+        """Before a batch: send parameter groups that were added meanwhile to the nodes; the groups hold no parameters afterwards. All
+        replicas must call.
 
         Raises:
-            UnsupportedModuleError: what is in another group has changed.
+            UnsupportedModuleError: nodes cannot step a new group, or the parameters of an earlier group were changed.
         """
         groups = self.optimizer.param_groups
         if len(groups) == len(self._groups) and not any(group["params"] for group in groups):
@@ -182,9 +183,9 @@ class RemoteOptimizer:
             _empty(group)
 
     def _take_groups(self, names: Sequence[list[str]]) -> None:
-        """Return when the nodes have added them: what they are asked next is about all that the optimizer steps."""
+        """Send the new groups to the nodes, and wait until these have added them, so that later requests can refer to them."""
         groups, parameters = self.optimizer.param_groups[len(self._groups) :], self._parameters.parameters
-        found = test_separability(self.optimizer, torch.device("cpu"), groups)  # where nodes step
+        found = test_separability(self.optimizer, torch.device("cpu"), groups)  # nodes step on the CPU
         kind = type(self.optimizer)
         reason = refusal_of_groups(groups, found, scales=self._scales)
         if kind.add_param_group is not Optimizer.add_param_group:
@@ -198,13 +199,14 @@ class RemoteOptimizer:
         options = options_of(self.optimizer)[len(self._groups) :]
         self._reducer.tell_all({"tell": "groups", "options": options, "names": list(names), "marks": marks}).wait()
         self._groups += names
-        self._parameters.run = ""  # who is started again has the groups of configure_optimizers
+        self._parameters.run = ""  # a restarted run would have the groups of configure_optimizers only
         self.stepped |= {name for of_group in names for name in of_group}
         for link in self._parameters.links:
             link.ask({"ask": "groups", "count": len(self._groups)})
 
     def _added_groups(self) -> list[list[str]]:
-        """The names of this rank's parameters in each; the groups before hold none, or theirs again (compat/finetuning.py)."""
+        """Return the names of this rank's parameters in each new group; earlier groups hold no parameters, or the same ones again
+        (compat/finetuning.py)."""
         name_of = {id(p): n for n, p in self._parameters.parameters.items()}
         held = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         known = len(self._groups)
@@ -236,20 +238,21 @@ class RemoteOptimizer:
 
     @property
     def is_half_done(self) -> bool:
-        """Nodes hold values and states of two steps: no checkpoint can be had of them. It stays so where a run has failed."""
+        """Whether nodes may hold values and states of two different steps, which give no checkpoint. After a failed run it may stay
+        so."""
         return self._reducer.is_half_done
 
     @property
     def names(self) -> set[str]:
-        """The first replica reads states of checkpoints, and brings them to the nodes."""
+        """The parameters whose states this rank reads from a checkpoint: the first replica reads them all, and sends them to the nodes."""
         return self.stepped if self._parameters.replica == 0 else set()
 
     def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
-        """None: the groups hold no parameters here."""
+        """Return no states: the groups hold no parameters on this rank."""
         return [[] for _ in self.optimizer.param_groups]
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Bring states to the nodes."""
+        """Send ``states`` to the nodes, from the first replica."""
         if self._parameters.replica or not states:
             return
         for part in self._parameters.parts:
@@ -272,7 +275,7 @@ class RemoteOptimizer:
         return link, {"unit": unit, "names": names, "version": self._parameters.version}
 
     def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
-        """Unit by unit."""
+        """Collect the states of this replica, one unit at a time; see OwnedStates."""
         self._parameters.settle()
         replica = self._parameters.replica
         keys: dict[str, dict[str, int]] = {}
@@ -287,30 +290,30 @@ class RemoteOptimizer:
         return {name: list(sizes) for name, sizes in keys.items()}, JoinedSteps(steps)
 
     def num_bytes(self, name: str, key: str) -> int:
-        """Of an entry that :meth:`collect_in_steps` has found."""
+        """Return the bytes of an entry that :meth:`collect_in_steps` has returned."""
         return self._sizes[name][key]
 
     def writer_of(self, name: str) -> NodeWriter:
-        """Who can write a parameter's state to a file where it is."""
+        """Return the writer of the node that holds the state of a parameter."""
         return self._parameters.writer_of(name)
 
     def destination(self, name: str) -> int:
-        """One replica after the other."""
+        """Return the replica that saves a parameter's state: parameters are distributed round-robin."""
         return self._replica_of.get(name, 0)
 
     def close(self) -> None:
-        """Parameters have values of their own again; states can still be collected. The optimizer's object is of no use any more."""
+        """Give parameters their own values again; states can still be collected. The optimizer object refuses to step afterwards."""
         self._hook.remove()
         self.optimizer.register_step_pre_hook(_refuse_step)
         self._parameters.close()
 
 
 def refusal_of_groups(groups: Sequence[Mapping[str, Any]], found: Separability, *, scales: bool) -> str:
-    """Why optimizer nodes cannot step these groups of an optimizer with the same numbers; empty if they can.
+    """Return why optimizer nodes cannot step these groups of an optimizer with the same results; empty if they can.
 
     Args:
-        found: how they can be stepped apart.
-        scales: a GradScaler looks for overflows.
+        found: the result of :func:`test_separability`.
+        scales: whether a GradScaler checks for overflows.
     """
     if found.level == "none":
         return found.reason
@@ -322,7 +325,7 @@ def refusal_of_groups(groups: Sequence[Mapping[str, Any]], found: Separability, 
 
 
 def marks_on(parameters: Mapping[str, nn.Parameter], names: Iterable[Iterable[str]]) -> dict[str, Any]:
-    """What somebody has written on those of ``names``, of each group."""
+    """Return the attributes that were set on the parameters ``names`` (of each group), by name, without parameters that have none."""
     found = {name: marks_of(parameters[name]) for of_group in names for name in of_group}
     return {name: marks for name, marks in found.items() if marks}
 
@@ -346,11 +349,11 @@ def _states(link: NodeLink, question: Mapping[str, Any]) -> dict[str, dict[str, 
 
 
 class RemoteHost:
-    """Implements OptimizerHost: the nodes step.
+    """Implements OptimizerHost for optimizer nodes, which step.
 
     Args:
-        is_owner: whether this rank's copy of a parameter, by name, is the one that counts.
-        scaler: of ``precision="16-mixed"``, or None.
+        is_owner: whether this rank's copy of a parameter, by name, is the one that counts in a norm.
+        scaler: the scaler of ``precision="16-mixed"``, or None.
     """
 
     def __init__(
@@ -367,18 +370,19 @@ class RemoteHost:
         self._reducer, self._groups, self._is_owner = reducer, groups, is_owner
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
-        """Nothing is shown: the nodes have them."""
+        """Show no gradients in ``p.grad``: the nodes have them. After the ``last`` batch of a window, forget the edits."""
         if last:
             self.shards.edits.clear()
 
     def absorb(self) -> None:
-        """Nothing: hooks cannot change what they do not see."""
+        """Do nothing: hooks see no gradients, and so cannot change them."""
 
     def loss_factor(self) -> float | Tensor:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def unscale(self, factor: float) -> bool:
-        """Let the nodes multiply gradients by ``factor`` before they step; whether any is not finite, on any stage. All ranks call."""
+        """Let the nodes multiply gradients by ``factor`` before they step; returns whether any is not finite, on any stage. All ranks
+        must call."""
         question = {"ask": "finite", "window": self._reducer.window}
         overflows = not all(link.ask(question)["finite"] for link in self._reducer.shards.links)
         if self._groups.pipeline is not None:
@@ -413,7 +417,7 @@ class RemoteHost:
             )
 
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        """Whatever the groups show: all that the optimizer steps."""
+        """Scale the gradients of all parameters that the optimizer steps, whatever ``parameters`` holds, to at most ``max_norm``."""
         factor = torch.clamp(max_norm / (self._norm(self.shards.stepped) + 1e-6), max=1.0)
         self.shards.edits.append(("scale", factor.item()))
 
@@ -422,7 +426,7 @@ class RemoteHost:
         self.shards.edits.append(("clamp", float(max_value)))
 
     def settle(self) -> None:
-        """Who computes with parameters fetches them."""
+        """Do nothing: parameters are fetched before each computation."""
 
     def abandon(self) -> None:
         self._reducer.shards.abandon()

@@ -1,12 +1,13 @@
 """RemoteParameters: parameters that optimizer nodes hold, and that are whole on a worker only while their stage is computed.
 
-What StageShards is to replicas: the same parts, and the same two buffers that stages take in turn, but a part comes from a node and
-nothing of it stays. Every worker fetches whole parts, so that P bytes come in for each pass; or one fetches for its cluster (aggregator.py).
+It works like StageShards, with the same parts, and the same two buffers that stages use in turn, but a part is fetched from a node, and
+the worker keeps no shard of it. Every worker fetches whole parts, so that for P bytes of parameters it receives P bytes for each pass;
+or one worker fetches for its cluster (aggregator.py).
 
-    parameters = RemoteParameters(by_name, stages=(0, 1, 2), stages_of=..., shared={}, replica=0, queue=queue)
-    units = parameters.lay_out_units(gradient_dtype=torch.float32)      # what the nodes are told
+    parameters = RemoteParameters(by_name, stages=(0, 1, 2), stages_of=..., shared={}, replica=0, queue=queue, ...)
+    units = parameters.lay_out_units(torch.float32, master_weights=False)       # sent to the nodes
     parameters.connect(links, place_of)
-    parameters.lay_out(by_elements=True)                                # from now on values are there
+    parameters.lay_out(by_elements=True)                                        # from now on nodes hold the values
     parameters.fetch(1).wait()
     parameters.release(1)
 """
@@ -35,26 +36,29 @@ from lightning_holmes.optim.stage_buffers import allocate
 from lightning_holmes.optim.stage_shards import StageShards
 
 _LOW = (torch.bfloat16, torch.float16)
-_LAST_VALUES_S = 10.0  # how long a run that has failed waits for the values of its last step
+_LAST_VALUES_S = 10.0  # seconds that a failed run waits for the values of its last step
 
 
 class RemoteParameters(StageShards):
-    """This rank's. All replicas make one, alike, and call its methods together; see StageShards for the others' arguments.
+    """The parameters of this rank. All replicas must create one, with equal arguments except ``replica``, and call its methods together.
+
+    See StageShards for the other arguments.
 
     Args:
-        num_replicas, replica: how many workers hold the same stages, and which of them this is; the first one's values are those
-            that nodes are given.
-        device: where parameters lie while their stage is computed.
-        queue: where they are received, on a thread.
-        num_nodes: that hold them. A stage's parameters are a unit on each, which come and go side by side.
-        keeps: a stage has a buffer of its own, and comes once for all steps between two updates: P bytes in for a batch, not 2 P.
-        run: names this fit's values, where nodes keep them when the workers are lost; empty: they do not, or not any more.
-        adopted: the version that nodes have kept so, and go on with; 0: they are given values.
+        num_replicas, replica: the number of workers that hold the same stages, and the index of this one; nodes get the initial values
+            from the first one.
+        device: the device of parameters while their stage is computed.
+        queue: receives them, on a thread.
+        num_nodes: the number of nodes that hold them. A stage's parameters form a unit on each node; these are fetched in parallel.
+        keeps: each stage has its own buffer, and is fetched once for all passes between two updates: P bytes for a batch, not 2 P.
+        run: a name for this fit's values, under which nodes keep them when the workers are lost; empty: nodes do not keep them, or no
+            longer.
+        adopted: the version of kept values with which the nodes go on; 0: nodes get new values.
 
     Attributes:
-        links: to this rank's nodes.
-        version: counts the values that nodes have been given or have computed.
-        aggregators: by unit, where the workers of this one's cluster speak with its node by one of them.
+        links: the links to this rank's nodes.
+        version: counts the versions of the values: nodes get the first one, and each step or write makes a new one.
+        aggregators: by unit, for the units that one worker of this one's cluster fetches and sends for all.
         committed: the last window of batches whose step was committed.
     """
 
@@ -94,7 +98,7 @@ class RemoteParameters(StageShards):
             self._num_buffers = max(1, len(stages))
         self._keeps, self._num_nodes = keeps, num_nodes
         self.run, self._adopted = run, adopted
-        self._kept: dict[int, tuple[int, int]] = {}  # by a buffer's address: which part, of which version
+        self._kept: dict[int, tuple[int, int]] = {}  # by a buffer's address: the part that it holds, and the version
         self.links: Sequence[NodeLink] = ()
         self.version = self.committed = 0
         self.aggregators: Mapping[int, Aggregator] = {}
@@ -107,12 +111,12 @@ class RemoteParameters(StageShards):
     def lay_out_units(
         self, gradient_dtype: torch.dtype | None, *, master_weights: bool, with_states: Collection[str] = ()
     ) -> dict[int, UnitLayout]:
-        """The units that nodes shall hold, numbered, in the order of the forward.
+        """Lay out the units that the nodes hold; returns them by number, in the order of the forward.
 
         Args:
-            master_weights: they hold and step low precision in fp32.
-            gradient_dtype: in which gradients gather; None: each in its parameters' own.
-            with_states: what was trained before, and takes the same place if it is frozen now.
+            master_weights: whether nodes hold and step low-precision parameters in fp32.
+            gradient_dtype: the type in which gradients accumulate; None: the type of the parameters.
+            with_states: parameters that were trained before; their units get room for states even if they are frozen now.
         """
         for stage, ranks, names in self.grouped():
             part = self._cut(names, stage, ranks)
@@ -138,7 +142,7 @@ class RemoteParameters(StageShards):
     def grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
         found = []
         for stage, ranks, names in super().grouped():
-            if stage is None or ranks:  # ranks that share them have the same units, and perhaps another number of nodes
+            if stage is None or ranks:  # ranks that share parameters need the same units, on any number of nodes
                 found.append((stage, ranks, names))
                 continue
             sizes = {i: self.parameters[name].numel() for i, name in enumerate(names)}
@@ -148,10 +152,10 @@ class RemoteParameters(StageShards):
         return found
 
     def thaw(self, part: Part) -> None:
-        """As StageShards'; nodes hold low precision that was frozen as it is.
+        """Mark a part as trained; see StageShards. Nodes keep no fp32 masters of low-precision parameters that were frozen.
 
         Raises:
-            UnsupportedModuleError: where what is trained has fp32 masters, which this part has not.
+            UnsupportedModuleError: trained parameters have fp32 masters on the nodes, but this low-precision part has none.
         """
         if self._has_masters and part.dtype in _LOW:
             raise UnsupportedModuleError(
@@ -159,16 +163,17 @@ class RemoteParameters(StageShards):
                 f"let it be trained in the first batch, or use master_weights=False or {self.cure}"
             )
         super().thaw(part)
-        self.run = ""  # who is started again may lay them out otherwise
+        self.run = ""  # a restarted run may lay out the units differently
 
     @property
     def is_kept(self) -> bool:
-        """Nodes keep what they hold for a start that lays it out as it is: not where what was trained is frozen now."""
+        """Whether nodes keep their values for a restart, which must lay them out in the same way: not if trained parameters are frozen
+        now."""
         frozen = (p.is_trained and not all(self.parameters[n].requires_grad for n in p.names) for p in self.parts)
         return bool(self.run) and not any(frozen)
 
     def place_of(self, num_places: int) -> dict[int, int]:
-        """Which of so many nodes holds each unit: those of a stage different ones."""
+        """Return the node of each unit, out of ``num_places`` nodes; the units of a stage are on different nodes."""
         num_bytes = {i: part.numel * part.dtype.itemsize for i, part in enumerate(self.parts)}
         return assign(num_bytes, num_places, stage_of={i: part.stage for i, part in enumerate(self.parts)})
 
@@ -176,7 +181,9 @@ class RemoteParameters(StageShards):
         return torch.zeros(0, dtype=like.dtype)
 
     def connect(self, links: Sequence[NodeLink], place_of: Mapping[int, int]) -> None:
-        """The nodes are at the other ends of ``links``, until nobody has these parameters any more; ``place_of``: a unit's, in these."""
+        """Use the nodes at the other ends of ``links``, which are closed when this object is garbage-collected.
+
+        ``place_of``: for each unit, the index of its node in ``links``."""
         self.links = links
         weakref.finalize(self, _close_all, links)
         self._link_of = {index: links[place] for index, place in place_of.items()}
@@ -191,7 +198,7 @@ class RemoteParameters(StageShards):
         bring: Callable[[Sequence[str]], None] | None = None,
         former: StageShards | None = None,
     ) -> list[Piece]:
-        """Give the parameters to the nodes; arguments as there. There are no pieces: nodes hold whole parts."""
+        """Send the parameters to the nodes; see StageShards for the arguments. Returns no pieces: nodes hold whole parts."""
         if former is not None:
             bring = functools.partial(former.bring_into, self.parameters)
         for part in self.parts:
@@ -207,11 +214,11 @@ class RemoteParameters(StageShards):
         return []
 
     def has(self, part: Part) -> bool:
-        """No share of any."""
+        """Return False: a worker holds no shards."""
         return False
 
     def link_of(self, part: Part) -> tuple[NodeLink, int]:
-        """Where a part is, and its number there."""
+        """Return the link to the node that holds a part, and the number of its unit."""
         index = next(i for i, own in enumerate(self.parts) if own is part)
         return self._link_of[index], index
 
@@ -252,7 +259,7 @@ class RemoteParameters(StageShards):
         link.ask({"ask": "fetch", "unit": index, "version": version, "whole": whole}, into=[host])
 
     def _on_host(self, part: Part, *, whole: bool = False) -> Tensor:
-        """By this worker alone: others may want other parts."""
+        """Fetch a part to the host, without the aggregator: other workers may not want the same part."""
         (host,) = allocate([(part.numel, part.dtype)], torch.device("cpu"))
         self._ask(part, host, version=self.version, whole=whole)
         return host
@@ -261,27 +268,27 @@ class RemoteParameters(StageShards):
         return part.views(self._on_host(part).to(part.device))
 
     def _has(self, part: Part, buffer: Tensor) -> bool:
-        """Whether a stage's own buffer has what it is about to be fetched for; from now on it has."""
+        """Whether a stage's own buffer holds the present version of ``part`` already; records that it will hold it."""
         if not self._keeps or part.stage is None:
             return False
         assert self._buffers is not None
         if all(own.data_ptr() != buffer.data_ptr() for own in self._buffers.of(part.stage)):
-            return False  # somebody else's, for something else
+            return False  # not a stage's buffer
         wanted = self.link_of(part)[1], self.version
         found, self._kept[buffer.data_ptr()] = self._kept.get(buffer.data_ptr()), wanted
         return found == wanted
 
     def settle(self) -> None:
-        """Wait until the nodes have found the last commit to be right: layers may have been updated before it.
+        """Wait until the nodes have checked and finished the last commit: layers may have been updated before it.
 
         Raises:
-            HolmesError: what is wrong with it.
+            HolmesError: the commit, or the step, is invalid.
         """
         for link in self.links:
             link.ask({"ask": "settle", "window": self.committed})
 
     def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
-        """As StageShards'; each replica asks for those parts of which it wants something."""
+        """Return whole parameters; see StageShards. Each replica fetches only the parts of which it wants a parameter."""
         self.settle()
         return {
             name: view.clone()
@@ -305,16 +312,16 @@ class RemoteParameters(StageShards):
         return here, JoinedSteps([functools.partial(bring, part) for part in parts])
 
     def num_bytes(self, name: str) -> int:
-        """Of a parameter as workers have it."""
+        """Return the bytes of a parameter in the type that workers have it in."""
         part, _ = self._places[name]
         return part.shapes[part.names.index(name)].numel() * part.dtype.itemsize
 
     def writer_of(self, name: str) -> NodeWriter:
-        """Who can write a parameter and its states to a file where they are."""
+        """Return the writer of the node that holds a parameter and its states."""
         return self._writer_of[name]
 
     def hold(self, names: Collection[str]) -> list[Part]:
-        """Hooks that read parameters are refused before it comes to this."""
+        """Refuse: hooks that read parameters are rejected before they get here."""
         raise AssertionError(f"a hook is shown {names}, which optimizer nodes hold")
 
     def put(self, write: Callable[[], None]) -> None:
@@ -322,15 +329,16 @@ class RemoteParameters(StageShards):
         self.version += 1
 
     def abandon(self) -> None:
-        """The run has failed. A worker that is alone still gets the last step's values; others end with it, at once."""
+        """Note that the run has failed. A single worker can still get the last step's values in :meth:`close`; several workers close
+        their links at once."""
         self._has_failed = True
         if self.num_replicas > 1:
             for link in self.links:
                 link.close()
 
     def close(self) -> None:
-        """Give each parameter its values again, unless they stay where they are. Where a failure keeps the nodes from giving those of the
-        last step, NaN stay."""
+        """Give each parameter its values again, unless ``stays`` is set. If a failure prevents the nodes from sending the values of the
+        last step, parameters stay NaN placeholders."""
         self.stays &= not self._has_failed
         ends_alone = self._has_failed and self.num_replicas == 1
         for link in self.links if ends_alone else ():
@@ -345,7 +353,7 @@ class RemoteParameters(StageShards):
                     self._start([part], [buffer]).wait()
                 for name, view in part.views(buffer).items():
                     dtensor.replace_local(self.parameters[name], view.clone())
-            if not (self._has_failed and self.run):  # else nodes keep what the run may go on from
+            if not (self._has_failed and self.run):  # otherwise nodes keep the values for a restart
                 for link in self.links:
                     link.ask({"ask": "rest"})
             for aggregator in dict.fromkeys(self.aggregators.values()):  # in the same order on all
@@ -359,8 +367,8 @@ class RemoteParameters(StageShards):
 def assign(
     num_bytes: Mapping[int, int], num_places: int, *, stage_of: Mapping[int, int | None] | None = None
 ) -> dict[int, int]:
-    """A place for each unit, such that all hold about the same number of bytes: the largest first, where least is; those of a stage at
-    different places, as long as there are some."""
+    """Assign a place to each unit, so that all places hold about the same number of bytes: the largest units first, each at the place
+    that holds least. Units of one stage are at different places, as long as there are enough."""
     loads = [0] * num_places
     taken: dict[int, set[int]] = {}
     found = {}

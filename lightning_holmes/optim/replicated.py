@@ -1,8 +1,8 @@
-"""A check of what every rank of a tensor group holds a copy of: gradients of plain parameters must be equal there.
+"""A check of parameters that every rank of a tensor group holds a copy of: their gradients must be equal on all ranks.
 
-Parameters that ``parallelize_module`` leaves alone (embeddings, norms, a head) are ordinary tensors, and torch adds
-nothing up for them. That is right where their inputs are whole on each rank. Between sharded activations (sequence
-parallelism) each rank would have the gradient of its own part, the copies would part ways, and no number would tell.
+Parameters that ``parallelize_module`` leaves alone (embeddings, norms, a head) are ordinary tensors, whose gradients torch
+does not sum over the tensor group. That is right if their inputs are whole on each rank. Between sharded activations (sequence
+parallelism) each rank would have the gradient of its own part, and the copies would diverge without any error.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.grad_buffer import GradBuffer
 
 _SAMPLES = 64  # elements of each gradient that are compared
-_TOLERANCE = 1e-2  # of the largest; low precision and unordered sums differ by less, gradients of other inputs by more
+_TOLERANCE = 1e-2  # of the largest value; low precision and other summation orders differ by less, gradients of other inputs by more
 
 
 def check_replicated(buffer: GradBuffer, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -48,10 +48,10 @@ def check_replicated(buffer: GradBuffer, group: dist.ProcessGroup | None, device
 
 
 def differing(names: Sequence[str], everyone: Sequence[Tensor]) -> list[tuple[str, float, float]]:
-    """Of the parameters ``names``, those whose samples are not alike: name, a value on one rank, its like on another.
+    """Return the parameters in ``names`` whose samples differ: name, a value on one rank, the value at the same place on another.
 
     Args:
-        everyone: (parameters, samples), of each rank.
+        everyone: the samples of each rank, (parameters, samples).
     """
     found: dict[str, tuple[float, float]] = {}
     largest = torch.stack([samples.abs().amax(dim=1) for samples in everyone]).amax(dim=0)

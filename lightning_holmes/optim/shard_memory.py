@@ -1,10 +1,10 @@
-"""ShardMemory: where a sharded optimizer's pieces lie, their values and their gradients.
+"""ShardMemory: holds the values and gradients of a sharded optimizer's pieces.
 
-Two kinds: :class:`ReplicatedMemory`, where every replica holds whole parameters in flat buffers and updated pieces are
-gathered after a step (ZeRO stage 1), and stage_shards.py's, where a replica holds its pieces only.
+There are two kinds: with :class:`ReplicatedMemory` every replica holds whole parameters in flat buffers, and updated pieces are
+gathered after a step (ZeRO stage 1); with StageShards (stage_shards.py) a replica holds its pieces only.
 
     memory = ReplicatedMemory(buffer, group, queue, gather=collective.gather, lazily=True)
-    pieces = memory.lay_out(by_elements=True)          # of all replicas
+    pieces = memory.lay_out(by_elements=True)          # the pieces of all replicas
     memory.values(piece)                               # (piece.numel,), in the parameter's own memory
 """
 
@@ -21,7 +21,7 @@ from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_by
 
 
 class ShardMemory(Protocol):
-    """One a sharded optimizer; all replicas make one, alike, and call its methods together."""
+    """The memory of one sharded optimizer; all replicas must create one, with equal arguments, and call its methods together."""
 
     @property
     def is_whole(self) -> bool:
@@ -29,48 +29,48 @@ class ShardMemory(Protocol):
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """This rank's, by name, whoever holds their values."""
+        """This rank's parameters, by name; their values may be elsewhere."""
 
     @property
     def generation(self) -> int:
-        """Counts how often pieces have to be laid out anew."""
+        """A counter that changes when pieces have to be laid out anew."""
 
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
-        """The pieces of all replicas, in the same order on all: of elements, or whole parameters."""
+        """Cut the parameters by elements, or assign whole ones; returns the pieces of all replicas, in the same order on all."""
 
     def values(self, piece: Piece) -> Tensor:
-        """(piece.numel,): a piece of this rank's, in memory that the optimizer may write to."""
+        """Return the values of one of this rank's pieces, (piece.numel,), in memory that the optimizer may write to."""
 
     def gradient(self, piece: Piece) -> Tensor:
-        """(piece.numel,): its reduced gradient."""
+        """Return the reduced gradient of one of this rank's pieces, (piece.numel,)."""
 
     def watch(self, module: nn.Module) -> None:
-        """Let ``module``'s parts wait for their parameters before they run."""
+        """Make ``module``'s submodules wait for their parameters before they run."""
 
     def adopt(self) -> None:
-        """Take over parameters whose ``data`` somebody has replaced."""
+        """Take over parameters whose ``data`` was replaced."""
 
     def start(self) -> None:
-        """This rank's pieces are updated: bring them to who needs them."""
+        """Start to distribute this rank's updated pieces, after an optimizer step."""
 
     def finish(self) -> None:
-        """Wait until they are there."""
+        """Wait until all parameters have arrived."""
 
     def abandon(self) -> None:
-        """Do not wait any more."""
+        """Stop waiting for transfers that are under way."""
 
     def close(self) -> None:
         """Give each parameter memory of its own again."""
 
 
 class ReplicatedMemory:
-    """Whole parameters on every replica, laid out as their gradients are.
+    """Whole parameters on every replica, with the layout of their gradients.
 
     Args:
-        buffer: the gradients; laid out.
-        group: the replicas, for what runs in the queue; None: there is one.
-        queue: where parameters are gathered.
-        gather: brings every rank's part of a flat tensor to all; called in the queue.
+        buffer: the gradients, whose buckets are laid out already.
+        group: the replicas, for collectives in the queue; None: there is one.
+        queue: runs the gathering of parameters.
+        gather: all-gathers a flat tensor of which each rank holds its part; called in the queue.
         lazily: gather while the next forward runs.
     """
 

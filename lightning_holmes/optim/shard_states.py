@@ -1,7 +1,7 @@
-"""States of a sharded optimizer on the way between whole parameters and pieces on several ranks.
+"""Converts states of a sharded optimizer between whole parameters and pieces on several ranks.
 
-A state is the dictionary that an optimizer keeps for a parameter. Its entries have a number for each element (the
-moments of Adam), and are cut and joined; or they hold for the parameter as a whole (its step), and are copied.
+A state is the dictionary that an optimizer keeps for a parameter. Entries with a value for each element (the
+moments of Adam) are cut and joined; entries for the parameter as a whole (its step) are copied.
 """
 
 import math
@@ -22,46 +22,51 @@ from lightning_holmes.optim.shards import Piece
 
 MASTER_WEIGHT = "master_weight"
 """The entry of a parameter's state that is the parameter itself in fp32."""
-_SMALL = 64  # elements; up to here a tensor travels with the description of the others
+_SMALL = 64  # elements; tensors up to this size are sent with the descriptions of the others
 
 
 class OwnedStates(Protocol):
-    """States that no optimizer of this rank has for its whole parameters: a sharded optimizer's, or those of optimizer nodes."""
+    """Optimizer states that are not kept for whole parameters on this rank: a sharded optimizer's, or those of optimizer nodes."""
 
     whole_gradients: bool
-    """Each replica has whole gradients in ``p.grad``."""
+    """Whether each replica has whole gradients in ``p.grad``."""
 
     @property
     def optimizer(self) -> Optimizer:
-        """The user's."""
+        """The user's optimizer."""
 
     @property
     def names(self) -> set[str]:
-        """The parameters whose states this rank reads of a checkpoint."""
+        """The parameters whose states this rank reads from a checkpoint."""
 
     def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
-        """Of the states of whole parameters by name, what belongs to each entry of the optimizer's groups."""
+        """Cut ``states``, of whole parameters by name, into one state for each entry of the optimizer's groups."""
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """After ``optimizer.load_state_dict`` with those."""
+        """Load the remaining parts of ``states``, of whole parameters by name, after ``optimizer.load_state_dict``."""
 
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
-        """The states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas call."""
+        """Return the states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas must call."""
 
     def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
-        """The same on :meth:`destination`, some at a time, when somebody takes them: the keys of those that come here, and what
-        brings them. All replicas call, and take or finish."""
+        """Collect the states on :meth:`destination`, some at a time, when one of them is taken.
+
+        All replicas must call, and then take the states or call ``finish``.
+
+        Returns:
+            The keys of the states that are collected on this rank, by parameter, and the steps that collect them.
+        """
 
     def destination(self, name: str) -> int:
-        """The replica that brings a parameter's state into a folder."""
+        """Return the replica that saves a parameter's state to a checkpoint folder."""
 
     def prepare(self) -> None:
-        """When a batch begins: look whether there are groups of parameters that are new."""
+        """Take up new parameter groups of the optimizer; called when a batch begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """An entry that is a tensor on another rank. ``shape`` is that of the whole; None: pieces join to the parameter's."""
+    """The description of a state entry that is a tensor. ``shape``: of the whole entry; None: pieces join to the parameter's shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None
@@ -71,7 +76,7 @@ class _Described:
 def cut_state(
     state: Mapping[str, Any], piece: Piece, parameter: Tensor, element_keys: frozenset[str]
 ) -> dict[str, Any]:
-    """A piece's state, in memory of its own, out of that of the whole ``parameter``."""
+    """Return the state of a piece, in memory of its own, cut from the state of the whole ``parameter``."""
     found = {}
     for key, value in state.items():
         if key == MASTER_WEIGHT:
@@ -94,12 +99,12 @@ def collect_states(
     group: dist.ProcessGroup | None,
     destination: Callable[[str], int] | None,
 ) -> dict[str, dict[str, Any]]:
-    """Whole states by parameter names, on rank ``destination(name)`` of ``group``, or on all. All of them must call.
+    """Return whole states by parameter name, on rank ``destination(name)`` of ``group``, or on all its ranks. All of them must call.
 
     Args:
-        pieces: of all ranks, in the same order everywhere.
-        local: the states of this rank's pieces; of a parameter, all pieces have one or none has.
-        element_keys: of a parameter's state, the entries with a number for each element.
+        pieces: the pieces of all ranks, in the same order on every rank.
+        local: the states of this rank's pieces; either all pieces of a parameter have a state, or none.
+        element_keys: returns the keys of a parameter's state, by name, that have a value for each element.
     """
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     numbers = {piece: number for number, piece in enumerate(pieces)}
@@ -123,7 +128,7 @@ def collect_states(
             if isinstance(value, _Described):
                 value = _join(parts, key, value, local, parameters[name], targets, group, rank)
             elif rank in targets and parts[0] in local:
-                value = local[parts[0]][key]  # as it is here: of its device
+                value = local[parts[0]][key]  # this rank's own value, on its own device
             state[key] = value
         if rank in targets:
             found[name] = state
@@ -151,7 +156,7 @@ def _join(
     group: dist.ProcessGroup | None,
     rank: int,
 ) -> Tensor | None:
-    """One entry of a whole parameter's state on each of ``targets``; None elsewhere. All ranks call."""
+    """Return one entry of a whole parameter's state on each of the ranks ``targets``; None on others. All ranks must call."""
     here = dtensor.local_part(parameter)
     shape = tuple(here.shape) if described.shape is None else described.shape
     wanted = rank in targets

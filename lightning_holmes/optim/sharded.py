@@ -1,18 +1,18 @@
 """The sharded optimizer: each data-parallel rank updates its part of the parameters and keeps the state of that part only.
 
-The user's optimizer stays the object that it is, and so do its groups: schedulers hold them. What changes is what the
-groups hold, this rank's pieces instead of whole parameters: flat tensors in the memory of the parameters, for an
-optimizer that treats elements alike (elementwise.py), or some of the parameters themselves for one that does not.
+The user's optimizer and its param_groups stay the same objects, since schedulers hold references to them. Only the
+contents of the groups change, to this rank's pieces instead of whole parameters: flat tensors in the memory of the
+parameters for an element-wise optimizer (elementwise.py), or some of the parameters themselves for any other.
 Updated pieces are gathered on all replicas while the next forward runs (param_gather.py).
 
     shards = ShardedOptimizer(optimizer, names, memory, found, replicas=group, whole_gradients=False)
-    shards.take_gradients(reached)        # after the reduction: what the optimizer shall see
-    optimizer.step()                      # its pieces; then the gathering starts by itself
-    shards.finish()                       # whoever reads parameters waits for them anyway
-    states = shards.collect()             # by parameter names, whole
+    shards.take_gradients(reached)        # after the reduction: set the gradients of the pieces
+    optimizer.step()                      # steps this rank's pieces; the all-gather then starts by itself
+    shards.finish()                       # optional: reading a parameter waits for it anyway
+    states = shards.collect()             # whole states by parameter name
 
-Numbers: those of the optimizer unsharded. With ``master_weights`` pieces are fp32 whatever the parameters are, and these
-are rounded from them after each step (as Megatron's distributed optimizer does).
+Results equal those of the unsharded optimizer. With ``master_weights`` pieces are fp32 whatever type the parameters have, and the
+parameters are rounded from them after each step (as Megatron's distributed optimizer does).
 """
 
 import functools
@@ -36,18 +36,18 @@ from lightning_holmes.optim.shards import Piece, holder_of
 from lightning_holmes.torch_private import tensor_version
 
 FROZEN = -1
-"""``Piece.bucket`` of a parameter that is not trained now, and so lies in no bucket."""
+"""``Piece.bucket`` of a parameter that is not trained now, and so is in no bucket."""
 
 
 class ShardedOptimizer:
-    """``optimizer`` over the replicas of ``group``. All of them make one, alike.
+    """Shards ``optimizer`` over the replicas of the group ``replicas``. All of them must create one, with equal arguments.
 
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
-        memory: where their pieces lie.
+        memory: holds the values and gradients of the pieces.
         found: how the optimizer can be sharded; not "none".
-        replicas: a group of the replicas, in which nothing else runs meanwhile; None: there is one.
-        whole_gradients: each rank gets whole gradients in ``p.grad``, for readers; else its shares.
+        replicas: a process group of the replicas, in which nothing else runs meanwhile; None: there is one replica.
+        whole_gradients: each rank gets whole gradients in ``p.grad``, for code that reads them; otherwise only its shards.
         master_weights: keep the pieces in fp32.
     """
 
@@ -90,7 +90,7 @@ class ShardedOptimizer:
         """Cut the buckets as they are now, and put this rank's pieces into the optimizer's groups.
 
         Args:
-            states: of whole parameters, by name.
+            states: the states of whole parameters, by name.
         """
         assigned = self._memory.lay_out(by_elements=self.by_elements)
         in_bucket = {piece.name for piece in assigned}
@@ -115,7 +115,7 @@ class ShardedOptimizer:
                 self._restore_master(piece, states[piece.name])
 
     def _make_tensor(self, piece: Piece) -> nn.Parameter:
-        """What the optimizer steps for a piece of this rank."""
+        """Make the tensor that the optimizer steps for a piece of this rank."""
         parameter = self._memory.parameters[piece.name]
         if self._memory.is_whole and not self.by_elements and not self._master:
             return parameter
@@ -135,18 +135,18 @@ class ShardedOptimizer:
         return self._memory.values(piece)
 
     def _held_by_group(self) -> list[list[Piece]]:
-        """This rank's pieces by group, in the order of the group's parameters."""
+        """Return this rank's pieces by group, in the order of the group's parameters."""
         held: dict[str, list[Piece]] = {}
         for piece in self._tensors:
             held.setdefault(piece.name, []).append(piece)
         return [[piece for name in names for piece in held.get(name, [])] for names in self._names]
 
     def watch(self, module: nn.Module) -> None:
-        """Let ``module``'s parts wait for their parameters before they run."""
+        """Make ``module``'s submodules wait for their parameters before they run."""
         self._memory.watch(module)
 
     def fill(self, device: torch.device) -> None:
-        """Give a rank a number of its own to step, for a GradScaler, which refuses an optimizer without gradients."""
+        """Add a one-element parameter to the optimizer: a GradScaler refuses an optimizer without gradients."""
         shape = (1,) if self.by_elements else (1, 1)
         self._filler = nn.Parameter(torch.zeros(shape, device=device))
         self.optimizer.param_groups[0]["params"].append(self._filler)
@@ -154,9 +154,9 @@ class ShardedOptimizer:
     # a step
 
     def prepare(self) -> None:
-        """After a batch's ``buffer.begin()``: follow the buckets where they have been laid out anew. All replicas.
+        """Cut new pieces if the buckets have been laid out anew; after a batch's ``buffer.begin()``. All replicas must call.
 
-        Groups that somebody has added meanwhile, with parameters of this rank's stages, are sharded, too.
+        Parameter groups that were added meanwhile, with parameters of this rank's stages, are sharded, too.
 
         Raises:
             UnsupportedModuleError: such a group cannot be sharded as the others are.
@@ -186,9 +186,9 @@ class ShardedOptimizer:
         self._lay_out(states)
 
     def take_gradients(self, reached: frozenset[str]) -> None:
-        """Give each piece its gradient, out of reduced buckets; None where the parameter has none on any replica.
+        """Give each piece its gradient from the reduced buckets; None if the parameter has none on any replica.
 
-        With ``whole_gradients`` ``p.grad`` is whole by now, and pieces look into it.
+        With ``whole_gradients`` ``p.grad`` is whole by now, and without master weights the gradients of pieces are views of it.
         """
         self._memory.adopt()
         if self._master:
@@ -213,7 +213,7 @@ class ShardedOptimizer:
             self._filler.grad = None if any_gradient else torch.zeros_like(self._filler)
 
     def absorb(self) -> None:
-        """Take over what hooks of the user have made of ``p.grad``."""
+        """Copy changes that the user's hooks have made to ``p.grad`` to the gradients of the pieces."""
         if not self.whole_gradients:
             return
         for piece, tensor in self._tensors.items():
@@ -228,7 +228,7 @@ class ShardedOptimizer:
             self._shown[piece.name] = (parameter.grad, _version(parameter.grad))
 
     def note_shown(self) -> None:
-        """What ``p.grad`` is now is ours, not a hook's."""
+        """Record the present ``p.grad``, so that :meth:`absorb` does not take it for a change by a hook."""
         for name in self._shown:
             gradient = self._memory.parameters[name].grad
             self._shown[name] = (gradient, _version(gradient))
@@ -244,13 +244,13 @@ class ShardedOptimizer:
                 for piece, tensor in self._tensors.items():
                     if piece.bucket != FROZEN:
                         self._flat(piece).copy_(tensor.detach().view(-1))
-        if not self._memory.is_whole:  # nobody sees them any more
+        if not self._memory.is_whole:  # nothing reads them any more
             for tensor in self._tensors.values():
                 tensor.grad = None
         self._memory.start()
 
     def _adopt_values(self) -> None:
-        """Where somebody has written to parameters since the last step (a checkpoint, an average), masters follow."""
+        """Update the master weights of elements that were written to since the last step (by a checkpoint, an average)."""
         with torch.no_grad():
             for piece, tensor in self._tensors.items():
                 if piece.bucket == FROZEN:
@@ -262,7 +262,7 @@ class ShardedOptimizer:
         """Wait until all parameters have arrived."""
         self._memory.finish()
 
-    # what this rank holds
+    # this rank's pieces
 
     @property
     def pieces(self) -> Mapping[Piece, nn.Parameter]:
@@ -270,13 +270,13 @@ class ShardedOptimizer:
         return self._tensors
 
     def gradients(self, counts: Callable[[str], bool]) -> Iterator[Tensor]:
-        """The gradients of this rank's pieces; over all replicas, each element of a parameter that ``counts`` once."""
+        """Yield the gradients of this rank's pieces of parameters that ``counts``; over all replicas, each element once."""
         for piece, tensor in self._tensors.items():
             if tensor.grad is not None and counts(piece.name):
                 yield dtensor.local_part(tensor.grad)
 
     def rest_of_whole(self) -> Iterator[Tensor]:
-        """Those elements of whole gradients in ``p.grad`` that lie in no piece's."""
+        """Yield the elements of whole gradients in ``p.grad`` that share no memory with the gradient of a piece of this rank."""
         if not self.whole_gradients:
             return
         own: dict[str, list[Piece]] = {}
@@ -297,28 +297,33 @@ class ShardedOptimizer:
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether ``p.grad`` of the module's parameters is what the optimizer steps with."""
+        """Whether the optimizer steps with ``p.grad`` of the module's parameters."""
         return self.whole_gradients and not self._master
 
     def stepped(self) -> list[nn.Parameter]:
-        """What the optimizer steps on this rank."""
+        """Return the tensors that the optimizer steps on this rank."""
         return [*self._tensors.values(), *([] if self._filler is None else [self._filler])]
 
     def clipped(self) -> list[Tensor]:
-        """Every gradient that clipping scales, each element once; whole ones that hooks see among them."""
+        """Return every gradient that clipping scales, each element once; including whole gradients that hooks see."""
         own = [dtensor.local_part(t.grad) for t in self._tensors.values() if t.grad is not None]
         return [*own, *self.rest_of_whole()]
 
     # states
 
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
-        """The states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas call."""
+        """Return the states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas must call."""
         self.finish()
         return self._join(self._pieces, self._states_of_pieces(), destination)
 
     def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
-        """The same on :meth:`destination`, a bucket at a time, when somebody takes its states: the keys of those that come here,
-        and what brings them. All replicas call, and take or finish."""
+        """Collect the states on :meth:`destination`, one bucket at a time, when one of its states is taken.
+
+        All replicas must call, and then take the states or call ``finish``.
+
+        Returns:
+            The keys of the states that are collected on this rank, by parameter, and the steps that collect them.
+        """
         self.finish()
         local = self._states_of_pieces()
         keys: dict[str, list[str]] = {}
@@ -338,7 +343,7 @@ class ShardedOptimizer:
         local: dict[Piece, dict[str, Any]] = {}
         for piece, tensor in self._tensors.items():
             state = self.optimizer.state.get(tensor, {})
-            if state or self._master:  # a master is kept also for an optimizer that keeps nothing itself
+            if state or self._master:  # a master weight is saved even if the optimizer keeps no state
                 local[piece] = dict(state)
                 if self._master:
                     local[piece][MASTER_WEIGHT] = tensor.detach()
@@ -360,15 +365,15 @@ class ShardedOptimizer:
         )
 
     def destination(self, name: str) -> int:
-        """The replica that brings a parameter's state into a folder: one that holds much of it. Ranks of a tensor
-        group, whose parts may be of unlike sizes, go by its place, so that they agree."""
+        """Return the replica that saves a parameter's state: one that holds much of it. With DTensors, whose local parts may
+        differ in size between the ranks of a tensor group, its index decides instead, so that these ranks agree."""
         number = list(self._group_of).index(name)
         if any(dtensor.is_dtensor(p) for p in self._memory.parameters.values()):
             return number % self._size
         return holder_of(name, number, self._pieces, self._size)
 
     def cut(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of a piece out of that of the whole parameter."""
+        """Return the state of a piece, cut from the state of the whole parameter."""
         parameter = self._memory.parameters[piece.name]
         if not self.by_elements:
             kept = {k: v for k, v in state.items() if k != MASTER_WEIGHT}
@@ -379,18 +384,18 @@ class ShardedOptimizer:
 
     @property
     def names(self) -> set[str]:
-        """The parameters of which this rank has pieces."""
+        """The names of the parameters of which this rank has pieces."""
         return {piece.name for piece in self._tensors}
 
     def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
-        """For each group of the optimizer, the states of what its "params" are pieces of."""
+        """Return, for each group of the optimizer, the state of each piece in its "params", cut from ``states``."""
         return [
             [self.cut(piece, states[piece.name]) if piece.name in states else None for piece in pieces]
             for pieces in self._held_by_group()
         ]
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """After ``optimizer.load_state_dict``: masters as they were saved, where they were."""
+        """Restore the master weights that ``states`` contains; after ``optimizer.load_state_dict``."""
         for piece in self._tensors if self._master else ():
             if piece.name in states:
                 self._restore_master(piece, states[piece.name])
@@ -402,17 +407,18 @@ class ShardedOptimizer:
         saved = dtensor.local_part(dtensor.share_of(state[MASTER_WEIGHT], self._memory.parameters[piece.name]))
         saved = saved.reshape(-1)[piece.start : piece.stop].to(master)
         now = self._flat(piece)
-        master.copy_(torch.where(saved.to(now.dtype) == now, saved, now.float()))  # other weights were loaded, say
+        # they differ if other weights were loaded
+        master.copy_(torch.where(saved.to(now.dtype) == now, saved, now.float()))
 
     def _element_keys(self, name: str) -> frozenset[str]:
         return self._found.element_keys[self._group_of[name]] | {MASTER_WEIGHT}
 
     def abandon(self) -> None:
-        """The run has failed: wait for nothing any more. Parameters may be a mixture of two steps then."""
+        """Stop waiting for parameters, after the run has failed. Parameters may then be a mixture of two steps."""
         self._memory.abandon()
 
     def close(self) -> None:
-        """Give parameters their own memory again; states can still be collected."""
+        """Give each parameter its own memory again; states can still be collected."""
         self._hook.remove()
         self._memory.close()
 

@@ -1,4 +1,4 @@
-"""Which rank updates what: parameters cut into pieces, each on one of the data-parallel ranks. Plain data, no tensors.
+"""The pieces into which parameters are cut, and the data-parallel rank that updates each piece. Plain data, no tensors.
 
 extents = [Extent(names=("head", "body"), sizes=(10, 6), numel=16)]
 cut_by_elements(extents, 2)      # rank 0: head[0:8]; rank 1: head[8:10], body[0:6]
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """What lies in one bucket: parameters of ``sizes`` elements, side by side from its beginning; ``numel`` with
+    """The layout of one bucket: parameters of ``sizes`` elements, side by side from its beginning; ``numel`` includes
     padding."""
 
     names: tuple[str, ...]
@@ -33,14 +33,14 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.stop - self.start
 
 
 def cut_by_elements(extents: Sequence[Extent], num_ranks: int, *, first: int = 0) -> list[Piece]:
-    """Each bucket, numbered from ``first`` on, in ``num_ranks`` equal parts, and these where parameters meet.
+    """Cut each bucket, numbered from ``first`` on, into ``num_ranks`` equal parts, and these at the bounds of parameters.
 
-    Pieces come bucket by bucket, in the order of their places; a parameter without elements has one, on rank 0.
+    Pieces are in the order of buckets, and of their places there; a parameter without elements has one empty piece.
     """
     pieces = []
     for index, extent in enumerate(extents, start=first):
@@ -62,9 +62,9 @@ def cut_by_elements(extents: Sequence[Extent], num_ranks: int, *, first: int = 0
 
 
 def cut_by_parameters(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
-    """Whole parameters, assigned so that ranks have about as many elements and what a rank has of a bucket is one run.
+    """Assign whole parameters so that ranks have about equally many elements, and a rank's part of a bucket is contiguous.
 
-    Each goes to the rank in whose share of all elements its middle lies.
+    If the elements of all parameters are cut into ``num_ranks`` equal parts, a parameter goes to the rank whose part has its middle.
     """
     total = max(1, sum(sum(extent.sizes) for extent in extents))
     pieces, before = [], 0
@@ -79,8 +79,8 @@ def cut_by_parameters(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
 
 
 def holder_of(name: str, number: int, pieces: Iterable[Piece], size: int) -> int:
-    """Which of ``size`` ranks brings the parameter ``name`` together: one that holds much of it, and of several that do each in
-    its turn, by the parameter's ``number``."""
+    """Return which of ``size`` ranks collects the parameter ``name``: one that holds at least half as much of it as any other rank; if
+    several do, they take turns by the parameter's ``number``."""
     held = [0] * size
     for piece in pieces:
         if piece.name == name:
@@ -90,9 +90,10 @@ def holder_of(name: str, number: int, pieces: Iterable[Piece], size: int) -> int
 
 
 def cut_whole(names: Sequence[str], sizes: Sequence[int], num_ranks: int, *, bucket: int) -> tuple[list[Piece], int]:
-    """Whole parameters of one bucket in ``num_ranks`` equal parts, each with room for the largest; and the bucket's length.
+    """Assign the whole parameters of one bucket to ranks; returns the pieces and the bucket's length.
 
-    The largest first, each to the rank that has the least.
+    The bucket has ``num_ranks`` equal parts, each as long as the fullest rank needs. The largest parameters are assigned first, each to
+    the rank that has the fewest elements.
     """
     loads = [0] * num_ranks
     held: dict[str, tuple[int, int]] = {}

@@ -1,6 +1,6 @@
-"""StageBuffers: two buffers that the stages of a rank take in turn, each as large as the largest stage that takes it.
+"""StageBuffers: two buffers that the stages of a rank use in turn, each as large as the largest stage that uses it.
 
-A stage has the same one in its forward and its backward.
+A stage uses the same buffer in its forward and its backward.
 
     buffers = StageBuffers({0: [(10, torch.float32)], 1: [(3, torch.bfloat16), (4, torch.float32)]}, torch.device("cpu"))
     first, second = buffers.of(1)                   # (3,) and (4,), in the memory of the second buffer
@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 
 NUM_BUFFERS = 2
-_ALIGNED = 256  # bytes, between what lies side by side: a view of another type needs a multiple of its size
+_ALIGNED = 256  # bytes to which each tensor's start is aligned: a view of another type needs a multiple of its size
 
 Sizes = Sequence[tuple[int, torch.dtype]]
-"""Elements and type of each tensor that lies in a buffer."""
+"""The number of elements and the type of each tensor in a buffer."""
 
 
 class StageBuffers:
-    """``sizes``: by stage, in the order in which they take their turns; ``num_buffers``: with as many as stages each has its own."""
+    """Buffers that the stages use in turn.
+
+    Args:
+        sizes: the tensors of each stage, in the order in which the stages take turns.
+        num_buffers: how many buffers there are; if there are as many as stages, each stage has its own.
+    """
 
     def __init__(self, sizes: Mapping[int, Sizes], device: torch.device, *, num_buffers: int = NUM_BUFFERS) -> None:
         self._sizes = dict(sizes)
@@ -30,26 +35,26 @@ class StageBuffers:
         self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in most]
 
     def place(self, stage: int) -> int:
-        """Which buffer a stage has."""
+        """Return the index of the buffer of a stage."""
         return self._places[stage]
 
     def of(self, stage: int) -> list[Tensor]:
-        """The tensors of a stage, 1-D; what the stage before the last one had there is overwritten with them."""
+        """Return the tensors of a stage, 1-D; they share memory with those of the other stages that use the same buffer."""
         return cut(self._memory[self._places[stage]], self._sizes[stage])
 
 
 def allocate(sizes: Sizes, device: torch.device) -> list[Tensor]:
-    """Such tensors in memory of their own."""
+    """Return tensors of ``sizes`` in newly allocated memory, uninitialised."""
     return cut(torch.empty(num_bytes(sizes), dtype=torch.uint8, device=device), sizes)
 
 
 def num_bytes(sizes: Sizes) -> int:
-    """That they take, side by side."""
+    """Return the bytes that tensors of ``sizes`` take side by side, with alignment."""
     return sum(-(-numel * dtype.itemsize // _ALIGNED) * _ALIGNED for numel, dtype in sizes)
 
 
 def cut(memory: Tensor, sizes: Sizes) -> list[Tensor]:
-    """Such tensors side by side in ``memory``, uint8."""
+    """Return tensors of ``sizes`` side by side in ``memory``, uint8."""
     found, start = [], 0
     for numel, dtype in sizes:
         size = numel * dtype.itemsize

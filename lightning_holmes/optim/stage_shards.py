@@ -1,19 +1,20 @@
-"""StageShards: parameters of which each replica holds a share, whole only while their stage is computed.
+"""StageShards: parameters that are sharded over the replicas and whole only while their stage is computed.
 
-A stage's parameters lie side by side in flat parts, of one type each, cut into as many shares as there are replicas.
-Two buffers, as large as the largest stage, take turns: a stage has the same one in its forward and its backward, since autograd
-keeps views of its parameters. Nothing of torch's inner life is needed for that: a parameter's ``data`` is the buffer while its stage
-is held, and a placeholder of NaN else; in a step it says so who reads it (absent.py), or changes it, which would be lost. Parameters that several stages read (tied embeddings) come first and go last, into memory of
-their own, and so do those of stages that are small beside the largest one: a message of their own would cost more than it saves.
+A stage's parameters lie side by side in flat parts, of one type each, cut into as many shards as there are replicas.
+Stages alternate between two buffers, as large as the largest stage: a stage uses the same one in its forward and its backward, since
+autograd keeps views of its parameters. This needs no torch internals: a parameter's ``data`` is a view of the buffer while its stage
+is held, and a NaN placeholder otherwise; a step that reads a placeholder (absent.py), or changes a parameter (the change would be
+lost), raises an error. Parameters that several stages read (tied embeddings) are gathered first and freed last, in memory of their
+own, and so are the parameters of stages that are small beside the largest one: a message of their own would cost more than it saves.
 
     shards = StageShards(parameters, stages=(0, 1, 2), stages_of=..., shared={}, size=4, rank=0, queue=queue, gather=...)
-    pieces = shards.lay_out(by_elements=True)      # from now on only shares are here
+    pieces = shards.lay_out(by_elements=True)      # from now on this rank holds only its shards
     shards.fetch(1).wait()                         # all replicas: stage 1 is whole
     shards.release(1)
     values = shards.collect(lambda name: 0)        # whole, on replica 0
-    shards.close()                                 # whole everywhere, as before
+    shards.close()                                 # whole on every replica again
 
-Source: arXiv 2106.02679, section 4; the ring of buffers is that of its author's Fast-LLM.
+Source: arXiv 2106.02679, section 4; the ring of buffers follows Fast-LLM by the same author.
 """
 
 import functools
@@ -33,26 +34,26 @@ from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holder_of
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 
-_SMALL = 1 / 16  # of the largest stage: what small stages may take beside the buffers
+_SMALL = 1 / 16  # of the largest stage's bytes: the memory that small stages may take beside the buffers
 
 
 class StageShards:
-    """Implements ShardMemory. All replicas make one, alike, and call its methods together.
+    """Implements ShardMemory. All replicas must create one, with equal arguments, and call its methods together.
 
     Args:
-        parameters: this rank's, whole, by name.
-        stages: this rank's, ascending.
-        stages_of: of each parameter, the stages of this rank that read it; where it has none, all may.
-        shared: parameters that other pipeline ranks hold, too: the ranks, and the names.
-        size, rank: of the replicas.
-        gather: brings every replica's share of a flat tensor to all; called in ``queue``.
-        absence: of the module's placeholders; whoever runs a step clears it at the step's end.
-        compiled: parameters of compiled code, which runs on ordinary ones only; whether it runs on their stages only. Else nobody is
-            told who reads them elsewhere.
+        parameters: this rank's whole parameters, by name.
+        stages: the stages of this rank, ascending.
+        stages_of: for each parameter, the stages of this rank that read it; without an entry, any of them may.
+        shared: parameters that other pipeline ranks hold, too: for each set of ranks, the names.
+        size, rank: the number of replicas, and the index of this one.
+        gather: all-gathers a flat tensor of which each replica holds its shard; called in ``queue``.
+        absence: tracks the module's placeholders; the code that runs a step clears it at the step's end.
+        compiled: parameters that compiled code reads, by name, which must stay ordinary tensors on their stage; the value says whether the
+            compiled code runs on their stages only. If it does not, reading them on another stage raises no error.
     """
 
     cure = "sharded_parameters=False"
-    """Which argument of the strategy keeps parameters whole."""
+    """The argument of the strategy that keeps parameters whole."""
     generation = 0
     is_whole = False
 
@@ -74,9 +75,9 @@ class StageShards:
         self.size, self.rank = size, rank
         self.parts: list[Part] = []
         self.by_elements = True
-        """How they are cut."""
+        """Whether parts are cut by elements, or else into whole parameters."""
         self.stays = False
-        """Parameters stay in shards when this is closed."""
+        """Whether parameters stay sharded after :meth:`close`."""
         self._pieces: list[Piece] = []
         self._places: dict[str, tuple[Part, int]] = {}
         self.queue, self._gather = queue, gather
@@ -105,11 +106,14 @@ class StageShards:
         bring: Callable[[Sequence[str]], None] | None = None,
         former: "StageShards | None" = None,
     ) -> list[Piece]:
-        """Cut the parameters, and keep this replica's share of them; again it gives the same pieces, or cuts them anew.
+        """Cut the parameters, and keep this replica's shard of them.
+
+        Called again, it returns the same pieces, or cuts the parameters anew if ``by_elements`` has changed.
 
         Args:
-            bring: gives some of the parameters their values, part by part, so that never all of them are whole; None: they are.
-            former: shards that hold the same parameters, and are given up for these.
+            bring: loads the values of the named parameters, one part at a time, so that never all of them are whole; None: all are whole
+                already.
+            former: shards that hold the same parameters, and are replaced by these.
         """
         if self.parts and by_elements == self.by_elements:
             return self._pieces
@@ -134,7 +138,7 @@ class StageShards:
         return self._pieces
 
     def grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
-        """What makes a part each: the stage that reads it, the other ranks that hold it, and its names."""
+        """Return, for each part to make, the stage that reads it, the pipeline ranks that share it, and its parameter names."""
         groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
         only = {n: next(iter(s)) for n, s in self._stages_of.items() if len(s) == 1 and n not in self._ranks_of}
         small = _small_stages({name: stage for name, stage in only.items() if name in self.parameters}, self.parameters)
@@ -152,7 +156,7 @@ class StageShards:
         self._buffers = StageBuffers(by_stage, device, num_buffers=self._num_buffers)
 
     def _cut(self, names: Sequence[str], stage: int | None, ranks: tuple[int, ...]) -> Part:
-        """Lay these parameters side by side, the next part, and note its pieces."""
+        """Make the next part of these parameters, side by side, and record its pieces."""
         sizes = tuple(self.parameters[name].numel() for name in names)
         index, first = len(self.parts), self.parameters[names[0]]
         if self.by_elements:
@@ -178,23 +182,23 @@ class StageShards:
         )
 
     def _new_shard(self, numel: int, like: Tensor) -> Tensor:
-        """This replica's share of a part of so many elements."""
+        """Allocate this replica's shard of a part of ``numel`` elements."""
         return torch.zeros(numel // self.size, dtype=like.dtype, device=like.device)
 
     def has(self, part: Part) -> bool:
-        """Whether a part lies here in the same way, in other shards."""
+        """Whether these shards have a part with the same layout as ``part``, which belongs to other shards."""
         return any(part.is_like(own) for own in self.parts)
 
     def give(self, part: Part) -> Tensor:
-        """The share of a part that :meth:`has` found."""
+        """Return the shard of the part that :meth:`has` found."""
         return next(own.shard for own in self.parts if part.is_like(own))
 
     def destination(self, name: str) -> int:
-        """The replica that brings a parameter into a folder."""
+        """Return the replica that saves a parameter to a checkpoint folder."""
         return holder_of(name, list(self.parameters).index(name), self._pieces, self.size)
 
     def thaw(self, part: Part) -> None:
-        """Parameters that were frozen when they were laid out are trained from now on. All ranks that hold them must call."""
+        """Mark a part as trained whose parameters were frozen when they were laid out. All ranks that hold it must call."""
         part.is_trained = True
 
     def _add(self, part: Part, *, is_new: bool = True) -> None:
@@ -205,7 +209,7 @@ class StageShards:
             self._keep(part)
 
     def bring_into(self, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> None:
-        """Give these parameters, of another copy of the module perhaps, the values that lie here, whole. All replicas call."""
+        """Give these parameters (possibly of another copy of the module) their whole values. All replicas must call."""
         self._bring_into(parameters, self.parts, names)
 
     def _bring_into(
@@ -218,11 +222,11 @@ class StageShards:
                         dtensor.replace_local(parameters[name], view)
 
     def twin(self, parameters: Mapping[str, nn.Parameter]) -> "StageShards":
-        """Other values of the same parameters, whole, such as their average: cut alike, each replica keeps its share on the device
-        of its own. They are fetched by no step.
+        """Return shards for other values of the same parameters, such as their average: with the same layout, each replica's shard on
+        its device. No step fetches them.
 
         Args:
-            parameters: by the names of these.
+            parameters: by the same names.
         """
         found = StageShards(
             {name: parameters[name] for name in self.parameters},
@@ -241,13 +245,13 @@ class StageShards:
         return found
 
     def own(self, name: str) -> Tensor:
-        """This replica's part of a parameter, 1-D, perhaps nothing; a view of the shard."""
+        """Return this replica's elements of a parameter, 1-D, possibly empty; a view of the shard."""
         part, start = self._places[name]
         start -= self.rank * part.shard.numel()
         return part.shard[max(start, 0) : max(start + self.parameters[name].numel(), 0)]
 
     def _keep(self, part: Part) -> None:
-        """Put this replica's share of a part whose parameters are whole into its shard, and let go of these."""
+        """Copy this replica's elements of a part whose parameters are whole into its shard, and free the whole parameters."""
         share = part.numel // self.size
         begin = self.rank * share
         with torch.no_grad():
@@ -265,7 +269,7 @@ class StageShards:
     # a step
 
     def fetch(self, stage: int) -> Work:
-        """Start to bring the parameters of ``stage``; they are there when what is returned has been waited for."""
+        """Start to gather the parameters of ``stage``; they are whole after ``wait`` of the returned work. All replicas must call."""
         if not self._held:  # a step begins
             for name in self.parameters:
                 self._hide(name)
@@ -308,7 +312,7 @@ class StageShards:
             self._absence.hide(self.parameters[name], self._sources[name])
 
     def release(self, stage: int) -> None:
-        """Let go of the parameters of ``stage``, and after the last stage of what several read.
+        """Free the parameters of ``stage``, and after the last stage also the parameters that several stages read.
 
         Raises:
             AbsentValueError: the step has changed one of them.
@@ -331,7 +335,7 @@ class StageShards:
             for parameter in self.parameters.values():
                 self._absence.forget(parameter)
 
-    # what the optimizer works on
+    # for the optimizer (ShardMemory)
 
     def values(self, piece: Piece) -> Tensor:
         part = self.parts[piece.bucket]
@@ -347,28 +351,28 @@ class StageShards:
         return shard[start : start + piece.numel]
 
     def watch(self, module: nn.Module) -> None:
-        """Nothing: who runs waits for its fetch."""
+        """Do nothing: the runner waits for the fetch of a stage before it runs the stage."""
 
     def adopt(self) -> None:
-        """Nothing: what is written to a parameter outside of a step is not kept; see :meth:`put`."""
+        """Do nothing: values written to a parameter outside of a step are not kept; see :meth:`put`."""
 
     def start(self) -> None:
-        """Updated shares travel with the next fetch; their gradients are not needed any more."""
+        """Free the gradients: the next fetch gathers the updated shards."""
         for part in self.parts:
             part.gradient = None
 
     def finish(self) -> None:
-        """Nothing is under way between steps."""
+        """Do nothing: no transfer is under way between steps."""
 
     def abandon(self) -> None:
-        """Parameters stay where they are: the other replicas do not answer."""
+        """Let :meth:`close` gather nothing, after the run has failed: the other replicas do not answer."""
         self._abandoned = True
 
     # outside of steps
 
     def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
-        """Whole parameters, each on the replica ``destination(name)``, in memory of their own; a part at a time passes through
-        every replica. All must call."""
+        """Return whole parameters, each on the replica ``destination(name)``, in memory of their own. All replicas must call; every
+        replica gathers one part at a time."""
         found = {}
         for part in self.parts:
             for name, view in self._whole(part).items():
@@ -379,8 +383,14 @@ class StageShards:
     def collect_in_steps(
         self, destination: Callable[[str], int], *, end: Callable[[], None]
     ) -> tuple[list[str], JoinedSteps]:
-        """The same a part at a time, when somebody takes it: the names of those that come here, each with one entry, "", and what
-        brings them, and calls ``end`` after the last. All replicas call, and take or finish."""
+        """Collect the parameters one part at a time, when one of its parameters is taken.
+
+        All replicas must call, and then take the parameters or call ``finish``.
+
+        Returns:
+            The names of the parameters that are collected on this replica, each with one entry, "", and the steps that collect them
+            and call ``end`` after the last part.
+        """
 
         def bring(part: Part) -> dict[str, dict[str, Tensor]]:
             views = self._whole(part)
@@ -394,7 +404,7 @@ class StageShards:
         return here, JoinedSteps([*(functools.partial(bring, part) for part in self.parts), ended])
 
     def each_whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name, whole, a part at a time. All replicas call, and take all."""
+        """Yield every parameter by name, whole, one part at a time. All replicas must call, and iterate to the end."""
         for part in self.parts:
             yield from self._whole(part).items()
 
@@ -404,32 +414,36 @@ class StageShards:
         return part.views(buffers[0])
 
     def hold(self, names: Collection[str]) -> list[Part]:
-        """Let the parts in which ``names`` lie be whole, in memory that whoever keeps a view of it keeps. All replicas call."""
+        """Make the parts that contain ``names`` whole, in newly allocated memory, so that views of it stay valid, and return them.
+        All replicas must call."""
         parts = [part for part in self.parts if not set(names).isdisjoint(part.names)]
         for part in parts:
             self.bring_into(self.parameters, part.names)
         return parts
 
     def let_go(self, parts: Iterable[Part]) -> None:
-        """After :meth:`hold`: keep this replica's share of what somebody has written there."""
+        """After :meth:`hold`: keep this replica's shard of the values as they are now, and free the whole parameters."""
         for part in parts:
             self._keep(part)
 
     def put(self, write: Callable[[], None]) -> None:
-        """Run ``write``, which writes to parameters, and keep what it wrote. All replicas must call."""
+        """Make all parameters whole, run ``write``, which writes to them, and keep the new values. All replicas must call."""
         self.bring_into(self.parameters, self.parameters)
         write()
         for part in self.parts:
             self._keep(part)
 
     def close(self) -> None:
-        """Give each parameter its values again, in memory of its own; all replicas call, unless the run has failed: then one that is
-        alone has them all, and of several none gets any. Where they stay in shards only what a step needs is let go of."""
+        """Give each parameter its whole values again, in memory of its own. All replicas must call.
+
+        After a failed run (:meth:`abandon`) a single replica still restores them; several replicas restore none. With ``stays`` only the
+        buffers of a step are freed."""
         self._buffers = None
         if self.stays:
             return
         for part in () if self._abandoned and self.size > 1 else self.parts:
-            views = part.views(part.shard) if self.size == 1 else self._whole(part)  # no queue, which may have failed
+            # a single replica does not use the queue, which may have failed
+            views = part.views(part.shard) if self.size == 1 else self._whole(part)
             for name, view in views.items():
                 dtensor.replace_local(self.parameters[name], view.clone())
             part.shard = torch.zeros(0)
@@ -439,7 +453,7 @@ class StageShards:
 
 
 class _Fetch:
-    """Parameters on their way; ``arrived`` is called once, when they are there."""
+    """A gather that is under way; ``wait`` calls ``arrived`` after it."""
 
     def __init__(self, work: Work, arrived: Callable[[], None]) -> None:
         self._work, self._arrived = work, arrived
@@ -453,7 +467,7 @@ class _Fetch:
 
 
 def _small_stages(stage_of: Mapping[str, int], parameters: Mapping[str, nn.Parameter]) -> set[int]:
-    """Stages that together have at most _SMALL of the largest one's bytes, the smallest first."""
+    """Return the smallest stages that together have at most _SMALL of the largest stage's bytes."""
     sizes: dict[int, int] = {}
     for name, stage in stage_of.items():
         sizes[stage] = sizes.get(stage, 0) + parameters[name].numel() * parameters[name].itemsize

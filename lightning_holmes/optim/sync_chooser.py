@@ -1,8 +1,8 @@
-"""SyncChooser: decides, with the other members of a data-parallel group, which collective sums its gradients, and how
-large buckets are.
+"""SyncChooser: chooses, with the other members of a data-parallel group, the collective that sums its gradients, and the
+bucket size.
 
-Owns when candidates are measured: before the first window, and again before a window when the time of some member has
-drifted (GradSync tells all of them so at the same step). Buckets hold zeros then, which sums leave as they are.
+It measures the candidates in the first window, again when the reduction time of some member has drifted (GradSync reports this
+to all members at the same step), and when replicas begin to reduce their shards only. Buckets hold zeros then, which sums do not change.
 
     chooser = SyncChooser(buffer, sync, groups, queue, stages=(0,), collective="auto")
     chooser.before_window()
@@ -24,18 +24,18 @@ from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.plan.sync_choice import SyncChoice, bucket_bytes, choose
 
 _SMALL, _LARGE = 4 * 2**10, 2**20  # bytes
-_LINK_BUDGET_S = 0.4  # for each size; a link that needs more of it is measured once
-_TRIALS = {_SMALL: 12, _LARGE: 3}  # a host with a share of a core stops for longer than a small reduction takes
+_LINK_BUDGET_S = 0.4  # for each size; if the trials would take longer, there is one only
+_TRIALS = {_SMALL: 12, _LARGE: 3}  # a host with a share of a core may pause for longer than a small reduction takes
 
 
 class SyncChooser:
-    """Every member of the group makes one, with the same arguments.
+    """Chooses the collective of a group. Every member of the group must create one, with the same arguments.
 
     Args:
-        stages: whose gradients the group sums.
-        collective: "auto", or the name of the one to use if this group can.
-        compression: for groups that cross clusters, or None.
-        sizes_buckets: find the size of the buckets before they are laid out.
+        stages: the stages whose gradients the group sums.
+        collective: "auto", or the name of the collective to use if this group can.
+        compression: the compression for groups that cross clusters, or None.
+        sizes_buckets: choose the bucket size before buckets are laid out.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SyncChooser:
         self._chosen = self._divided = False
 
     def before_window(self) -> None:
-        """Find the size of the buckets, before they are laid out."""
+        """Choose the bucket size, before buckets are laid out. All members must call."""
         if self._sizes_buckets:
             self._sizes_buckets = False
             trained = [p for p in self._buffer.parameters.values() if p.requires_grad]
@@ -77,13 +77,13 @@ class SyncChooser:
                     self._buffer.bucket_bytes = bucket_bytes(total, latency_s=latency_s, s_per_byte=s_per_byte)
 
     def _measure_link(self, device: torch.device) -> tuple[float, float]:
-        """Seconds that any reduction takes, and those of each byte; the same on all members."""
+        """Return the latency of a reduction in seconds, and its seconds per byte; the same on all members."""
         small, large = (self._time(torch.zeros(size // 4, device=device), trials) for size, trials in _TRIALS.items())
         return small, max(large - small, 0.0) / (_LARGE - _SMALL)
 
     def _time(self, tensor: torch.Tensor, trials: int) -> float:
-        """Seconds of summing ``tensor``: the best of so many, or of as many as a part of the budget allows where it is slow;
-        the slowest member counts."""
+        """Return the seconds of an all-reduce of ``tensor``, of the slowest member: the best of ``trials``, or the first one if all
+        trials would take more than _LINK_BUDGET_S."""
         group, best = self._groups.whole, torch.full((1,), float("inf"), device=tensor.device)
 
         def largest() -> float:
@@ -98,7 +98,7 @@ class SyncChooser:
         return largest()
 
     def in_empty_window(self, step: int) -> SyncChoice | None:
-        """Choose if that is due; a new window has begun, and nothing is in the buckets yet."""
+        """Choose a collective if one is due. A new window has begun, and the buckets hold zeros. All members must call."""
         buckets = self._buffer.buckets
         if not buckets:
             return None

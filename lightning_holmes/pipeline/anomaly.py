@@ -1,6 +1,6 @@
-"""Whose gradient an anomaly would reach: torch names the operator that gave NaN, not the parameters behind it.
+"""Name the parameters whose gradients an anomaly reaches: torch names only the operator that returned NaN.
 
-For ``Trainer(detect_anomaly=True)``. Without that nothing is done.
+For ``Trainer(detect_anomaly=True)``; otherwise nothing is done.
 
     with naming_parameters(module, roots, "stage 1, microbatch 3"):
         torch.autograd.backward(roots, gradients)
@@ -25,7 +25,8 @@ _SHOWN = 5
 
 @contextmanager
 def naming_parameters(module: nn.Module, roots: Sequence[Tensor | Node], place: str) -> Iterator[None]:
-    """Around a backward from ``roots``, tensors or nodes of the graph: let torch's error of anomaly mode name parameters, too, and ``place``.
+    """Context around a backward from ``roots`` (tensors or graph nodes): adds parameter names and ``place`` to
+    torch's anomaly error.
 
     Raises:
         AnomalyError: in place of torch's RuntimeError.
@@ -48,9 +49,10 @@ def naming_parameters(module: nn.Module, roots: Sequence[Tensor | Node], place: 
 
 
 def parameters_behind(module: nn.Module, roots: Sequence[Tensor | Node], operator: str) -> list[str]:
-    """The names of the parameters that the failed ``operator`` hands gradients to, the nearest first.
+    """The names of the parameters that the failed ``operator`` passes gradients to, the nearest first.
 
-    Of several operators of that name it is the last that the backward has run; those have let go of what they saved.
+    If several nodes have that operator's name, it is the one that the backward ran last; a node that has run has
+    freed its saved tensors.
     """
     nodes = [
         node
@@ -63,14 +65,14 @@ def parameters_behind(module: nn.Module, roots: Sequence[Tensor | Node], operato
     names = {id(p): n for n, p in module.named_parameters()}
     found: dict[str, None] = {}
     for node in _reachable(nodes):
-        variable = getattr(node, "variable", None)  # of AccumulateGrad
+        variable = getattr(node, "variable", None)  # only AccumulateGrad nodes have one
         if variable is not None and id(variable) in names:
             found[names[id(variable)]] = None
     return list(found)
 
 
 def _reachable(starts: Sequence[Any]) -> Iterator[Any]:
-    """The nodes of autograd's graph from ``starts`` on, nearest first."""
+    """The nodes of autograd's graph that are reachable from ``starts``, nearest first."""
     waiting = collections.deque(node for node in starts if node is not None)
     seen = set(waiting)
     while waiting:

@@ -1,7 +1,7 @@
-"""Python values that a module keeps from one place of a step to another: counters, averages, dicts of numbers.
+"""Watch Python values that a step sets on its module and reads elsewhere: counters, averages, dicts of numbers.
 
-No operator shows them, so trace.py watches the attributes themselves: which ones a step changes, and where it
-sets and reads them. Tensors are followed by trace.py; what objects of other classes hold is not looked into.
+They do not pass through operators, so trace.py watches the attributes themselves: which ones a step changes, and where it
+sets and reads them. Tensors are followed by trace.py; objects of other classes are not looked into.
 
     before = snapshot(module); step(); changed = changes(before, snapshot(module))
     watch = AttributeWatch(module, changed, here); step(); watch.finish()
@@ -35,7 +35,7 @@ _MAX_ENTRIES = 10_000
 
 @dataclass(slots=True, kw_only=True)
 class Use:
-    """Where one attribute's value was set and read; ``grew_at``: where a set value differed from the one before."""
+    """Where one attribute's value was set and read; ``grew_at``: where it was set to a value other than the one before."""
 
     owner: str
     key: str
@@ -50,7 +50,8 @@ class Use:
 
 
 def plain_content(value: Any, depth: int = 0) -> Hashable:
-    """The Python values in ``value`` and its containers; tensors and other objects count, but not their values."""
+    """A hashable description of the Python values in ``value`` and its containers; tensors and other objects count by
+    their class only."""
     if isinstance(value, _SCALARS):
         return type(value).__name__, repr(value)
     if isinstance(value, np.ndarray):
@@ -63,7 +64,7 @@ def plain_content(value: Any, depth: int = 0) -> Hashable:
 
 
 def snapshot(module: nn.Module) -> dict[tuple[str, str], Hashable]:
-    """The plain content of every attribute of ``module`` and its parts; of metrics, how often they were updated."""
+    """The plain content of every attribute of ``module`` and its submodules; for metrics, the update count."""
     found: dict[tuple[str, str], Hashable] = {}
     for owner, part in module.named_modules():
         if isinstance(part, Metric):
@@ -83,12 +84,12 @@ def changes(before: Mapping[Any, Hashable], after: Mapping[Any, Hashable]) -> li
 
 
 class AttributeWatch:
-    """Notes where the attributes ``keys`` of ``module`` are set and read, from now on.
+    """Records where the attributes ``keys`` of ``module`` are set and read, from now on.
 
-    The parts that hold them get classes of their own, so ``module`` must be a copy that nobody else uses.
+    The submodules that hold them get new classes, so ``module`` must be a copy that nothing else uses.
 
     Args:
-        here: gives the present place of the step.
+        here: returns the current place of the step.
     """
 
     def __init__(self, module: nn.Module, keys: Iterable[tuple[str, str]], here: Callable[[], Place]) -> None:
@@ -101,7 +102,7 @@ class AttributeWatch:
             self._watch(module.get_submodule(owner), use)
 
     def finish(self) -> None:
-        """Look at the containers a last time: what was put into them after their last reading."""
+        """Check the containers a last time, for what was put into them after they were last read."""
         for finisher in self._finishers:
             finisher()
 
@@ -110,7 +111,7 @@ class AttributeWatch:
         last: list[Any] = [plain_content(values[key]) if key in values else None, self._here()]
 
         def notice() -> None:
-            """Whoever had the container last has changed it, if its content has changed since."""
+            """If the content has changed, record that the place that last read or set the attribute has changed it."""
             content = plain_content(values.get(key))
             if content != last[0]:
                 use.written.add(last[1])

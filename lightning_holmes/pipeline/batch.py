@@ -1,7 +1,7 @@
-"""Batches: dealing one to microbatches, weighing, describing and comparing them.
+"""Batches: split one into microbatches, describe their shapes, and merge the outputs of microbatches.
 
-Owns the meaning of "sample": which dimension or list of a batch counts them. Leaves moving batches to
-devices to Lightning, and what a step does with them to the user's module.
+This module decides what a sample is: which dimension or list of a batch counts samples. Lightning moves batches to
+devices, and the user's module decides what a step does with them.
 
     >>> [m["x"].shape[0] for m in BatchSplitter().split({"x": torch.ones(7, 2)}, 4)]
     [2, 2, 2, 1]
@@ -25,12 +25,12 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 
 
 class BatchSplitter:
-    """Deals batches to microbatches; the sizes differ by at most one sample.
+    """Splits batches into microbatches whose sizes differ by at most one sample.
 
-    Every tensor with dimensions is cut along its first one, which must have the same length everywhere;
-    tensors without dimensions and constants go to each microbatch. Lists with one entry a sample (images
-    of unlike sizes, strings) are cut as lists. Where a list could be read both ways, what was learnt from
-    an earlier batch of the same structure decides, else the batch is refused.
+    Every tensor with dimensions is split along its first one, which must have the same length everywhere; tensors
+    without dimensions and constants go to each microbatch. Lists with one entry per sample (images of different
+    sizes, strings) are split as lists. If the entries of a list could be samples or fields, an earlier batch of the
+    same structure decides; without one the batch is refused.
     """
 
     def __init__(self) -> None:
@@ -40,12 +40,17 @@ class BatchSplitter:
         """The number of samples in ``batch``.
 
         Raises:
-            UnsupportedModuleError: the batch's tensors disagree, or it can be read in two ways.
+            UnsupportedModuleError: the batch's tensors disagree on it, or the batch can be read in two ways.
         """
         return self._read(batch)[0]
 
     def split(self, batch: Any, num_microbatches: int) -> list[Any]:
-        """``num_microbatches`` parts of ``batch``, in order; views of its tensors, not copies."""
+        """Split ``batch`` into ``num_microbatches`` parts, in order; they hold views of its tensors, not copies.
+
+        Raises:
+            ConfigurationError: the batch has fewer samples than ``num_microbatches``.
+            UnsupportedModuleError: its number of samples cannot be told, or a part of it cannot be split.
+        """
         if num_microbatches == 1:
             return [batch]
         size, per_sample = self._read(batch)
@@ -63,7 +68,7 @@ class BatchSplitter:
         return [_slice(batch, start, stop, size, per_sample, depth=0, path="batch") for start, stop in bounds]
 
     def _read(self, batch: Any) -> tuple[int, bool]:
-        """The batch size, and whether nested lists hold one entry a sample."""
+        """The batch size, and whether lists hold one entry per sample."""
         firsts = {path: t.shape[0] for path, t in _named_tensors(batch) if t.ndim > 0}
         if not firsts:
             lengths = {len(v) for v in _sample_lists(batch)}
@@ -106,7 +111,7 @@ class BatchSplitter:
 
 
 def microbatch_bounds(batch_size: int, num_microbatches: int) -> list[tuple[int, int]]:
-    """The first and one-past-last sample of each microbatch; earlier ones take the remainder."""
+    """The range (start, stop) of samples of each microbatch; earlier ones take the remainder."""
     base, remainder = divmod(batch_size, num_microbatches)
     bounds, start = [], 0
     for index in range(num_microbatches):
@@ -117,18 +122,18 @@ def microbatch_bounds(batch_size: int, num_microbatches: int) -> list[tuple[int,
 
 
 def signature(batch: Any) -> Hashable:
-    """What decides the shapes of a step's activations: paths, shapes and dtypes of the batch's tensors."""
+    """A key that decides the shapes of a step's activations: paths, shapes and dtypes of the batch's tensors."""
     return tuple((path, tuple(t.shape), str(t.dtype)) for path, t in tree.named_tensors(batch, "batch"))
 
 
 def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], name: str) -> Any:
-    """The output of a step over a whole batch, from those of its microbatches.
+    """Merge the outputs of a step over the microbatches into its output over the whole batch.
 
-    Tensors and lists with one entry a sample are concatenated; numbers are averaged with ``weights``;
-    equal constants stay.
+    Tensors and lists with one entry per sample are concatenated; numbers are averaged with ``weights``; equal
+    constants are kept.
 
     Raises:
-        UnsupportedModuleError: an output that is none of these, named by ``name`` and its path.
+        UnsupportedModuleError: an output is none of these; the message has ``name`` and its path.
     """
     first = outputs[0]
     if len(outputs) == 1:
@@ -158,8 +163,8 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], na
 
 
 def weighted_mean(values: list[Tensor], weights: list[float]) -> Tensor:
-    """``sum(w * v) / sum(w)`` over scalar tensors, leaving out zero weights; equal values come back unrounded. Nobody waits for
-    the values of floating-point tensors."""
+    """``sum(w * v) / sum(w)`` over scalar tensors, without zero weights; equal values are returned without rounding.
+    Floating-point tensors are not synchronised with the host."""
     kept = [(v.detach(), w) for v, w in zip(values, weights, strict=True) if w != 0]
     if not kept:
         return values[0].detach()
@@ -205,8 +210,8 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def _sample_lists(batch: Any, depth: int = 0) -> list[Any]:
-    """Lists that may hold one entry a sample: nested ones of alike entries with tensors, and a top-level list of
-    alike containers."""
+    """Lists that may hold one entry per sample: nested lists with tensors whose entries have the same structure, and
+    a top-level list of containers of the same structure."""
     if _is_plain_list(batch) and tree.tensors_of(batch):
         alike = len({_structure_key(entry) for entry in batch}) == 1
         if alike and (depth > 0 or (type(batch) is list and tree.is_container(batch[0]))):

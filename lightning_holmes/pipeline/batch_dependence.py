@@ -1,9 +1,10 @@
-"""Steps whose numbers depend on which samples are together, and so cannot equal the whole batch when it is split.
+"""Find steps whose results depend on which samples are in a batch together: microbatches cannot give the same numbers.
 
-Batch normalisation, negatives taken from the batch, means over tokens with padding: no splitting is exact
-for them, by any library. They are found by trying: the loss of a few samples together against the weighted
-mean of the losses of their halves, without dropout, on a copy of the module. So are buffers that each run of the step moves on
-(a spectral norm's vectors, running means). And batches whose first dimension is not samples but time: layers that know which dimension is time tell so, when its length goes with the split.
+Batch normalisation, negatives taken from the batch, means over tokens with padding: no splitting is exact for these,
+in any library. They are found by a trial without dropout on copies of the module: the loss of a few samples together
+is compared with the weighted mean of the losses of their halves. Buffers that every run of the step changes (a
+spectral norm's vectors, running means) are found in the same way. So are batches whose first dimension is time, not
+samples: layers that know which dimension is time (``batch_first``) show that its length changes with the split.
 
     found = find_batch_dependence(module, "training_step", batch, (0,), splitter)
     found.reason, found.is_cut_along_time                     # or None: nothing was found
@@ -38,7 +39,7 @@ _Lengths = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDependence:
-    """What was found. reason: whole sentences. cause: in a few words."""
+    """The dependence that was found. reason: in whole sentences. cause: in a few words."""
 
     reason: str
     cause: str
@@ -54,9 +55,9 @@ def find_batch_dependence(
     *,
     context: Callable[[], Any] | None = None,
 ) -> BatchDependence | None:
-    """Why splitting a batch changes what a step of ``module`` gives; None if it does not, as far as can be seen.
+    """Find why splitting a batch changes the results of a step of ``module``; None if no dependence is found.
 
-    The loss of a step that draws random numbers beside dropout (noise, time steps) cannot be judged.
+    The loss of a step that draws random numbers other than for dropout (noise, time steps) cannot be judged.
     """
     trains = step_name == "training_step"
     name = type(module).__name__
@@ -102,12 +103,13 @@ def find_batch_dependence(
 
 
 def _some(names: list[str]) -> str:
-    """The first of them, and how many more there are."""
+    """The first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _parts(module: LightningModule, batch: Any, splitter: BatchSplitter) -> tuple[Any, list[Any], list[float]] | None:
-    """A few samples, their halves, and the weights of these; None where a batch cannot be cut so."""
+    """A few samples (the whole batch if the module has ``split_batch``), their halves, and the weights of the halves;
+    None if the batch cannot be split like this."""
     own, weigh = getattr(module, "split_batch", None), getattr(module, "microbatch_weight", None)
     try:
         if callable(own):
@@ -120,16 +122,17 @@ def _parts(module: LightningModule, batch: Any, splitter: BatchSplitter) -> tupl
             small = splitter.split(batch, -(-size // count))[0]
             halves = splitter.split(small, 2)
         weights = [float(weigh(h) if callable(weigh) else splitter.batch_size(h)) for h in halves]
-    except UnsupportedModuleError:  # the run says what it lacks
+    except UnsupportedModuleError:  # the run itself reports the reason
         return None
     return small, halves, weights
 
 
 def _losses(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]) -> tuple[float, float] | None:
-    """The loss over samples together and apart, where they differ.
+    """The loss over the samples together and over their halves; None if they agree or cannot be judged.
 
-    A copy takes longer than such a step. So there are two at first, one for what is together and one for the halves in turn, as in a run with two
-    microbatches. Where the losses differ so, or one of these steps fails, what a step left behind may have played a part: then each has its own.
+    Copying the module takes longer than such a step, so at first there are two copies: one for the samples together,
+    and one for the halves in turn, as in a run with two microbatches. If the losses then differ, or a step fails, the
+    reason may be state that an earlier step has left: the trial is repeated with a copy for each step.
     """
     with contextlib.suppress(Exception):
         shared = (copy for times in (2, len(halves)) for copy in itertools.repeat(trial.copy(), times))
@@ -144,7 +147,8 @@ def _losses(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]
 def _together_and_apart(
     trial: "_Trial", copies: Iterator[LightningModule], small: Any, halves: list[Any], weights: list[float]
 ) -> tuple[Tensor, Tensor] | None:
-    """The losses, each step on the next of ``copies``; None where that over the same samples is another one each time, or not finite."""
+    """The losses, with each step on the next of ``copies``; None if the loss over the same samples differs between
+    two seeds, or is not finite."""
     together, again = (trial.loss(next(copies), small, seed) for seed in (1, 2))
     if not torch.equal(together, again) or not bool(together.isfinite().all()):
         return None
@@ -156,7 +160,8 @@ def _agree(together: Tensor, apart: Tensor) -> bool:
 
 
 def _moved_buffers(trial: "_Trial", small: Any, halves: list[Any]) -> list[str]:
-    """Names of buffers that a step over samples together leaves otherwise than steps over their halves in turn."""
+    """The names of buffers that have other values after a step over the samples together than after steps over their
+    halves in turn."""
     if not trial.has_buffers:
         return []
     before, together = trial.buffers_after([small])
@@ -173,7 +178,7 @@ def _is_close(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or not left.is_floating_point():
         return torch.equal(left, right)
     largest = float(left.abs().max().nan_to_num()) if left.numel() else 0.0
-    rounding = 16 * torch.finfo(left.dtype).eps  # of sums
+    rounding = 16 * torch.finfo(left.dtype).eps  # sums are rounded
     return torch.allclose(left, right, rtol=rounding, atol=rounding * largest, equal_nan=True)
 
 
@@ -190,7 +195,7 @@ def _cut_along_time(name: str, step_name: str, layer: str) -> BatchDependence:
 
 
 def _read_as_time(lengths: _Lengths, shorter: _Lengths) -> str | None:
-    """A layer to which the dimension that was cut is time."""
+    """The name of a layer for which the dimension that was split is time; None if there is none."""
     for name, (time, samples) in lengths.items():
         other_time, other_samples = shorter.get(name, (time, samples))
         if time != other_time and samples == other_samples:
@@ -199,7 +204,7 @@ def _read_as_time(lengths: _Lengths, shorter: _Lengths) -> str | None:
 
 
 class _Trial:
-    """Runs a step on copies of a module, without dropout, with batch normalisation's kept statistics."""
+    """Runs a step on copies of a module, without dropout and with batch normalisation's running statistics."""
 
     def __init__(
         self,
@@ -225,9 +230,9 @@ class _Trial:
         return loss_of(self._run(copy, batch, seed), self._step_name).double()
 
     def buffers_after(self, batches: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The buffers before and after a step over each of these in turn.
+        """The buffers before and after a step over each of ``batches`` in turn.
 
-        They begin a little away from where they are, since what has settled there (a power iteration) would hardly move.
+        Their values are perturbed first, because a buffer that has converged (a power iteration) would hardly change.
         """
         copy = self.copy()
         for buffer in copy.buffers():
@@ -241,7 +246,7 @@ class _Trial:
         return before, dict(copy.named_buffers())
 
     def lengths(self, batch: Any) -> _Lengths:
-        """The time and the samples of what layers that know which is which are given first, by the names of the layers."""
+        """By layer name, the lengths (time, samples) of the first tensor argument of layers with ``batch_first``."""
         found: _Lengths = {}
         if not any(map(_knows_time, self._module.modules())):
             return found
@@ -279,5 +284,6 @@ class _Trial:
 
 
 def _knows_time(layer: nn.Module) -> bool:
-    """Whether it takes sequences of samples and says in which order: torch's recurrent layers and attention do."""
+    """Whether a layer takes sequences of samples and declares their order by ``batch_first``: torch's recurrent
+    layers and attention do."""
     return isinstance(getattr(layer, "batch_first", None), bool)

@@ -1,7 +1,7 @@
-"""Checksums of batches: whether two ranks hold the same samples, told without the samples.
+"""Checksums of batches: whether two ranks hold the same samples, without exchanging the samples.
 
-What is on the host, and the structure of all, is known at once. Tensors of an accelerator are summed there, and the sums come to
-the host by themselves: who asks for them after a step does not stop it.
+The checksum of the structure and of what is on the host is known at once. Tensors on an accelerator are summed there,
+and the sums are copied to the host asynchronously, so that reading them after a step does not stall it.
 
     mine = Checksum(batch)
     mine.known              # compared before the step
@@ -20,10 +20,10 @@ from lightning_holmes.pipeline.batch import CONSTANTS, signature
 
 
 class Checksum:
-    """Of one batch, on the devices where its tensors are."""
+    """The checksum of one batch, computed on the devices where its tensors are; sparse and quantized tensors are left out."""
 
     known: int
-    """Differs where structure, constants or a tensor on the host differ: CRC-32."""
+    """CRC-32 of the structure, the constants, and the tensors on the host."""
 
     def __init__(self, batch: Any) -> None:
         known = zlib.crc32(repr((signature(batch), _constants_of(batch))).encode())
@@ -41,16 +41,16 @@ class Checksum:
 
     @property
     def has_values(self) -> bool:
-        """Whether there is more to compare than what is known."""
+        """Whether the batch has tensors on an accelerator, which :meth:`values` compares."""
         return self._sums is not None
 
     def values(self) -> int:
-        """Differs where a tensor on an accelerator differs; waits for its sums, and for nothing that was begun after them."""
+        """The checksum of the tensors on an accelerator; waits for their sums, but not for later work on the device."""
         return 0 if self._sums is None else zlib.crc32(self._sums.read().numpy().data)
 
 
 class _Arriving:
-    """A tensor of an accelerator on its way to the host."""
+    """A tensor that is being copied from an accelerator to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         pinned = tensor.device.type == "cuda"
@@ -68,12 +68,12 @@ class _Arriving:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether reading a tensor's values costs no wait for an accelerator."""
+    """Whether a tensor is on the CPU, so that reading its values does not wait for an accelerator."""
     return tensor.device.type == "cpu"
 
 
 def _sums_of(data: Tensor) -> Tensor:
-    """(2,) int64: two wrapping sums of bytes, of which one minds their places."""
+    """Two wrapping sums of the data, as int64 of shape (2,); the second one weights each word by its position."""
     aligned = data.numel() % 4 == 0 and data.storage_offset() % 4 == 0
     words = data.view(torch.int32) if aligned else data
     places = torch.arange(words.numel(), device=words.device) % 65521 + 1
@@ -81,7 +81,7 @@ def _sums_of(data: Tensor) -> Tensor:
 
 
 def _constants_of(value: Any, seen: set[int] | None = None) -> Any:
-    """The strings, numbers and NumPy arrays of a batch, in order; objects by their class, and what is in them, once."""
+    """The strings, numbers and NumPy arrays of a batch, in order; of an object its class and, once, its contents."""
     seen = set() if seen is None else seen
     if isinstance(value, Tensor) or id(value) in seen:
         return None

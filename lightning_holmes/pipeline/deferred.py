@@ -1,7 +1,7 @@
 """A module whose parameters have no memory yet: built by ``configure_model``, or on the meta device.
 
-Owns which of its tensors are still fake, stand-ins for tracing it, and building those that a rank holds. How one
-tensor is built is tape.py's; what a stage holds is for stage.py to say.
+This module keeps track of the tensors that are still fake, makes stand-ins for tracing, and builds the tensors that a
+rank holds. tape.py builds a single tensor; stage.py decides what a stage holds.
 
     deferred = DeferredModule(seed, device)
     with deferred.building():
@@ -27,8 +27,8 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.tape import Tape, is_fake
 from lightning_holmes.torch_private import fake_mode_of, initialiser_of, registered_buffers, registered_parameters
 
-_SMALL = 1 << 14  # parameters of so few elements stand in for themselves: norms, biases
-_LARGE = 1 << 20  # bytes, of tensors that are worth giving back
+_SMALL = 1 << 14  # parameters with at most this many elements are traced with their real values: norms, biases
+_LARGE = 1 << 20  # bytes; freed memory of tensors of at least this size is given back to the system
 _SHOWN = 10
 
 
@@ -41,27 +41,31 @@ class DeferredModule:
     """The fake tensors of one module.
 
     Args:
-        seed: of initial weights, the same on all ranks.
-        device: where tensors that were built on the meta device shall live.
+        seed: the seed of the initial weights, the same on all ranks.
+        device: the device for tensors that were built on the meta device.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
         self.module: nn.Module | None = None
         self._tape = Tape(seed, device)
-        self._places: dict[str, tuple[Tensor, nn.Parameter]] = {}  # fake parameters, and what has taken their place
+        # by name, fake parameters and the placeholders that replace them
+        self._places: dict[str, tuple[Tensor, nn.Parameter]] = {}
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """What is built inside takes no memory; precision and device may be changed inside, too."""
+        """Context in which tensors are built without memory; precision and device may be changed inside, too."""
         with self._tape.recording():
             yield
 
     def adopt(self, module: nn.Module) -> None:
-        """Take ``module`` over, and let it initialise what it holds on the meta device.
+        """Adopt ``module``, and let it initialise what it holds on the meta device.
 
-        By ``initialize_weights`` of a Hugging Face model, ``reset_parameters`` of its parts, ``_init_weights`` of whatever
-        contains them.
+        It is initialised by ``initialize_weights`` of a Hugging Face model, ``reset_parameters`` of its submodules,
+        or ``_init_weights`` of a module that contains them.
+
+        Raises:
+            UnsupportedModuleError: a DTensor was sharded before it had a value.
         """
         self.module = module
         self._blank([t for _, t in _named_tensors(module) if t.is_meta and fake_mode_of(t) is None])
@@ -76,12 +80,12 @@ class DeferredModule:
             self._initialise(module)
 
     def forget(self, names: set[str]) -> None:
-        """Make the parameters ``names`` fake, with no value that anything gives them."""
+        """Make the parameters ``names`` fake and uninitialised."""
         assert self.module is not None
         self._blank([p for n, p in self.module.named_parameters() if n in names])
 
     def _blank(self, tensors: Sequence[Tensor]) -> None:
-        """Let tensors that nobody recorded be fake ones that somebody may fill."""
+        """Replace tensors that were not recorded by fake ones that can be initialised later."""
         assert self.module is not None
         with self._tape.recording():
             parts = [dtensor.local_part(t) for t in tensors]
@@ -90,7 +94,7 @@ class DeferredModule:
 
     def _initialise(self, module: nn.Module) -> None:
         for part in _outermost(module, "initialize_weights"):
-            # built on meta, it has left its parameters as nn.Linear and the like initialise them
+            # if it was built on meta, its parameters are still as nn.Linear and the like initialise them
             tensors = [t for _, t in _named_tensors(part)]
             if tensors and all(is_fake(t) and (t.device.type == "meta" or not self._is_written(t)) for t in tensors):
                 part.initialize_weights()
@@ -109,8 +113,8 @@ class DeferredModule:
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
-        """Inside, parameters that were fake are real ones of the same shape, type and names. Large ones are zeros that take
-        no memory."""
+        """Context in which fake parameters and buffers are real ones of the same shape, type and names. Large
+        parameters are zeros that take no memory."""
         module = self.module
         assert module is not None
         fake = [(tensor, tensor) for _, tensor in _named_tensors(module) if is_fake(tensor)]
@@ -123,14 +127,14 @@ class DeferredModule:
             _replace(module, [(real, tensor) for tensor, real in replaced])
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        """For a sharded tensor, one for the part on this rank."""
+        """A real tensor in place of a fake one; for a sharded tensor, in place of the part on this rank."""
         small = dtensor.local_part(tensor).numel() <= _SMALL or not isinstance(tensor, nn.Parameter)
         if small and self._is_written(tensor):
             return self._tape.realise(tensor)
         tensor = dtensor.local_part(tensor)
         if self._place(tensor).type != "cpu":
             return torch.zeros((), dtype=tensor.dtype, device=self._place(tensor)).expand(tensor.shape)
-        # memory that is only read stays the kernel's page of zeros; a stride of 0 would be copied by every product
+        # memory that is only read stays the kernel's page of zeros; every matrix product would copy a tensor of stride 0
         pages = mmap.mmap(
             -1, max(1, tensor.numel() * tensor.element_size()), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
@@ -139,8 +143,8 @@ class DeferredModule:
     def hold_places(
         self, read: Callable[[Sequence[str]], Mapping[str, Tensor]] | None = None, *, overwritten: bool = False
     ) -> None:
-        """Build all buffers, and let each fake parameter be a placeholder: an object that stays, whose values
-        :meth:`materialise` brings. Arguments and errors as there."""
+        """Build all buffers, and replace each fake parameter by a placeholder: a parameter object that stays, and
+        whose values :meth:`materialise` sets. Arguments and errors are those of :meth:`materialise`."""
         module = self.module
         assert module is not None
         buffers = {name: buffer for name, buffer in module.named_buffers() if is_fake(buffer)}
@@ -159,7 +163,7 @@ class DeferredModule:
 
     @property
     def places(self) -> frozenset[str]:
-        """The parameters that placeholders have taken the place of, also where they have values by now."""
+        """The names of the parameters that were replaced by placeholders, also of those that have values by now."""
         return frozenset(self._places)
 
     def materialise(
@@ -169,14 +173,15 @@ class DeferredModule:
         *,
         overwritten: bool = False,
     ) -> None:
-        """Give the parameters ``names`` their values, and all buffers; other fake parameters are placeholders.
+        """Give the parameters ``names`` and all buffers their values; other fake parameters become placeholders.
 
         Args:
-            read: gives values for some of the names it is asked for, say from a file.
-            overwritten: all values come from elsewhere later (a checkpoint), so none need be set.
+            read: returns values for some of the names that it is given, say from a file.
+            overwritten: all values are replaced later (by a checkpoint), so none need be set.
 
         Raises:
-            UnsupportedModuleError: nothing initialises a tensor; names them.
+            UnsupportedModuleError: nothing initialises a tensor, or ``read`` gives a value of another shape; names
+                the tensors.
         """
         self.hold_places(read, overwritten=overwritten)
         wanted = {name: tensor for name, (tensor, _) in self._places.items() if name in names}
@@ -189,7 +194,7 @@ class DeferredModule:
         read: Callable[[Sequence[str]], Mapping[str, Tensor]] | None,
         overwritten: bool,
     ) -> Iterator[tuple[str, Tensor]]:
-        """The real tensor of each fake one, of a sharded one this rank's part."""
+        """Yield the name and the real tensor of each fake one; of a sharded tensor, this rank's part."""
         given = dict(read(list(fake))) if read is not None and fake else {}
         unset = [name for name, tensor in fake.items() if name not in given and not self._is_written(tensor)]
         if unset and not overwritten:
@@ -218,7 +223,7 @@ class DeferredModule:
             yield name, real
 
     def _place(self, tensor: Tensor) -> torch.device:
-        """Where a tensor shall live."""
+        """The device on which a tensor is built."""
         return self.device if tensor.device.type == "meta" else tensor.device
 
 
@@ -238,7 +243,8 @@ def _replace(module: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _like(real: Tensor, tensor: Tensor) -> Tensor:
-    """``real``, of a sharded tensor this rank's part, as what ``tensor`` is: sharded, a parameter, with what was set on it."""
+    """Make ``real`` (for a sharded tensor, this rank's part) like ``tensor``: a DTensor, a parameter, with the
+    attributes set on it."""
     real = dtensor.like(real, tensor)
     if not isinstance(tensor, nn.Parameter):
         return real

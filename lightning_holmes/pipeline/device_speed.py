@@ -1,11 +1,11 @@
-"""DeviceSpeed: how fast this rank's device is at this moment, by a short measurement. Each host is measured on its own.
+"""DeviceSpeed: how fast this rank's device currently is, by a short measurement. Each host is measured on its own.
 
-    dtype = product_dtype(module, plugin.train_step_context, torch.device("cpu"))      # that a step computes in
+    dtype = product_dtype(module, plugin.train_step_context, torch.device("cpu"))      # of a step's matrix products
     speed = probe_device(torch.device("cpu"), seconds=0.05, dtype=dtype)
     speed.flops_per_s, speed.operator_s
 
-Ranks measure at the same time, as they will compute at the same time: those of one host share its cores. A host with a
-share of a core stops and goes, so that there the measurement must last over several of its periods.
+Ranks measure at the same time because they will compute at the same time: the ranks of one host share its cores. A
+host with a share of a core runs with pauses, so there the measurement must last over several scheduling periods.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ from lightning_holmes.plan.device_type import DeviceType, type_of_device
 _CPU_SIZE, _CUDA_SIZE = 256, 2048
 _LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
 _LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
-_OPERATORS = 50  # between two looks at the clock
+_OPERATORS = 50  # between two readings of the clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpeed:
-    """flops_per_s: of matrix products; operator_s: to run a tiny operator; memory_bytes: of the device, all of it; the others are not
-    measured: local_bytes_per_s and local_latency_s, one way to another process of the host, and update_s_per_byte, of AdamW's step for
-    each byte of parameters (0: not known), are those of the device's type where its name is known, and typical ones elsewhere."""
+    """The speed of a device.
+
+    Attributes:
+        flops_per_s: FLOPs per second of matrix products, measured.
+        operator_s: seconds to run a tiny operator, measured.
+        memory_bytes: the total memory of the device.
+        local_bytes_per_s, local_latency_s: of a transfer one way to another process of the host. Not measured: those
+            of the device's type if its name is known, else typical values.
+        update_s_per_byte: seconds of AdamW's step for each byte of parameters. Not measured: that of the device's
+            type if its name is known, else 0.
+    """
 
     flops_per_s: float
     operator_s: float
@@ -45,11 +53,13 @@ class DeviceSpeed:
 def product_dtype(
     module: nn.Module, context: Callable[[], AbstractContextManager[None]], device: torch.device
 ) -> torch.dtype | None:
-    """The type in which ``module``'s matrix products run in a step: that of its parameters (of most elements, and of matrices where there are
-    any), or what autocast makes of it. What a step casts by itself is not known. None: it is no floating point of 16 bits or more.
+    """The dtype of ``module``'s matrix products in a step: that of its parameters, or the dtype that autocast makes of it.
+
+    If the parameters differ, it is the dtype of most elements, among matrices if there are any. Casts that the step
+    itself makes are not known. None: the dtype is not a floating-point one of 16 bits or more.
 
     Args:
-        context: gives the context manager of a step (precision).
+        context: returns the context manager of a step (precision).
     """
     sizes: Counter[tuple[bool, torch.dtype]] = Counter()
     for parameter in module.parameters():
@@ -63,7 +73,7 @@ def product_dtype(
 
 
 def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) -> DeviceSpeed:
-    """Measure for about so many seconds; dtype: of the matrix products."""
+    """Measure ``device`` for about ``seconds``, with matrix products in ``dtype``."""
     size = _CUDA_SIZE if device.type == "cuda" else _CPU_SIZE
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     result = torch.empty_like(matrix)
@@ -92,7 +102,7 @@ def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) ->
 
 
 def typical_local(device: str) -> tuple[float, float]:
-    """Bytes a second and latency, one way between processes of one host, on "cpu" or "cuda"."""
+    """Typical bytes per second and latency in seconds, one way between processes of one host, on "cpu" or "cuda"."""
     return _LOCAL_BYTES_PER_S.get(device, 1e9), _LOCAL_LATENCY_S.get(device, 100e-6)
 
 
@@ -101,7 +111,7 @@ def _known_type(device: torch.device) -> DeviceType | None:
 
 
 def rate(device: torch.device, seconds: float, at_once: int, run: Callable[[], Tensor]) -> float:
-    """Runs a second, measured for about so many seconds; at_once: between two looks at the clock."""
+    """Runs per second, measured for about ``seconds``; at_once: runs between two readings of the clock."""
     count, start = 0, time.perf_counter()
     while True:
         for _ in range(at_once):

@@ -1,7 +1,7 @@
-"""The modes under which a traced step runs: one sees every operator, the other the ways to Python that none shows.
+"""The modes under which a traced step runs: one sees every operator, the other the accesses from Python that use none.
 
-They carry sources from inputs to outputs, and say what they see to a :class:`Follower`, which knows where the step is:
-the tracer of trace.py.
+They carry sources from inputs to outputs and report to a :class:`Follower`, which knows the position of the step: the
+tracer of trace.py.
 
     with FollowValues(tracer), FollowPython(tracer):
         step(batch, 0)
@@ -23,7 +23,7 @@ _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Follower(Protocol):
-    """Who keeps what is found: where the step is, which sources each tensor has, and what has read or changed it."""
+    """Keeps what the modes find: where the step is, the sources of each tensor, and where they were read or changed."""
 
     original: LightningModule
     step_name: str
@@ -40,11 +40,11 @@ class Follower(Protocol):
 
     @property
     def here(self) -> int:
-        """The position that reads and writes count for."""
+        """The position to which reads and writes are attributed."""
         ...
 
     def key(self, tensor: Tensor) -> int:
-        """Of a tensor's memory."""
+        """An identifier of a tensor's memory."""
         ...
 
     def taint_of(self, tensors: list[Tensor]) -> int:
@@ -52,19 +52,19 @@ class Follower(Protocol):
         ...
 
     def mark(self, tensor: Tensor, taint: int) -> None:
-        """Give a tensor further sources."""
+        """Add sources to a tensor."""
         ...
 
     def read(self, taint: int, position: int | None = None) -> None:
-        """A place depends on these sources."""
+        """Note that ``position`` (default: the current one) reads these sources."""
         ...
 
     def refuse_parameter_write(self, tensor: Tensor) -> None:
-        """Stop if this is a parameter that the step may not change."""
+        """Raise UnsupportedModuleError if ``tensor`` is a parameter that the step may not change here."""
         ...
 
     def is_of_tensor_group(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a collective is one among the ranks that share a layer."""
+        """Whether a collective is among the ranks of this tensor-parallel group only."""
         ...
 
 
@@ -127,7 +127,7 @@ class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class FollowPython(TorchFunctionMode):
-    """Sees the ways from a tensor to Python that no operator shows."""
+    """Sees reads of a tensor's values by Python that use no operator, and refuses autograd calls that a pipeline cannot run."""
 
     def __init__(self, tracer: Follower) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class FollowPython(TorchFunctionMode):
 
 
 def _read_by_python(tracer: Follower, taint: int) -> None:
-    """A value became a Python number: inside a layer its own affair, elsewhere every later place may depend on it."""
+    """Note that Python has read a value: inside a layer only that layer depends on it, elsewhere every later position may."""
     if tracer.inside:
         tracer.read(taint)
     else:

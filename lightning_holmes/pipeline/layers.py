@@ -1,6 +1,6 @@
 """Finding the layer list of a module: the nn.ModuleList or nn.Sequential that a pipeline is split along.
 
-Only lists and names here; whether a step really calls the layers once and in order is for trace.py to see.
+This module only looks at lists and names; trace.py checks whether a step calls the layers once and in order.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lightning_holmes.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerList:
-    """A candidate: ``name`` in the LightningModule, the number of layers and of their parameters."""
+    """A candidate: its ``name`` in the LightningModule, and the number of its layers and of their parameters."""
 
     name: str
     num_layers: int
@@ -26,7 +26,7 @@ class LayerList:
 def find_layer_lists(module: nn.Module) -> list[LayerList]:
     """Every outermost nn.ModuleList or nn.Sequential of at least two modules, the largest first.
 
-    Lists inside the layers of a larger list (experts, the parts of a block) are no candidates.
+    Lists inside the layers of a larger list (experts, the parts of a block) are not candidates.
     """
     found = []
     for name, child in module.named_modules():
@@ -46,7 +46,7 @@ def candidate_layer_lists(module: nn.Module, layers: str) -> list[LayerList]:
     """The lists to try: the one named ``layers``, or with "auto" all of them, the largest first.
 
     Raises:
-        ConfigurationError: there is none, or none of that name; lists what there is.
+        ConfigurationError: there is no list, or none of that name; the message names the candidates.
     """
     found = find_layer_lists(module)
     listing = "; ".join(c.describe() for c in found) or "none"

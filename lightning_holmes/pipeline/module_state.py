@@ -1,7 +1,7 @@
-"""What a step leaves on the module: lists, numbers, tensors and metrics that hooks read later.
+"""Synchronise what a step leaves on the module: lists, numbers, tensors and metrics that hooks read later.
 
-Only the last stage runs a step to its end, so only there ``self.losses.append(loss)`` holds the loss. Before
-hooks that read such things, the rank that knows an attribute best hands it to the others of its pipeline.
+Only the last stage runs a step to its end, so only there does ``self.losses.append(loss)`` append the loss. Before
+hooks that may read such values, the rank that owns an attribute sends it to the other ranks of its pipeline.
 """
 
 import zlib
@@ -31,8 +31,8 @@ _UNCHANGED = object()
 class ModuleState:
     """Watches the plain attributes, buffers and metrics of ``pipeline``'s module.
 
-    Call :meth:`watch` before steps run; :meth:`synchronise` then hands over what has changed since. Its two halves may lie apart:
-    what a step left is sent at once, and waited for where somebody may look at it.
+    Call :meth:`watch` before steps run; :meth:`synchronise` then sends what has changed since. Its two halves may be
+    called separately: :meth:`send` right after a step, and :meth:`receive` before anything may read the values.
     """
 
     def __init__(self, pipeline: PipelineModule, p2p: P2P | None, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class ModuleState:
         self._awaited: list[int] = []
 
     def watch(self) -> None:
-        """Take the present attributes as known to all ranks."""
+        """Take the current attributes and buffers as known to all ranks."""
         self.receive()
         if self._p2p is not None and self._p2p.size > 1:
             self._seen = _fingerprints(self.attributes(), self._buffers())
@@ -57,7 +57,8 @@ class ModuleState:
         self._finish()
 
     def send(self) -> None:
-        """Start to tell the other ranks of the pipeline what has changed; all of them must call, and receive before the next step."""
+        """Start to send the changes to the other ranks of the pipeline; all of them must call, and receive before the
+        next step."""
         p2p = self._p2p
         if p2p is None or p2p.size == 1:
             return
@@ -70,16 +71,17 @@ class ModuleState:
             self._sent.append(p2p.post_message(rank, TOPIC_STATE, mine))
 
     def receive(self) -> None:
-        """Wait for what the others have sent since this rank has, if anything, and put it on the module."""
+        """Wait for the changes that the other ranks send, if this rank has called :meth:`send`, and set them on the module."""
         p2p, awaited, self._awaited = self._p2p, self._awaited, []
         arrived: set[tuple[str, str]] = set()
         for rank in awaited:
             assert p2p is not None
             attributes, buffers, metrics = p2p.receive_message(rank, TOPIC_STATE)
-            with torch.inference_mode(False):  # what arrives stays, and hooks may change it
+            with torch.inference_mode(False):  # the values stay on the module, and hooks may change them
                 self._apply(attributes, buffers, metrics)
             arrived |= attributes.keys()
-        if arrived:  # not what has changed here meanwhile; and only now, since one object may have two names
+        # not what has changed here meanwhile; and after all have arrived, since one object may have two names
+        if arrived:
             found = self.attributes()
             self._seen |= {key: _fingerprint(found[key]) for key in arrived & found.keys()}
 
@@ -89,7 +91,7 @@ class ModuleState:
         self._sent.clear()
 
     def attributes(self) -> dict[tuple[str, str], Any]:
-        """The plain attributes of the modules that this rank runs, by module and name."""
+        """The plain attributes of the modules that this rank owns, by module and name."""
         found = {}
         for name, module in self._pipeline.local_modules():
             if isinstance(module, Metric):
@@ -100,12 +102,13 @@ class ModuleState:
         return found
 
     def _buffers(self) -> dict[str, Tensor]:
-        """The buffers whose copy on this rank counts."""
+        """The buffers whose copy on this rank is the one that counts."""
         pipeline = self._pipeline
         return {n: b for n, b in pipeline.module.named_buffers() if pipeline.owner_stage(n) in pipeline.stages}
 
     def _changes(self) -> tuple[dict[tuple[str, str], Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
-        """What all ranks do not know yet, and do from now on."""
+        """The attributes and buffers that have changed since the last call, and all metric states; they count as
+        known to all ranks from now on."""
         attributes, buffers, before = self.attributes(), self._buffers(), self._seen
         self._seen = _fingerprints(attributes, buffers)
         changed = {key for key, value in self._seen.items() if before.get(key, _UNCHANGED) != value}
@@ -164,7 +167,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class _Seen:
-    """A tensor as it was seen; keeps it alive, so that no other can take its place unnoticed."""
+    """A tensor and its version; keeps the tensor alive, so that no other can take its identity."""
 
     def __init__(self, tensor: Tensor, version: int) -> None:
         self._tensor, self._version = tensor, version
@@ -179,13 +182,13 @@ class _Seen:
 def _fingerprints(
     attributes: dict[tuple[str, str], Any], buffers: dict[str, Tensor]
 ) -> dict[tuple[str, str], Hashable]:
-    """Of attributes by module and name, and of buffers by their whole name."""
+    """The fingerprints of attributes by module and name, and of buffers by their whole name."""
     found = {key: _fingerprint(value) for key, value in attributes.items()}
     return found | {("", name): _fingerprint(buffer) for name, buffer in buffers.items()}
 
 
 def _fingerprint(value: Any) -> Hashable:
-    """Something that differs once ``value`` has changed."""
+    """A hashable value that differs once ``value`` has changed."""
     if isinstance(value, Tensor):
         return _Seen(value, tensor_version(value))
     if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
-"""StepObserver: who watches a step while the runner performs it. This one watches nothing.
+"""StepObserver: the calls that the runner makes to report a step as it runs. This base class records nothing.
 
-StepClock notes when a rank computed and waited; SplitMeter times the parts of backwards. An observer never changes what
-a step gives.
+StepClock records when a rank computed and waited; SplitMeter times the parts of backwards. An observer never changes
+the result of a step.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from lightning_holmes.plan.schedule import Action
 
 
 class StepObserver:
-    """What the runner tells of a step, as it performs its actions."""
+    """The calls that the runner makes as it performs the actions of a step."""
 
     minds_checkpointing = False
-    """Whether it must be told of activation checkpointing, by :meth:`cannot_split`."""
+    """Whether the runner must report activation checkpointing, by :meth:`cannot_split`."""
 
     def mark(self) -> Any:
-        """Now; to be given to :meth:`add`."""
+        """Return a mark of the current time, to be passed to :meth:`add`."""
         return None
 
     def add(self, kind: EventKind, start: Any, stage: int = -1, microbatch: int = -1) -> Any:
-        """Something that began at the mark ``start`` ends now; gives the mark of now."""
+        """Report that something that began at the mark ``start`` ends now; returns the current mark."""
         return None
 
     def forward(self, stage: int) -> AbstractContextManager[None]:
-        """Around a forward of ``stage``."""
+        """Context around a forward of ``stage``."""
         return nullcontext()
 
     def backward(
@@ -48,10 +48,10 @@ class StepObserver:
         torch.autograd.backward(list(roots), list(gradients))
 
     def cannot_split(self, stage: int) -> None:
-        """The backward of ``stage`` must stay whole."""
+        """Report that the backward of ``stage`` cannot be split."""
 
     def performed(self, action: Action) -> None:
-        """An action of the schedule is done, or on its way."""
+        """Report that an action of the schedule is done, or has been started."""
 
 
 UNOBSERVED = StepObserver()

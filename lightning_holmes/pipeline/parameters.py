@@ -1,4 +1,5 @@
-"""StageParameters: this rank's parameters as the backward finishes them, and which stages and ranks share them."""
+"""StageParameters: this rank's parameters in the order in which the backward finishes them, and the stages and ranks
+that share them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,14 +12,15 @@ from lightning_holmes.pipeline.structure import BEFORE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParameters:
-    """What a reduction of gradients needs to know of a rank's stages.
+    """What a reduction of gradients needs to know about a rank's stages.
 
     Attributes:
-        by_name: in the order in which the backward finishes them: the last layers' first. With several stages on a rank, a
-            parameter is finished with the first stage that reads it; at a place, and where no place is known, those that
-            are defined last come first.
-        stages_of: of each parameter, the stages of this rank that read it; empty for a module that is run whole.
-        shared: parameters that several pipeline ranks hold: the ranks, and the names in the same order on all.
+        by_name: parameters by name, in the order in which the backward finishes their gradients: those of the last
+            layers first. With several stages on a rank, a parameter is finished with the first stage that reads it.
+            Parameters that are first read at the same position, or at no known position, come in reverse order of
+            definition.
+        stages_of: for each parameter, the stages of this rank that read it; empty if the module is run whole.
+        shared: parameters that several pipeline ranks hold: the ranks, and the names in the same order on all of them.
     """
 
     by_name: Mapping[str, nn.Parameter]
@@ -27,7 +29,7 @@ class StageParameters:
 
     @classmethod
     def of(cls, pipeline: PipelineModule, rank_of: Callable[[int], int]) -> "StageParameters":
-        """Of ``pipeline``, whose stages live on the pipeline ranks ``rank_of(stage)``."""
+        """Make the parameters of ``pipeline``, whose stages are on the pipeline ranks ``rank_of(stage)``."""
         local = pipeline.local_parameters
         parameters = [(n, p) for n, p in pipeline.parameters.items() if n in local][::-1]
         structure = pipeline.structure

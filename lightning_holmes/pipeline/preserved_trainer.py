@@ -1,10 +1,10 @@
-"""A trainer as it was: what a step that is only tried changes on it is put back.
+"""Undo what a trial run of a step changes on the trainer.
 
     with preserved_trainer(trainer):
         trace_step(module, ...)           # may set trainer.should_stop, or a learning rate
 
-Owns the trainer's attributes and the settings of its optimizers and schedulers. Objects that hang on it otherwise
-(callbacks, loggers, loops) are not copied.
+The trainer's attributes and the settings of its optimizers and schedulers are restored. Other objects that it refers
+to (callbacks, loggers, loops) are not copied.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from typing import Any
 
 @contextmanager
 def preserved_trainer(trainer: Any) -> Iterator[None]:
-    """Leave the trainer's own attributes, learning rates and schedulers as they were found; None: nothing to do."""
+    """Restore the trainer's own attributes, learning rates and schedulers on exit; does nothing if ``trainer`` is None."""
     if trainer is None:
         yield
         return

@@ -1,18 +1,19 @@
-"""Profiling a module: what each layer of a training step costs, without running it, or by a short measurement.
+"""Profile a module: what each layer of a training step costs, counted without running it or measured briefly.
 
-It gives a ModelCost (plan/layer_cost.py). What it costs on a device is for plan/cost_model.py.
+The result is a ModelCost (plan/layer_cost.py). plan/cost_model.py computes the time on a device from it.
 
     module = build_fake(lambda: GPT(hidden_size=8192, num_layers=48, ...))     # no weights are allocated
     cost = profile_step(module, (batch, 0))
     cost.layers[0].forward          # FLOPs of one microbatch
 
 mode="fake" runs one microbatch of the module's own step forward and backward on fake tensors (on the CPU, not meta:
-meta tensors take other paths through many modules), and counts the FLOPs of matrix products, convolutions and
-attention, and the bytes that all other operators read and write; each operator may be charged a fixed time (operator_s). Where the step
-cannot run on them (it looks at values), it is run once for real, and counted. mode="measure" runs the real module on the
-device where it is, a few times, and gives seconds. In both, a gradient that reaches a layer's output ends what lies after it and begins the layer's backward.
+meta tensors take other paths through many modules). It counts the FLOPs of matrix products, convolutions and
+attention, and the bytes that all other operators read and write; a fixed time may be charged for each operator
+(operator_s). A step that cannot run on fake tensors (because it reads values) is run once for real, and counted.
+mode="measure" runs the real module a few times on the device where it is, and gives seconds. In both modes, a layer's
+backward begins, and the backward of what follows it ends, when a gradient reaches the layer's output.
 
-Left to others: whether the step may be split at all (trace.py). The module itself is not changed: copies run.
+trace.py decides whether the step may be split at all. The module itself is not changed: copies run.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ ProfileMode = Literal["fake", "measure"]
 _Seen = TypeVar("_Seen")
 _REPEATS = 5
 _MOST_REPEATS = 40
-_ENOUGH_S = 5.0  # of repeats for each size of microbatch; then two are enough
-_BACKWARD_OPERATORS = 2.0  # for each of the forward; those of autograd are not all seen by dispatch
+_ENOUGH_S = 5.0  # after this time of repeats for each microbatch size, two repeats are enough
+_BACKWARD_OPERATORS = 2.0  # for each operator of the forward; dispatch does not see all of autograd's operators
 
 
 class ReadsValuesError(UnsupportedModuleError):
-    """A step runs neither on tensors without values nor, for want of weights or by its size, for real."""
+    """A step cannot run on fake tensors, nor for real: it has no real weights, or may not be run."""
 
 
 def build_fake(factory: Callable[[], LightningModule]) -> LightningModule:
-    """What factory makes, with parameters and buffers that take no memory and hold no values."""
+    """Build the module that ``factory`` returns, with parameters and buffers that take no memory and hold no values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return factory()
 
@@ -79,25 +80,27 @@ def profile_step(
     seconds: float = 0.0,
     pipeline_parallel_size: int = 1,
 ) -> ModelCost:
-    """The costs of ``module.training_step(*arguments)``.
+    """Profile ``module.training_step(*arguments)`` and return its costs.
 
     Args:
-        arguments: of the step; the first one is a microbatch, real or fake.
-        layers: the list to split along, as in the strategy; a structure's own is used where one is given.
-        structure: what tracing the module found, if it was traced: where parameters are read, and forbidden split points.
-            Without it, a parameter belongs to where its module is called.
+        arguments: the arguments of the step; the first one is a microbatch, real or fake.
+        layers: the list to split along, as in the strategy; if ``structure`` is given, its list is used instead.
+        structure: the result of tracing the module, if it was traced: where parameters are read, and forbidden split
+            points. Without it, a parameter belongs to where its module is called.
         mode: "fake" counts FLOPs, "measure" takes seconds.
-        context: gives the context manager of a step (precision).
-        microbatch_samples: samples in the microbatch, where the batch cannot tell.
-        operator_s: seconds that every operator of a "fake" profile takes beside its FLOPs, in launching it.
+        context: returns the context manager of a step (precision).
+        microbatch_samples: the number of samples in the microbatch, if it cannot be read from the batch.
+        operator_s: seconds that launching an operator takes, charged in a "fake" profile for each operator beside its
+            FLOPs.
         may_run: whether a step that does not run on fake tensors may be run for real.
-        seconds: how long "measure" goes on at the least, after its first repeats.
-        pipeline_parallel_size: into how many stages the layers will be split. "measure" then works in the memory of one stage's
-            layers: processors' caches hold more of few layers than of all.
+        seconds: how long "measure" goes on at least, with at least 5 repeats. It stops earlier after 40 repeats, or when it
+            has taken 5 s for each microbatch size and made 2 repeats.
+        pipeline_parallel_size: into how many stages the layers will be split. "measure" then lets all layers share
+            the memory of one stage's layers, because processor caches hold more of few layers than of all.
 
     Raises:
-        UnsupportedModuleError: the step runs through no list of layers in order.
-        ReadsValuesError: it runs neither on fake tensors nor, having no real weights or not being allowed to, for real.
+        UnsupportedModuleError: the step calls no list of layers once each and in order.
+        ReadsValuesError: the step does not run on fake tensors, and has no real weights or may not be run for real.
     """
     samples = microbatch_samples or BatchSplitter().batch_size(arguments[0])
     if mode == "measure":
@@ -124,9 +127,10 @@ def time_in_turn(
     seconds: float = 0.0,
     pipeline_parallel_size: int = 1,
 ) -> list[ModelCost]:
-    """profile_step(mode="measure") of microbatches of several sizes (their samples, to the step's arguments), in that order.
+    """Profile microbatches of several sizes by profile_step(mode="measure"); returns their costs in the given order.
 
-    They are run in turn, so that a machine that is slower for a while is so for all, and what they cost beside each other is right.
+    ``arguments`` maps the number of samples of a microbatch to the step's arguments. The sizes are run in turn, so
+    that a temporary slowdown of the machine affects all of them and their relative costs are right.
     """
     if any(fake_mode_of(parameter) is not None for parameter in module.parameters()):
         raise UnsupportedModuleError(
@@ -148,7 +152,7 @@ def time_in_turn(
 def _with_layers(
     module: LightningModule, structure: ModuleStructure | None, layers: str, run: Callable[[str], _Seen]
 ) -> _Seen:
-    """What ``run`` gives with the first list of layers that the step runs through in order."""
+    """Return ``run`` of the first list of layers that the step calls once each and in order."""
     candidates = candidate_layer_lists(module, structure.layers if structure is not None else layers)
     reasons = []
     for candidate in candidates:
@@ -196,7 +200,7 @@ def _run(
 
 
 def _attached_copy(module: LightningModule) -> LightningModule:
-    """A copy whose step may ask the module's trainer, if it has one."""
+    """A copy of the module that has the same trainer, if any, which its step may use."""
     shadow = shadow_copy(module)
     set_trainer(shadow, trainer_of(module))
     return shadow
@@ -213,10 +217,10 @@ def _count(
 
 
 class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what operators do; ``formulas``: the FLOPs of those that are matrix products.
+    """Counts operators, FLOPs and moved bytes; ``formulas``: the FLOPs of matrix products, by operator.
 
-    torch's FlopCounterMode counts the same and asks of each operator whether it is made of others, which takes a fifth of a plan's time:
-    those that are have been taken apart above the dispatch, but in inference mode.
+    torch's FlopCounterMode counts the same, but asks for each operator whether it is composed of others, which takes
+    a fifth of a plan's time: composite operators are already decomposed above the dispatch, except in inference mode.
     """
 
     def __init__(self, formulas: Mapping[Any, Callable[..., int]]) -> None:
@@ -237,8 +241,8 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _moved_bytes(func: Any, given: Any, found: Any) -> float:
-    """What an operator reads and writes: each tensor once, of an expanded one its memory alone. Rows that are looked up are
-    read and written, the table is not; fresh memory is not touched, and a value that is looked at is nothing."""
+    """The bytes that an operator reads and writes: each tensor once, of an expanded one only its memory. A lookup
+    reads and writes the rows, not the table; allocating memory or reading a value in Python moves nothing."""
     name = func.overloadpacket.__name__
     if name.startswith(("empty", "new_empty", "_unsafe_view", "_reshape_alias", "_local_scalar_dense")):
         return 0.0
@@ -267,16 +271,16 @@ def _measure(
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    # a host with a share of a core stops for longer than a layer takes, so where one thread computes, its own time tells the
-    # layers apart, and the wall clock how long they take together
+    # a host with a share of a core pauses for longer than a layer takes, so where one thread computes, thread time gives the
+    # proportions of the layers, and the wall clock their total
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else wall_clock
-    # one copy for all repeats: gradients add up, as over microbatches. The first repeat also notes what is held
+    # one copy for all repeats: gradients add up, as over microbatches. The first repeat also records the memory that is held
     shadow = with_own_gradients(_attached_copy(module))
     noted = [StepRecorder(shadow, layers, clock) for _ in several]
     share_layer_memory(shadow, layers, -(-len(noted[0].layer_list) // pipeline_parallel_size))
     for recorder, arguments in zip(noted, several, strict=True):
         recorder.step(tree.map_all_tensors(Tensor.clone, arguments), context)
-        recorder.storages.clear()  # what is held has been added up: the timed rounds need the memory
+        recorder.storages.clear()  # the held memory has been summed; the timed rounds need the memory itself
     rounds: list[list[_Timed]] = []
     start = time.perf_counter()
     while True:
@@ -303,7 +307,7 @@ def _measure(
 
 
 class _Timed(NamedTuple):
-    """Seconds of one repeat: of each position and together by the recorder's clock, and together by the wall clock."""
+    """Seconds of one repeat: of each position and in total by the recorder's clock, and in total by the wall clock."""
 
     forward: list[float]
     backward: list[float]
@@ -312,7 +316,7 @@ class _Timed(NamedTuple):
 
 
 def _make_fake(shadow: LightningModule, mode: FakeTensorMode) -> None:
-    """Fake parameters and buffers instead of a copy's own."""
+    """Replace the parameters and buffers of a copy by fake ones."""
     replace_parameters(shadow, lambda p: nn.Parameter(_as_fake(p.detach(), mode), requires_grad=p.requires_grad))
     for submodule in shadow.modules():
         for name, buffer in list(submodule.named_buffers(recurse=False)):
@@ -388,7 +392,7 @@ def _model_cost(
 
 
 def _positions(module: nn.Module, name: str, seen: StepRecorder, structure: ModuleStructure | None) -> set[int]:
-    """Where a parameter is used: 0 before the layers, i + 1 in layer i, the last number after them."""
+    """The positions where a parameter is used: 0 before the layers, i + 1 in layer i, and num_layers + 1 after them."""
     size = len(seen.layer_list)
     if structure is not None and structure.readers.get(name):
         # a value first read in layer 0 but owned by a module before it (an embedding) belongs before the layers
@@ -406,7 +410,7 @@ def _positions(module: nn.Module, name: str, seen: StepRecorder, structure: Modu
 
 
 def _tokens(batch: Any) -> int | None:
-    """The tokens of a sample, where the batch has whole numbers with a sequence in the second dimension."""
+    """The number of tokens of a sample if the batch has a 2-D integer tensor of shape (samples, tokens); else None."""
     for tensor in tree.tensors_of(batch):
         if tensor.ndim == 2 and tensor.dtype in (torch.int64, torch.int32):
             return int(tensor.shape[1])

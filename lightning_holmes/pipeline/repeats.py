@@ -1,4 +1,4 @@
-"""Which of the repeats of a measurement count.
+"""Select which repeats of a measurement count.
 
 undisturbed([0.2, 0.3, 0.25, 0.9, 0.21])          # [0, 2, 4]
 """
@@ -7,16 +7,16 @@ import math
 import statistics
 from collections.abc import Sequence
 
-_BLOCK_S = 0.15  # of repeats, to last over several periods in which a share of a core is assigned
-_DISTURBED = 1.5  # repeats that took so many times the middle one are left out
+_BLOCK_S = 0.15  # least duration of a block of repeats: several scheduling periods of a share of a core
+_DISTURBED = 1.5  # repeats that took more than this many times the median are left out
 
 
 def undisturbed(seconds: Sequence[float]) -> list[int]:
-    """Which of some repeats, by their seconds, count: what else runs on the machine only adds.
+    """Return the indices of the repeats that count, from the seconds of each: other work on the machine only adds time.
 
-    A host with a share of a core stops and goes, and its pauses are part of its speed. So repeats are put together, in
-    their order, until they last over several periods of the share, and the quicker half of these blocks counts. Where all
-    together are shorter than that, those do that took no more than 1.5 times the middle one.
+    A host with a share of a core runs with pauses, and these are part of its speed. So consecutive repeats are
+    grouped into blocks that last over several scheduling periods of the share, and the faster half of the blocks
+    counts. If there is only one block, the repeats count that took at most 1.5 times the median.
     """
     blocks: list[list[int]] = [[]]
     for index in range(len(seconds)):

@@ -1,7 +1,7 @@
-"""What a step logs: recorded on every stage, merged over microbatches, replayed once a batch on all ranks.
+"""What a step logs: recorded on every stage, merged over microbatches, replayed once per batch on all ranks.
 
-Each stage runs the user's step up to its split point, so each sees some of its ``self.log`` calls; a call counts on
-the stage that runs the place where it stands. Lightning then sees one call a batch, everywhere, as if one
+Each stage runs the user's step up to its split point, so each sees some of its ``self.log`` calls; a call is recorded
+on the stage that runs its position in the step. Lightning then sees one call per batch on every rank, as if one
 process had run the whole step.
 """
 
@@ -47,7 +47,7 @@ class MetricValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogCall:
-    """One ``self.log``: its value (a number, a host tensor or a metric), its arguments, where it was made."""
+    """One ``self.log`` call: its value (a number, a tensor or a metric), its arguments, and where it was made."""
 
     name: str
     value: Any
@@ -57,7 +57,7 @@ class LogCall:
 
 
 class LogRecorder:
-    """Stands in for ``module.log`` while a step runs, and keeps the calls of this rank's stages."""
+    """Replaces ``module.log`` while a step runs, and keeps the calls of this rank's stages."""
 
     def __init__(self, module: LightningModule, num_layers: int) -> None:
         self.module = module
@@ -69,7 +69,7 @@ class LogRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record instead of log, for one batch."""
+        """Context for one batch in which log calls are recorded instead of made."""
         self.calls = []
         vars(self.module)["log"] = self._log
         try:
@@ -78,13 +78,13 @@ class LogRecorder:
             vars(self.module).pop("log", None)
 
     def enter(self, run: StageRun, microbatch: int, positions: range) -> None:
-        """Say which stage's step on which microbatch runs now; calls outside ``positions`` are another stage's."""
+        """Set the stage's step and the microbatch that run now; calls outside ``positions`` belong to another stage."""
         self._run, self._microbatch, self._mine = run, microbatch, positions
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         run = self._run
         assert run is not None, "self.log recorded outside a stage's run"
-        if run.ended:  # a `finally:` on the way out; the last stage logs it
+        if run.ended:  # called in a `finally:` after StepEnd; the last stage logs it
             return
         position = run.position
         if position == self.num_layers - 1:
@@ -116,8 +116,8 @@ class LogRecorder:
 
 
 def positions_of(layers: range, num_layers: int) -> range:
-    """The positions (see structure.py) whose calls count on a stage with ``layers``: before the layers on the
-    first stage, after them on the last."""
+    """The positions (see structure.py) whose log calls are recorded on a stage with ``layers``: with those before the
+    layers on the first stage, and those after them on the last."""
     first = BEFORE if layers.start == 0 else layers.start
     return range(first, num_layers + 1 if layers.stop == num_layers else layers.stop)
 
@@ -129,12 +129,12 @@ def merge_calls(
     module: str,
     losses: Sequence[Tensor] | None = None,
 ) -> list[LogCall]:
-    """One call for each logged name, from those of all microbatches.
+    """Merge the log calls of all microbatches into one call for each logged name, or several if a step logs it several times.
 
-    Values whose reduction is the mean are averaged: by the ``batch_size`` given to the call, else by the
-    microbatch's weight; sums are added, minima and maxima taken. ``batch_size`` becomes the whole batch's.
-    A logged value that is the loss itself (of ``losses``, one a microbatch) is averaged as the loss is, whatever
-    ``batch_size`` says: by ``microbatch_weight``.
+    Values whose reduction is the mean are averaged, weighted by the ``batch_size`` given to the call, else by the
+    microbatch's weight. Sums are added; of minima and maxima the least and greatest are taken. ``batch_size`` becomes
+    that of the whole batch. A logged value that is the loss itself (``losses``: one per microbatch) is averaged like
+    the loss, by ``microbatch_weight``, whatever its ``batch_size``.
     """
     grouped: dict[tuple[str, int], list[LogCall]] = {}
     counts: dict[tuple[str, int], int] = {}
@@ -195,7 +195,8 @@ def _is_loss(call: LogCall, losses: Sequence[Tensor]) -> bool:
 
 
 def replay(module: LightningModule, calls: Sequence[LogCall], device: torch.device) -> None:
-    """Make ``calls`` for real. All ranks must, in the same order: ``sync_dist`` reduces over them."""
+    """Make the log ``calls`` on the module. All ranks must call, with the calls in the same order: ``sync_dist``
+    reduces over the ranks."""
     for call in calls:
         value = call.value
         if isinstance(value, MetricValue):
@@ -214,10 +215,10 @@ def _to_device(value: Any, device: torch.device) -> Any:
 
 
 class MetricWindow:
-    """Gives logged metrics the batch value they have in plain Lightning, though ``forward`` runs once a microbatch.
+    """Gives logged metrics the batch value they have in plain Lightning, although ``forward`` runs once per microbatch.
 
-    Around a batch the metric starts from zero, so that its state is the batch's alone; afterwards the batch
-    value is computed once and the earlier state merged in again.
+    For a batch the metric is reset, so that its state is that of the batch alone; afterwards the batch value is
+    computed once and the earlier state is merged in again.
     """
 
     def __init__(self, module: LightningModule, names: Sequence[str], num_microbatches: int) -> None:
@@ -255,7 +256,7 @@ class MetricWindow:
             set_update_count(metric, own_updates + count)
 
     def settle(self, calls: Sequence[LogCall]) -> list[LogCall]:
-        """``calls`` with the values of the whole batch; they were recorded with those of a microbatch."""
+        """Return ``calls`` with the metric values of the whole batch in place of those recorded for a microbatch."""
         values = {
             name: MetricValue(name=name, batch_value=batch_value(metric))
             for metric, name in zip(self._metrics, self._names, strict=False)

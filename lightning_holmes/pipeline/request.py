@@ -1,4 +1,4 @@
-"""What a step is asked to do, the batch as its microbatches, and what comes of it."""
+"""The request to run a step, its batch split into microbatches, and its result."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -15,15 +15,18 @@ from lightning_holmes.plan.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRequest:
-    """What to run: the step, its batch and further arguments, and how.
+    """A step to run: its name, batch and further arguments, and how to run it.
 
-    Random numbers come from ``seed``, the same on all replicas, and the place of a microbatch among those of all replicas:
-    first those of ``replica`` 0. So a microbatch draws alike however a batch of all replicas is split.
+    Random numbers depend on ``seed``, the same on all replicas, and on the index of a microbatch among those of all
+    replicas, counted from ``replica`` 0. So a microbatch draws the same numbers however the batch of all replicas is
+    split.
 
-    ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch is split; what it
-    returns gives, by the first backward, what their losses are multiplied by.
+    ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch has been
+    split. It returns a function that is called at the first backward and returns the factors of the microbatches'
+    losses.
     ``may_skip``: a step that returns None has no backward, as in Lightning on one process.
-    ``exchange`` brings parameters and takes gradients; None: all is here, and gradients stay in ``p.grad``.
+    ``exchange`` fetches parameters and takes gradients; None: all parameters are here, and gradients stay in
+    ``p.grad``.
     ``is_last``: this rank's loader has no batch after this one.
     """
 
@@ -42,18 +45,18 @@ class StepRequest:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward."""
+        """Whether the step has a backward."""
         return self.loss_scales is not None
 
 
 @dataclass(slots=True, kw_only=True)
 class Microbatches:
-    """A request's batch on one rank, split.
+    """A request's batch on one rank, split into microbatches.
 
-    ``step(run, microbatch)`` calls the user's step; ``scales()`` gives, on the last stage, what each microbatch's loss is
-    multiplied by for the backward; ``seeds`` are theirs (None: leave the generators alone); ``signatures`` tell those of
-    different shapes apart; ``after_forwards()`` is called when this rank has run its last forward, while backwards go on.
-    ``outputs`` is filled on the rank of the last stage.
+    ``step(run, microbatch)`` calls the user's step; ``scales()`` returns, on the last stage, the factor of each
+    microbatch's loss for the backward; ``seeds`` has a seed for each microbatch (None: generators are left alone);
+    ``signatures`` distinguish microbatches of different shapes; ``after_forwards()`` is called when this rank has run
+    its last forward, while backwards go on. ``outputs`` is filled on the rank of the last stage.
     """
 
     schedule: Schedule
@@ -67,7 +70,7 @@ class Microbatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a whole batch gave, on every rank of the pipeline: the step's output and its merged log calls."""
+    """The result of a whole batch, on every rank of the pipeline: the step's output and its merged log calls."""
 
     output: Any
     calls: Sequence[LogCall]

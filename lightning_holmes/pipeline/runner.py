@@ -1,7 +1,7 @@
 """The runner: executes a schedule's actions on one rank, for training and evaluation alike.
 
-Every schedule is the same to it. Receives are posted where the schedule says, sends are not waited for.
-Shapes are learnt when a batch of a new signature first passes, and sent ahead of its tensors once.
+It works with any schedule. Receives are posted where the schedule says; sends are waited for at the end of the batch
+only. When a batch of a new signature first passes, the shapes are sent once, ahead of its tensors.
 
     for _ in runner.run(request, microbatches): pass        # a generator, so that one process can run all stages in turn
 """
@@ -41,7 +41,7 @@ class PipelineRunner:
     def run(self, request: StepRequest, microbatches: Microbatches) -> Generator[None, None, None]:
         """Perform every action of this rank's schedule; yields wherever it would wait on another stage of the same process.
 
-        Collective over the ranks of one pipeline.
+        All ranks of the pipeline must call.
         """
         rank = 0 if self.p2p is None else self.p2p.rank
         batch = _Batch(self, request, microbatches)
@@ -69,11 +69,11 @@ class _Batch:
         self.schedule = microbatches.schedule
         self.last_stage = self.schedule.num_stages - 1
         self.runs: dict[tuple[int, int], StageRun] = {}
-        # by microbatch, outputs of layers that later stages of this rank read beside the hidden state, and the sums of their gradients
+        # by microbatch, outputs of layers that later stages of this rank read in addition to the hidden state, and the sums of their gradients
         self.kept: dict[int, dict[tuple[int, int], Tensor]] = collections.defaultdict(dict)
         self.kept_gradients: dict[int, dict[tuple[int, int], Tensor]] = collections.defaultdict(dict)
-        self.halves: dict[tuple[int, int], SplitBackward] = {}  # whose weights are still to come
-        # receives of each source in the order of its sends; those of unknown shape wait here to be posted
+        self.halves: dict[tuple[int, int], SplitBackward] = {}  # split backwards whose weight part has not run yet
+        # receives from each source, in the order of its sends, that cannot be posted yet since their shapes are unknown
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
         self.posted: dict[Action, PendingReceive] = {}
         self.fetches: dict[int, Work] = {}
@@ -82,7 +82,7 @@ class _Batch:
         self.backwards_left = dict.fromkeys(self.module.stages, self.schedule.num_microbatches)
 
     def perform(self, action: Action) -> Generator[None, None, None]:
-        """Do what an action says; there is none that is passed over."""
+        """Perform one action of the schedule."""
         op, stage = action.op, action.stage
         if op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
             source = self._source(action)
@@ -117,7 +117,7 @@ class _Batch:
             raise AssertionError(f"the runner does not know how to perform {action}")
 
     def _await_parameters(self, stage: int) -> None:
-        """Before a computation of ``stage``: its parameters have come."""
+        """Wait for the parameters of ``stage``, if a fetch of them has been started."""
         work = self.fetches.pop(stage, None)
         if work is not None:
             start = self.observer.mark()
@@ -161,7 +161,7 @@ class _Batch:
             if self.scales is None:
                 assert self.microbatches.scales is not None, "only the last stage has losses"
                 self.scales = self.microbatches.scales()
-                start = observer.add("wait", start)  # for the replicas' weights
+                start = observer.add("wait", start)  # waited for the replicas' weights
             outputs = self.microbatches.outputs
             roots, gradients = [], []
             if not self._skips():
@@ -211,14 +211,15 @@ class _Batch:
     def _with_kept(
         self, run: StageRun, microbatch: int, roots: list[Tensor], gradients: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Where a backward begins, and with which gradients: also at what later stages have read beside the hidden state."""
+        """Add to the roots and gradients of a backward those of the outputs that later stages have read in addition
+        to the hidden state."""
         sums, kept = self.kept_gradients[microbatch], run.kept
         found = [key for key in kept if key in sums]
         run.kept = {}
         return [*roots, *(kept[key] for key in found)], [*gradients, *(sums.pop(key) for key in found)]
 
     def _skips(self) -> bool:
-        """Whether the step has returned None for the whole batch, which may be seen once its forwards have run."""
+        """Whether the step has returned None for the whole batch; only valid once all forwards of the batch have run."""
         return self.request.may_skip and all(output is None for output in self.microbatches.outputs)
 
     def _backward_weight(self, action: Action) -> None:
@@ -230,7 +231,8 @@ class _Batch:
         self.observer.add("backward_weight", start, action.stage, action.microbatch)
 
     def _count_backward(self, stage: int) -> None:
-        """A backward begins, a split one with its weights' part; the exchange knows of a stage's first and last one."""
+        """Tell the exchange that a backward of ``stage`` begins (of a split one, the weight part), and whether it is
+        the stage's first or last."""
         left = self.backwards_left[stage] = self.backwards_left[stage] - 1
         self.exchange.backward(stage, first=left == self.schedule.num_microbatches - 1, last=left == 0)
 
@@ -238,7 +240,7 @@ class _Batch:
         return f"{self.request.step_name}, stage {action.stage}, microbatch {action.microbatch}"
 
     def _watching(self, run: StageRun, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        """Around a forward: refuses what a split backward would break or make slow; lets the observer time it."""
+        """Context around a forward: refuses what a split backward would break or make slow, and lets the observer time it."""
         splits = self.request.trains and self.schedule.gradient_op(run.stage) is Op.BACKWARD_INPUT
         if splits or self.observer.minds_checkpointing:
             return self._noticing_checkpoints(run, microbatch, splits=splits)
@@ -269,7 +271,7 @@ class _Batch:
         return stage in self.module.stages
 
     def _handed_over(self, stage: int, microbatch: int) -> list[Tensor]:
-        """What ``stage`` of this rank gives the next one, which is here, too: leaves of a graph of its own."""
+        """The inputs for the stage after ``stage``, which is on this rank, too: leaves of a new autograd graph."""
         run = self.runs[stage, microbatch] if self.request.trains else self.runs.pop((stage, microbatch))
         assert run.payload is not None
         return [_leaf(t) for t in run.payload]
@@ -314,7 +316,7 @@ class _Batch:
         return self.runner._known_specs.get(self._spec_key(action.stage, action.microbatch))
 
     def _specs(self, action: Action) -> tuple[TensorSpec, ...] | None:
-        """What will arrive, if that is known yet."""
+        """The specs of the tensors that ``action`` receives; None if they are not known yet."""
         if action.op is Op.RECV_ACTIVATION:
             return self._activation_specs(action)
         run = self.runs.get((action.stage, action.microbatch))
@@ -333,7 +335,7 @@ class _Batch:
             self.posted[queue.popleft()] = self.runner.p2p.receive(source, specs)
 
     def _arrived(self, action: Action) -> Generator[None, None, list[Tensor]]:
-        """Wait for a receive, posting it and those before it first if their shapes were unknown."""
+        """Wait for a receive. If the shapes were unknown, first post it and the receives before it."""
         p2p = self.runner.p2p
         assert p2p is not None
         source = self._source(action)
@@ -353,7 +355,7 @@ class _Batch:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """The same values as the beginning of a graph of its own."""
+    """A leaf of a new autograd graph with the values of ``tensor``."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -362,7 +364,7 @@ def _input_gradients(run: StageRun) -> list[Tensor]:
 
 
 def _filled_with(scale: float | Tensor, like: Tensor) -> Tensor:
-    """``like``, full of a number, which may be a scalar on its device, and is not waited for."""
+    """A tensor like ``like``, filled with ``scale``; a ``scale`` that is a tensor is not synchronised with the host."""
     if isinstance(scale, Tensor):
         return scale.to(like.device, like.dtype).expand_as(like)
     return torch.full_like(like, scale)
@@ -372,7 +374,7 @@ def loss_of(output: Any, step_name: str) -> Tensor:
     """The loss in the output of a training step: the tensor itself, or a mapping's "loss".
 
     Raises:
-        UnsupportedModuleError: there is none, or it is not one number.
+        UnsupportedModuleError: the output has no loss tensor, or the loss is not a single number.
     """
     loss = output.get("loss") if isinstance(output, collections.abc.Mapping) else output
     if not isinstance(loss, Tensor):

@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the layout of a run.
 
-Each microbatch, and each layer within it, draws from generators seeded by (seed, step, microbatch among those of all
-replicas, place), so the same dropout masks appear whichever rank of whichever replica runs a layer.
+Each microbatch, and each layer within it, draws from generators seeded by (seed, step, index of the microbatch among
+those of all replicas, place), so the same dropout masks appear whichever rank of whichever replica runs a layer.
 """
 
 import random
@@ -15,7 +15,7 @@ import torch
 _MASK = (1 << 64) - 1
 _PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of ``random``."""
-_seed_python = super(random.Random, _PYTHON).seed  # in C: steps seed at every layer
+_seed_python = super(random.Random, _PYTHON).seed  # the C function, since steps seed at every layer
 
 
 def derive_seed(*parts: int) -> int:
@@ -60,7 +60,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Let all generators go on from what :func:`random_states` gave."""
+    """Restore the states of all generators from what :func:`random_states` returned."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     kind, keys, *rest = states["numpy"]
@@ -72,7 +72,7 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
-    """Leave every generator as it was found: what a step draws does not disturb the data loaders."""
+    """Restore the state of every generator on exit, so that what a step draws does not disturb the data loaders."""
     python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:

@@ -18,13 +18,14 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.torch_private import fake_mode_of, registered_modules, registered_parameters
 
 _CONTAINERS = frozenset((dict, OrderedDict, list, set))
-"""Of which each part of a module has a dozen that are empty, for hooks; to let deepcopy take these apart is most of what a copy costs."""
+"""Classes of which each submodule has a dozen empty containers, for hooks; deepcopy of these would be most of the
+cost of a copy."""
 
 
 def shadow_copy(module: LightningModule) -> LightningModule:
     """A deep copy of ``module`` that shares its parameters, data sets and loaders, and whatever cannot be copied.
 
-    Its metrics gather nothing: not every rank runs what is done with a copy.
+    Its metrics do not synchronise between ranks, because not every rank runs the copy.
     """
     copied = _copy(module)
     for part in copied.modules():
@@ -52,7 +53,7 @@ def _copy(module: LightningModule) -> LightningModule:
             looked.add(id(value))
             if isinstance(value, (Dataset, DataLoader, torch.Generator, DeviceMesh)):
                 memo[id(value)] = value
-            # torch copies the memory of a fake tensor, which has none: the heap is damaged (torch 2.13)
+            # deepcopy of a fake tensor copies memory that it does not have, and damages the heap (torch 2.13)
             memo |= {id(t): t for t in tree.tensors_of(value) if fake_mode_of(t) is not None}
     try:
         whole = dict(memo)
@@ -71,7 +72,7 @@ def _copy(module: LightningModule) -> LightningModule:
 
 
 def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> LightningModule:
-    """Let hooks and functions kept on the copied ``module`` refer to the copies, too: deepcopy leaves closures alone."""
+    """Make hooks and functions kept on the copied ``module`` refer to the copies: deepcopy does not copy closures."""
 
     def rebind(value: Any) -> Any:
         if isinstance(value, types.MethodType):
@@ -86,7 +87,7 @@ def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> Lightnin
         for cell in value.__closure__ or ():
             try:
                 new = rebind(cell.cell_contents)
-            except ValueError:  # not filled yet
+            except ValueError:  # an empty cell
                 cells.append(cell)
                 continue
             cells.append(cell if new is cell.cell_contents else types.CellType(new))
@@ -112,14 +113,14 @@ def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> Lightnin
 
 
 def with_own_gradients(shadow: LightningModule) -> LightningModule:
-    """Parameters of its own over the same memory: a backward leaves no gradient on the module's."""
+    """Give ``shadow`` its own parameters in the same memory, so that a backward leaves no gradient on the module's."""
     replace_parameters(shadow, lambda p: nn.Parameter(p.detach(), requires_grad=p.requires_grad))
     return shadow
 
 
 def replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Put what ``make`` gives in every parameter's place."""
-    made: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+    """Replace every parameter by what ``make`` returns for it; a tied parameter stays tied."""
+    made: dict[int, nn.Parameter] = {}  # so that tied parameters stay tied
     kept = []
     for submodule in shadow.modules():
         for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
@@ -130,10 +131,11 @@ def replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Para
 
 
 def share_layer_memory(shadow: LightningModule, layers: str, number: int) -> None:
-    """Let the list's layers after the first ``number`` compute with their weights, and add to their gradients.
+    """Let the layers after the first ``number`` ones use the weights and gradients of these.
 
-    What a rank with so many layers reads and writes is then all that a step of the whole copy does, and a clock finds in the
-    processor's caches what a run does. Parameters that are tied, or have no like in the other layer, stay.
+    A step of the whole copy then reads and writes only the memory of ``number`` layers, as many as a rank has, so
+    that a timed step finds the same in the processor caches as a real run. Parameters that are tied, or have no
+    counterpart in the other layer, keep their memory.
     """
     uses = Counter(
         id(parameter)

@@ -1,21 +1,22 @@
-"""A stage's backward over one microbatch in two parts: what the stage before waits for, and what nobody waits for.
+"""A stage's backward over one microbatch in two parts: the gradients that the previous stage waits for, and the rest.
 
     parts = SplitBackward(roots, gradients, received, parameters)
-    parts.input(accumulate)           # received[i].grad; the next stage to the front can go on
+    parts.input(accumulate)           # sets received[i].grad; the previous stage can go on
     parts.weight(accumulate)          # accumulate(name, gradient) for each parameter that was reached
 
-The graph is walked once. The nodes that lead to the input are the trunk. A matrix that is read at one place of the trunk
-only is put off: the gradients that arrive at that place are kept, and the second part goes on from there to the
-matrix, as zero-bubble schedules want it (arXiv 2401.10241). All else (parameters read at several places, by roots that
-do not depend on the input, by an autograd.Function of the user, whose backward may not run twice, or too small to be worth a
-second visit) gets its gradient in the first part. What is kept is what arrives before hooks on that tensor: they run in
-both parts, for each of which the gradient goes through them once.
+The graph is walked once. The nodes that lead to the input are the trunk. The gradient of a matrix that is read at
+only one node of the trunk is put off: the gradients that arrive at that node are kept, and the second part goes on
+from there to the matrix, as zero-bubble schedules require (arXiv 2401.10241). All other parameters get their
+gradients in the first part: those that are read at several nodes, by roots that do not depend on the input, or by an
+autograd.Function of the user, whose backward may not run twice, and those too small to be worth a second visit. The
+gradients are kept as they arrive, before hooks on that tensor: the hooks run in both parts, and see the gradient once
+in each.
 
-torch.distributed.pipelining has such functions, too. Theirs (torch 2.13) go through a graph twice, and fail, where a
-parameter is read at places that others read as well (a time embedding which conditions every layer); lose what comes by
-roots that do not depend on the input; and detach roots in place, which views refuse.
+torch.distributed.pipelining has similar functions. Those of torch 2.13 go through a graph twice, and fail if a
+parameter is read at nodes that read others as well (a time embedding that conditions every layer); they lose
+gradients from roots that do not depend on the input; and they detach roots in place, which views refuse.
 
-``torch.autograd.grad`` fires no post-accumulate hooks, so gradients are handed to ``accumulate``.
+``torch.autograd.grad`` runs no post-accumulate hooks, so gradients are passed to ``accumulate``.
 """
 
 from collections import defaultdict
@@ -49,7 +50,12 @@ class SplitBackward:
         self._put_off: dict[Node, list[str]] = {}
 
     def input(self, accumulate: Accumulate) -> None:
-        """Fill the ``grad`` of what was received, and hand over the gradients that are not put off."""
+        """Set the ``grad`` of the received tensors, and pass the gradients that are not put off to ``accumulate``.
+
+        Raises:
+            UnsupportedModuleError: the graph has code compiled by torch.compile that does not allow a backward in two
+                parts.
+        """
         if not self._roots:
             return
         at_once, self._put_off, entries = _sort(self._roots, self._received, self._parameters)
@@ -66,7 +72,7 @@ class SplitBackward:
                 "zero-bubble schedules go through a backward in two parts, which code compiled by torch.compile does not allow; "
                 "use another schedule, such as 1f1b, or leave what is compiled uncompiled"
             ) from error
-        self._roots, self._gradients = [], []  # what of the graph lies after the places kept can go
+        self._roots, self._gradients = [], []  # frees the graph between the roots and the nodes that are kept
         for tensor, gradient in zip(self._received, found, strict=False):
             tensor.grad = gradient
         rest = found[len(self._received) :]
@@ -79,11 +85,11 @@ class SplitBackward:
 
     @property
     def places(self) -> list[Node]:
-        """The nodes from which :meth:`weight` goes on."""
+        """The nodes from which :meth:`weight` continues."""
         return list(self._put_off)
 
     def weight(self, accumulate: Accumulate) -> None:
-        """Hand over the gradients that were put off, by the names of their parameters."""
+        """Pass the gradients that were put off to ``accumulate``, by the names of their parameters."""
         put_off, self._put_off = self._put_off, {}
         for node, names in put_off.items():
             arrived = self._kept.pop(node, None)
@@ -99,8 +105,8 @@ class SplitBackward:
 def _sort(
     roots: Sequence[Tensor], received: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[list[str], dict[Node, list[str]], dict[Node, set[int]]]:
-    """The parameters whose gradients are computed at once, those that are put off by the node of the trunk where
-    they are read, and at which of its outputs gradients come to each node."""
+    """Return the parameters whose gradients are computed at once; those that are put off, by the node of the trunk
+    that reads them; and for each node, at which of its outputs gradients arrive."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     inputs = {id(tensor) for tensor in received}
     trunk: set[Node] = set()
@@ -141,12 +147,13 @@ def _sort(
 
 
 def _is_users_own(node: Node) -> bool:
-    """Whether a node is of an autograd.Function, but not that of compiled code, which says itself that it runs but once."""
+    """Whether a node is of a user's autograd.Function; not one of compiled code, which itself raises an error if it
+    is run twice."""
     return isinstance(node, BackwardCFunction) and "CompiledFunction" not in type(node).__name__
 
 
 def _behind_first(starts: Sequence[Node]) -> list[Node]:
-    """All nodes of a graph, each after those that its gradients go on to."""
+    """All nodes of a graph, each after the nodes to which it passes gradients."""
     order: list[Node] = []
     seen: set[Node] = set()
     waiting = [(node, False) for node in starts]
@@ -162,7 +169,7 @@ def _behind_first(starts: Sequence[Node]) -> list[Node]:
 
 
 def check_splittable(stage: int, schedule: str, received: Sequence[Tensor]) -> None:
-    """Refuse to split a stage's backward where there is nothing to hand to the stage before.
+    """Refuse to split a stage's backward if there is no gradient to send to the previous stage.
 
     Raises:
         UnsupportedModuleError: nothing before ``stage`` is trained.

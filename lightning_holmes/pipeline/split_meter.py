@@ -1,10 +1,10 @@
-"""What splitting the backward costs on the real stages: measured in the first batches of a run, at no extra work.
+"""Measure what splitting the backward costs on the real stages, in the first batches of a run and at no extra work.
 
     meter = SplitMeter(device)                # observes the steps
     ...                                       # the first batches run by 1F1B, every other backward in two parts
     meter.costs()                             # {stage: StageSeconds(...)}; None for stages that cannot be split
 
-Split and whole backwards give the same gradients, so that the run is what it would have been.
+Split and whole backwards give the same gradients, so the measurement does not change the run.
 """
 
 import math
@@ -28,9 +28,9 @@ _MEMORY_SHARE = 0.92  # the rest is fragmentation and libraries
 
 
 class SplitMeter(StepObserver):
-    """Times forwards and backwards of this rank's stages. Switches itself off where a backward cannot be split.
+    """Times forwards and backwards of this rank's stages. Stops splitting on a stage whose backward cannot be split.
 
-    What ``other`` notes of a step it goes on noting.
+    Marks and events are passed on to the observer ``other``, so that it goes on recording.
     """
 
     minds_checkpointing = True
@@ -45,15 +45,15 @@ class SplitMeter(StepObserver):
         self._unsplittable: set[int] = set()
 
     def mark(self) -> Any:
-        """As ``other`` does."""
+        """Return a mark of ``other``."""
         return self.other.mark()
 
     def add(self, kind: EventKind, start: Any, stage: int = -1, microbatch: int = -1) -> Any:
-        """As ``other`` does."""
+        """Pass the event on to ``other``."""
         return self.other.add(kind, start, stage, microbatch)
 
     def performed(self, action: Action) -> None:
-        """As ``other`` does."""
+        """Pass the action on to ``other``."""
         self.other.performed(action)
 
     def cannot_split(self, stage: int) -> None:
@@ -62,7 +62,7 @@ class SplitMeter(StepObserver):
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
-        """Around the forward of ``stage``."""
+        """Context around the forward of ``stage``: times it, and on CUDA measures the memory that it holds."""
         before, began = self._allocated(), self._now()
         yield
         self._forward[stage].append(self._now() - began)
@@ -77,9 +77,9 @@ class SplitMeter(StepObserver):
         return float(torch.cuda.memory_allocated(self._device)) if self._device.type == "cuda" else 0.0
 
     def _room(self) -> float:
-        """Bytes that the device could still hold beside the most that was in use."""
+        """Bytes that the device could hold beyond the peak allocation; infinite on a CPU."""
         if self._device.type != "cuda":
-            return math.inf  # a host's memory is not ours alone; who fills it knows best
+            return math.inf  # a host's memory is not for this process alone, so no limit is set
         total = float(torch.cuda.mem_get_info(self._device)[1])
         return _MEMORY_SHARE * total - float(torch.cuda.max_memory_allocated(self._device))
 
@@ -92,7 +92,7 @@ class SplitMeter(StepObserver):
         parameters: Mapping[str, nn.Parameter],
         accumulate: Accumulate,
     ) -> None:
-        """Run a backward, whole and in two parts in turn."""
+        """Run a backward, alternately whole and in two parts."""
         splits = stage > 0 and stage not in self._unsplittable and any(t.requires_grad for t in received)
         if stage > 0 and not splits:
             self.cannot_split(stage)
@@ -104,7 +104,7 @@ class SplitMeter(StepObserver):
             except (
                 RuntimeError,
                 UnsupportedModuleError,
-            ):  # what was compiled, say, may not be gone through twice; it still can be once
+            ):  # compiled code, say, cannot be gone through twice, but can be once
                 self.cannot_split(stage)
                 torch.autograd.backward(list(roots), list(gradients))
                 return
@@ -116,7 +116,8 @@ class SplitMeter(StepObserver):
             self._whole[stage].append(self._now() - began)
 
     def costs(self) -> dict[int, StageSeconds | None]:
-        """The fastest of each, by stage: the first ones are slow, and others have the machine now and then."""
+        """The fastest times by stage: the first runs are slow, and other processes use the machine now and then. None
+        for a stage that cannot be split, or was not measured in both ways."""
         found: dict[int, StageSeconds | None] = {}
         for stage, forwards in self._forward.items():
             whole, parts = self._whole[stage], self._parts[stage]

@@ -1,16 +1,17 @@
-"""One rank's part of a module: layers of its own, non-local layers, and steps that run from split point to split point.
+"""One rank's part of a module: its own layers, non-local layers, and steps that run from split point to split point.
 
-The module keeps its full length, its names and its identity. Each layer's ``forward`` goes through a gate
-that knows which stage of the rank is running:
+The module keeps its full length, its names and its identity. Each layer's ``forward`` goes through a gate that knows
+which stage of the rank is running:
 
-- a layer of the stage runs; after the stage's last one its output is kept, and the next layer's gate ends
-  the step with :class:`StepEnd`;
-- a non-local layer before the stage hands on a placeholder, and the one right before it hands on what was
-  received from the previous stage;
+- a layer of the stage runs; after the stage's last layer the output is kept, and the next layer's gate ends the step
+  with :class:`StepEnd`;
+- a non-local layer before the stage returns a placeholder, except the one right before the stage, which returns the
+  tensors received from the previous stage;
 - outside a step a non-local layer refuses to run.
 
-Parameters of other stages keep shape, type and names but hold NaN in no memory, so that what the trace
-judged wrongly turns the loss into NaN. What non-local layers hand on is NaN, too, and stops a step that computes with it (absent.py).
+Parameters of other stages keep their shapes, types and names but hold NaN in one element's memory, so that an error
+of the trace turns the loss into NaN. The placeholders that non-local layers return are NaN, too, and stop a step that
+computes with them (absent.py).
 """
 
 import contextlib
@@ -36,15 +37,16 @@ from lightning_holmes.torch_private import is_broken_graph, is_compiled
 
 
 class StepEnd(BaseException):
-    """Ends a user's step after a stage's last layer; no ``Exception``, so that user code does not catch it."""
+    """Ends a user's step after a stage's last layer; not an ``Exception``, so that ``except Exception`` in user code
+    does not catch it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StageRun:
-    """One stage's pass over one microbatch: what came in, what goes out, and where the step is.
+    """One stage's pass over one microbatch: the tensors received and sent, and the position of the step.
 
-    ``beside``: of layers of earlier stages on this rank, tensors of their outputs that are read here beside the hidden state, by layer
-    and number. ``kept``: likewise of this stage's layers, for later ones.
+    ``beside``: output tensors of layers of earlier stages on this rank that this stage reads in addition to the
+    hidden state, by (layer, index of the tensor). ``kept``: the same of this stage's layers, for later stages.
     """
 
     stage: int
@@ -61,7 +63,7 @@ class StageRun:
 
 @dataclass(slots=True)
 class _Passing:
-    """A step at a layer: one that is run, or a non-local one with what it hands on."""
+    """A step's call of a layer: one that runs, or a non-local one with the output that it returns."""
 
     run: StageRun
     index: int
@@ -70,15 +72,16 @@ class _Passing:
 
 
 _MOST_BLANKS = 4096
-_disable: Any = torch.compiler.disable  # which has no types
+_disable: Any = torch.compiler.disable  # untyped in torch
 
 
 class _Gate:
-    """Stands for the forward of a layer; one without weights may stand at several ``indices``.
+    """Replaces the forward of a layer; the same layer may be at several ``indices`` if it has no weights.
 
-    Where the user compiled what calls the layer, or the layer itself, the gate stays outside: torch.compile goes on in
-    the layer's own forward, and never takes the place of a step for a constant. A deep copy of the layer has the layer's own
-    forward again: a teacher, or an average, is no part of the pipeline.
+    The gate itself is not compiled: if the user compiled the layer or its caller, torch.compile goes on in the
+    layer's own forward, and never treats the position of a step as a constant. A deep copy of the layer has the
+    layer's own forward again, because a teacher or an averaged model is not part of the pipeline; a copy of a layer
+    of another rank refuses to run.
     """
 
     def __init__(self, pipeline: "PipelineModule", layer: nn.Module, indices: list[int]) -> None:
@@ -97,7 +100,7 @@ class _Gate:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._layer))
-        if copied is None:  # not the layer, but something that refers to its forward
+        if copied is None:  # not the layer is copied, but something that refers to its forward
             return self
         if not self._pipeline.holds(self._indices):
             return functools.partial(self._pipeline.refuse_nonlocal, self._indices[0])
@@ -106,7 +109,8 @@ class _Gate:
         )
 
     def __reduce__(self) -> Any:
-        """In a file the layer has its own forward: ``torch.save(self.layers, path)`` in a hook, which sees the whole module."""
+        """Pickle the layer's own forward instead of the gate, as for ``torch.save(self.layers, path)`` in a hook,
+        which sees the whole module."""
         return (_itself, (self._forward,)) if self._is_patched else (getattr, (self._layer, "forward"))
 
 
@@ -122,7 +126,7 @@ class PipelineModule:
 
     Args:
         module: the whole module, its parameters in place.
-        structure: what the trace taught; None for a module that is run whole (one stage).
+        structure: what the trace found; None for a module that is run whole (one stage).
         partition: which layers each stage holds.
         stages: this rank's stages, ascending.
         device: where random generators are seeded.
@@ -147,16 +151,18 @@ class PipelineModule:
 
     @classmethod
     def whole(cls, module: nn.Module, device: torch.device, *, rank: int = 0) -> "PipelineModule":
-        """A module that is not divided yet: pipeline rank 0 runs it and has the copies that count, others have theirs."""
+        """A module that is not divided yet: one stage, which belongs to pipeline rank 0. Every rank has a whole copy,
+        of which rank 0's counts."""
         return cls(module, None, Partition((1,)), (rank,), device)
 
     def divide(self, structure: ModuleStructure | None, partition: Partition, stages: Sequence[int]) -> None:
-        """Be these stages from now on; :meth:`install` lets go of what lies on others."""
+        """Take over these stages; :meth:`install` then frees the parameters of other stages."""
         self.structure = structure
         self.partition = partition
         self.stages = tuple(stages)
         self.notices_reads = not any(is_compiled(part) for part in self.module.modules())
-        """Placeholders of outputs say what they stand for; compiled code, which cannot take them, gets NaN."""
+        """Whether outputs of non-local layers are placeholders that detect reads; compiled code cannot take these and
+        gets plain NaN tensors."""
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}
         vars(self).pop("parameters", None)
         vars(self).pop("names", None)
@@ -168,8 +174,8 @@ class PipelineModule:
         self._find_kept()
 
     def _find_kept(self) -> None:
-        """Which tensors of layers' outputs are read on later stages beside the hidden state, where all stages are here: by stage
-        those that it reads, and by layer those that anyone does."""
+        """Find the output tensors of layers that later stages read in addition to the hidden state, if all stages are
+        on this rank: by stage the tensors that it reads, and by layer those that any stage reads."""
         self.reads_beside: dict[int, list[tuple[int, int]]] = {}
         self._kept: dict[int, set[int]] = {}
         if self.structure is None or not 1 < len(self.stages) == self.num_stages:
@@ -181,29 +187,30 @@ class PipelineModule:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline."""
+        """The number of stages of the whole pipeline."""
         return self.partition.num_stages
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All of them, by the names that they have when the module is divided, and memory; pruning, for one, renames them
-        later."""
+        """All parameters, by the names that they have once the module is divided and has memory; pruning, for one,
+        renames them later."""
         return dict(self.module.named_parameters())
 
     @functools.cached_property
     def names(self) -> dict[int, str]:
-        """The names of all parameters, by identity."""
+        """The names of all parameters, by ``id``."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
     @property
     def compiled_parameters(self) -> dict[str, bool]:
-        """Those of compiled parts, and whether these run on the stages of their layer only."""
+        """The parameters of compiled modules, and for each whether it belongs to a layer, so that its compiled code
+        runs on that layer's stage only."""
         compiled = [f"{name}." if name else "" for name, part in self.module.named_modules() if is_compiled(part)]
         layers = tuple(f"{layer}." for layer in (() if self.structure is None else self.structure.layer_names))
         return {n: n.startswith(layers) for n in self.parameters if n.startswith(tuple(compiled))}
 
     def name_of(self, value: Any, name: str) -> str:
-        """By which name it is known where ``value`` lives, which now stands at ``name``: for a parameter its first one."""
+        """The name of ``value``, which is now found at ``name``: for a parameter, its first name when the module was divided."""
         return self.names.get(id(value), name)
 
     def is_owner(self, name: str) -> bool:
@@ -229,8 +236,8 @@ class PipelineModule:
         return None
 
     def local_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """The modules whose plain attributes this rank knows best: its own layers', those with parameters that no later stage
-        reads, and on the last stage the rest."""
+        """The modules whose plain attributes this rank owns: its own layers, modules with parameters that no later
+        stage reads, and on the last stage all others."""
         for name, submodule in self.module.named_modules():
             if self._stage_that_knows(name, submodule) in self.stages:
                 yield name, submodule
@@ -256,7 +263,7 @@ class PipelineModule:
         return self._parameters[stage]
 
     def place_of(self, run: StageRun) -> str:
-        """Where a step is, in words."""
+        """Describe the position of a step, for error messages."""
         if self.structure is None or run.position == BEFORE:
             return f"in {run.step_name}, before its first layer,"
         return f"in {run.step_name}, at or after {self.structure.layer_names[run.position]},"
@@ -264,7 +271,7 @@ class PipelineModule:
     # installing and removing
 
     def install(self) -> None:
-        """Put the gates in place and let go of the parameters of other stages."""
+        """Put the gates in place and replace the parameters of other stages by placeholders, which frees their memory."""
         if self.structure is None:
             return
         places: dict[nn.Module, list[int]] = {}
@@ -283,7 +290,7 @@ class PipelineModule:
                     self._elsewhere[name] = Source(absence=self.absence, what=name, cure=cure, blank=blank)
 
     def uninstall(self) -> None:
-        """Take the gates away; parameters of other stages remain placeholders until someone fills them."""
+        """Take the gates away; parameters of other stages remain placeholders until their values are set."""
         for layer, own, forward in self._forwards:
             if own:
                 layer.forward = forward
@@ -293,10 +300,12 @@ class PipelineModule:
         self._elsewhere.clear()
 
     def standalone(self, value: Any, state: Mapping[str, Any]) -> Any:
-        """``value`` with a copy of each module in it that is, or has, a part of this one: as outside of a run, without gates.
+        """Copy ``value``, with each module in it that is or has a part of this one replaced by a copy without gates,
+        as outside of a run.
 
         Args:
-            state: has whole parameters by name, whose memory is shared. The others are this rank's, or NaN where it has none.
+            state: whole parameters by name, whose memory the copy shares. Other parameters are this rank's, or NaN if
+                it has none.
         """
         ours = {id(part) for part in self.module.modules()} - {id(self.module)}
         memo: dict[int, Any] = {}
@@ -319,7 +328,7 @@ class PipelineModule:
         return value
 
     def _arrive(self, indices: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Passing | None:
-        """Before a layer: what it hands on where it is not to be run here; None outside a step."""
+        """Called before a layer: how the step passes it, with the output if the layer is not run here; None outside a step."""
         run = self.current
         expected = indices[0] if run is None else run.position + 1
         index = expected if expected in indices else indices[0]
@@ -334,7 +343,7 @@ class PipelineModule:
             self._go_to(run, index)
         if stage_of_layer == run.stage:
             self._seed(run, 2 * index + 2)
-            self.absence.counts = not run.backward  # where what is computed again has been judged before
+            self.absence.counts = not run.backward  # what the backward recomputes was checked in the forward
             return _Passing(run, index)
         self._seed(run, 2 * index + 3)
         if index == self.partition.layers_of(run.stage)[0] - 1:
@@ -344,11 +353,11 @@ class PipelineModule:
         return _Passing(run, index, True, output)
 
     def holds(self, indices: Sequence[int]) -> bool:
-        """Whether this rank can run the layer at ``indices``; one at several of them has no weights."""
+        """Whether this rank can run the layer at ``indices``; a layer at several indices has no weights, so any rank can."""
         return len(indices) > 1 or self.partition.stage_of(indices[0]) in self.stages
 
     def refuse_nonlocal(self, index: int, *_: Any, **__: Any) -> None:
-        """Stop who runs a layer of another rank outside a step."""
+        """Raise HolmesError: a layer of another rank is run outside a step."""
         assert self.structure is not None
         raise HolmesError(
             f"layer {index} of {self.structure.layers} lives on stage {self.partition.stage_of(index)}, not on this rank: outside "
@@ -357,10 +366,10 @@ class PipelineModule:
         )
 
     def _leave(self, passed: _Passing, output: Any) -> Any:
-        """After a layer of the stage that runs."""
+        """Called after a layer that was run: returns the output with which the step goes on."""
         run, index = passed.run, passed.index
         self._seed(run, 2 * index + 3)
-        is_end = index == self.partition.num_layers - 1  # what follows is the last stage's alone
+        is_end = index == self.partition.num_layers - 1  # only the last stage runs what follows
         self.absence.counts = is_end and not run.backward
         is_last = index == self.partition.layers_of(run.stage)[-1] and run.stage != self.num_stages - 1
         if run.backward or not (is_last or index in self._kept):
@@ -368,7 +377,8 @@ class PipelineModule:
         return self._keep(run, index, output, is_payload=is_last)
 
     def _check_recomputed(self, run: StageRun, index: int, stage_of_layer: int, indices: list[int]) -> None:
-        """What activation checkpointing runs again in the backward, with the random numbers of the first time."""
+        """Refuse layers that activation checkpointing cannot run again in the backward (with the same random
+        numbers): those at several indices, or on a later stage."""
         if len(indices) > 1:
             raise UnsupportedModuleError(
                 f"activation checkpointing runs layer {index} again, but the same module is also layer "
@@ -381,7 +391,7 @@ class PipelineModule:
             )
 
     def _go_to(self, run: StageRun, index: int) -> None:
-        """The step comes to layer ``index``, or ends before it."""
+        """Move the step on to layer ``index``, or end it by StepEnd if the stage's last layer has run."""
         assert self.structure is not None
         if run.payload is not None and run.stage < self.num_stages - 1:
             run.ended = True
@@ -395,8 +405,8 @@ class PipelineModule:
         run.position = index
 
     def _keep(self, run: StageRun, index: int, output: Any, *, is_payload: bool) -> Any:
-        """Keep the tensors that travel, or that later stages on this rank read; the user's code goes on with copies, which it may
-        change in place."""
+        """Keep the output tensors that are sent on or that later stages on this rank read; returns copies, which the
+        user's code may change in place."""
         assert self.structure is not None
         expected = self.structure.outputs[run.step_name][index]
         template, leaves = tree.flatten(output)
@@ -455,14 +465,15 @@ class PipelineModule:
             blank = placeholder(like)
             blanks.append(blank.contiguous() if changed else blank)
         sources = self._sources(index, blanks, expected.changed)
-        if not any(expected.changed):  # nobody can write to the others: a stage's step begins anew for each microbatch
-            if len(self._blanks) >= _MOST_BLANKS:  # of ever new shapes
+        # worth keeping: a stage's step begins anew for each microbatch; outputs that a step changes are not reused
+        if not any(expected.changed):
+            if len(self._blanks) >= _MOST_BLANKS:  # shapes keep changing
                 self._blanks.clear()
             self._blanks[key] = sources
         return self._stand_ins(sources)
 
     def _sources(self, index: int, blanks: Sequence[Tensor], changed: Sequence[bool]) -> list[Source]:
-        """What stands for the output of a non-local layer."""
+        """The Source of each placeholder in the output of a non-local layer."""
         assert self.structure is not None
         alone = len(self.stages) == self.num_stages
         cure = "num_chunks=1" if alone else "pipeline_parallel_size=1, num_chunks=1"
@@ -473,7 +484,7 @@ class PipelineModule:
         ]
 
     def _stand_ins(self, sources: Sequence[Source]) -> list[Tensor]:
-        """A tensor each, since a hook or requires_grad_() of the user's may be put on it."""
+        """A new tensor for each source, since user code may put a hook or requires_grad_() on it."""
         return [source.stand_in() if self.notices_reads else source.blank.detach() for source in sources]
 
     def _seed(self, run: StageRun, place: int) -> None:
@@ -484,7 +495,8 @@ class PipelineModule:
 
     @contextlib.contextmanager
     def noticing_reads(self) -> Iterator[None]:
-        """For a batch, parameters of other pipeline ranks say so where they are read."""
+        """Context for one batch, in which a step that computes with parameters of other pipeline ranks is stopped
+        with AbsentValueError."""
         for name, source in self._elsewhere.items():
             self.absence.hide(self.parameters[name], source)
         try:
@@ -494,7 +506,7 @@ class PipelineModule:
 
     @contextlib.contextmanager
     def running(self, run: StageRun) -> Iterator[StageRun]:
-        """Let the gates act for ``run``."""
+        """Context in which the gates act for ``run``."""
         previous, self.current, self.absence.counts = self.current, run, False
         try:
             yield run
@@ -528,7 +540,7 @@ class PipelineModule:
                 f"`except BaseException:` around the model call swallows that end; catch Exception instead"
             )
         if output is None and self.num_stages == 1:
-            return None  # nothing to train by, which may be known before the layers
+            return None  # no loss to train on; the step may return None before it reaches the layers
         last = run.stage == self.num_stages - 1
         if output is None and run.position < self.partition.layers_of(run.stage)[-1]:
             raise UnsupportedModuleError(
@@ -547,7 +559,7 @@ class PipelineModule:
 
 
 def _alone(parameter: nn.Parameter, value: Any) -> nn.Parameter:
-    """A parameter in memory of its own with ``value``, if that is all of it."""
+    """A plain parameter with ``value`` if that is the whole tensor, else with the values of ``parameter`` (NaN for a DTensor)."""
     if not isinstance(value, Tensor) or dtensor.is_dtensor(value) or value.shape != parameter.shape:
         of_group = dtensor.is_dtensor(parameter)
         value = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype) if of_group else parameter
@@ -555,22 +567,23 @@ def _alone(parameter: nn.Parameter, value: Any) -> nn.Parameter:
 
 
 def _refuse_placeholder(tensor: Tensor) -> Tensor:
-    """Stop where a value would be kept that is not here."""
+    """Raise AbsentValueError if ``tensor`` is a placeholder; else return it."""
     if isinstance(tensor, (Placeholder, AbsentParameter)):
         tensor.refuse()
     return tensor
 
 
 def _own_copy(received: Tensor, *, shares: bool = False) -> Tensor:
-    """What user code may change in place: a leaf that waits for its gradient must not be. ``shares``: in its memory, whose values nobody
-    else needs; a change that the traced step makes has a copy, since the code before it may run again."""
+    """A tensor that user code may change in place, unlike a leaf that gets a gradient. ``shares``: it shares the
+    memory of ``received``, whose values nothing else needs. A tensor that the traced step changes is copied instead,
+    because the code before the change may run again."""
     if not received.requires_grad:
         return received
     return _Alias.apply(received) if shares else received.clone()  # type: ignore[no-untyped-call]
 
 
 class _Alias(torch.autograd.Function):
-    """The same values in the same memory, of which torch does not say that it is a view of a leaf."""
+    """Identity in the same memory, whose result torch does not treat as a view of a leaf."""
 
     @staticmethod
     def forward(_: Any, received: Tensor) -> Tensor:

@@ -6,8 +6,8 @@
     clock.add("forward", start, stage=0, microbatch=3)
 
 A mark is a reading of the host's clock; on CUDA an event in the current stream, which nothing waits for until the steps
-are read. Joining what the ranks noted is plan/measured.py's work. The last steps are kept, so that a long run takes no
-more memory than a short one.
+are read. plan/measured.py joins the records of the ranks. Only the last steps are kept, so that a long run takes no more
+memory than a short one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Step:
     events: list[tuple[EventKind, Any, Any, int, int]] = field(default_factory=list)
     ended: Any = None
     noted: int = 0
-    """Events when the batch was done: what follows belongs to the step only if the next batch follows at once."""
+    """The number of events when the batch was done: later ones belong to the step only if the next batch follows at once."""
 
 
 class StepClock(StepObserver):
@@ -60,7 +60,7 @@ class StepClock(StepObserver):
         self._name = clock_name()
 
     def mark(self) -> Any:
-        """Now; to be given to :meth:`add`."""
+        """Return a mark of the current time, to be passed to :meth:`add`."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -68,26 +68,27 @@ class StepClock(StepObserver):
         return event
 
     def add(self, kind: EventKind, start: Any, stage: int = -1, microbatch: int = -1) -> Any:
-        """Note something that began at the mark ``start`` and ends now; gives the mark of now."""
+        """Record something that began at the mark ``start`` and ends now; returns the current mark."""
         now = self.mark()
         if self._open is not None:
             self._open.events.append((kind, start, now, stage, microbatch))
         return now
 
     def add_beside(self, kind: EventKind, start: Any, end: Any) -> None:
-        """Note what ran beside the steps, between two marks; from any thread."""
+        """Record what ran concurrently with the steps, between two marks; may be called from any thread."""
         self._beside.append((kind, start, end))
 
     @contextmanager
     def noting(self, kind: EventKind) -> Iterator[None]:
-        """Note what runs inside."""
+        """Context that records what runs inside."""
         start = self.mark()
         yield
         self.add(kind, start)
 
     @contextmanager
     def noting_update(self, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
-        """Around an optimizer's step with the closure that this gives: note the time from the gradients to the end."""
+        """Context around an optimizer's step, which must call the closure that is yielded: records the time from the
+        end of the closure, when the gradients are done, to the end of the step."""
         after: list[Any] = []
 
         def timed_closure() -> Any:
@@ -100,7 +101,7 @@ class StepClock(StepObserver):
             self.add("update", after[0])
 
     def begin_step(self, number: int) -> None:
-        """A training batch begins; the one before lasted until now."""
+        """Record that a training batch begins; the step before lasted until now."""
         now = self.mark()
         if self._cuda and self._zero is None:
             now.synchronize()
@@ -111,20 +112,20 @@ class StepClock(StepObserver):
         self._open = _Step(number, now)
 
     def end_batch(self) -> None:
-        """The batch is done; the step ends here if no other follows at once."""
+        """Record that the batch is done; the step ends here if no other follows at once."""
         if self._open is not None:
             self._open.ended = self.mark()
             self._open.noted = len(self._open.events)
 
     def interrupt(self) -> None:
-        """Something else than the next training batch follows: validation, saving, the end."""
+        """Record that something other than the next training batch follows: validation, saving, the end."""
         if self._open is not None and self._open.ended is not None:
             del self._open.events[self._open.noted :]
             self._steps.append(self._open)
         self._open = None
 
     def steps(self) -> dict[int, RankStep]:
-        """The kept steps that have ended, by number; on CUDA the device is waited for."""
+        """The kept steps that have ended, by number; on CUDA this synchronises the device."""
         if self._cuda and self._steps:
             torch.cuda.synchronize(self._device)
         beside = [Event(kind, self._seconds(start), self._seconds(end)) for kind, start, end in tuple(self._beside)]
@@ -154,7 +155,7 @@ class StepClock(StepObserver):
 
 
 def clock_name() -> str:
-    """The same on all processes whose ``time.perf_counter`` is one clock: those of one booted kernel."""
+    """A name that is the same on all processes that share the clock of ``time.perf_counter``: those of one booted kernel."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:

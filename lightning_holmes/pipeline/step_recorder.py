@@ -1,4 +1,4 @@
-"""StepRecorder: one training step of a copy, with a clock read (or FLOPs counted) where each layer begins and ends.
+"""StepRecorder: runs one training step of a copy and reads a clock (or FLOPs) where each layer begins and ends.
 
 recorder = StepRecorder(with_own_gradients(shadow_copy(module)), "layers", time.perf_counter)
 recorder.step(arguments, nullcontext)
@@ -20,12 +20,13 @@ from lightning_holmes.pipeline import tree
 
 
 class NotTheLayersError(Exception):
-    """The chosen list is not what the step runs through."""
+    """The step does not call the chosen list of layers once each and in order."""
 
 
 class Counts(NamedTuple):
-    """Operators that compute something; matrix products among them; bytes that the others read and write; and FLOPs that run
-    where autograd watches, which in a backward are those of a forward that is run again."""
+    """Numbers of operators that compute something and of matrix products among them; bytes that the other operators
+    read and write; and FLOPs that run with gradients enabled, which in a backward are those of a forward that is run
+    again."""
 
     operators: float = 0.0
     products: float = 0.0
@@ -40,14 +41,15 @@ class Counts(NamedTuple):
 
 
 class StepRecorder:
-    """One step of a copy: readings of a clock (or counter of FLOPs) at each layer's beginning and end, and of other counts.
+    """Runs one step of a copy and records a clock (or counter of FLOPs) and other counts where each layer begins and ends.
 
-    The copy has parameters of its own (with_own_gradients, or fake ones): the backward leaves gradients on them.
+    The copy has its own parameters (with_own_gradients, or fake ones): the backward leaves gradients on them.
 
-    forward, backward, forward_counts, backward_counts, held: one entry for what is before the layers, each layer, and after them.
+    forward, backward, forward_counts, backward_counts, held: one entry for what is before the layers, one for each
+    layer, and one for what is after them.
 
     Args:
-        counts: gives numbers that only grow; what they grow by is noted beside the clock.
+        counts: returns numbers that only grow; their increments are recorded beside the clock.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class StepRecorder:
     def step(
         self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]], *, bare: bool = False
     ) -> None:
-        """Run it, forward and backward; ``bare``: with nothing but the layers' ends noted, for the sake of a clock."""
+        """Run the step, forward and backward; ``bare``: record nothing but where layers begin and end, so as not to
+        disturb a clock."""
         shadow = self.shadow
-        # the copy's alone: nothing is logged from a profile
+        # on the copy only: a profile logs nothing
         for name in ("log", "log_dict"):
             object.__setattr__(shadow, name, lambda *args, **kwargs: None)
         shadow.train()
@@ -130,7 +133,7 @@ class StepRecorder:
         loss.sum().backward()  # type: ignore[no-untyped-call]
         end = self.clock(), self.counts()
         for position in range(len(self.layer_list) + 1, -1, -1):
-            # where no gradient came by, all that was left ran here: nothing before it trains
+            # if no gradient reached the position before, the rest of the backward ran here: nothing earlier trains
             reached = self.reached.get(position - 1, end)
             self.backward[position] = reached[0] - began[0]
             self.backward_counts[position] = reached[1] - began[1]
@@ -155,14 +158,14 @@ class StepRecorder:
         return tensor
 
     def _own(self, tensor: Tensor, position: int | None, *, move: bool = False) -> None:
-        """Count a tensor's memory once, as held by this position or (None) by nobody."""
+        """Count a tensor's memory once, as held by ``position`` or, if that is None, by no position."""
         storage = tensor.untyped_storage()
         owner = self.storages.get(id(storage))
         if owner is not None and not move:
             return
         if owner is not None and owner[1] is not None:
             self.held[owner[1]] -= storage.nbytes()
-        self.storages[id(storage)] = (storage, position)  # kept: an id is of a living object
+        self.storages[id(storage)] = (storage, position)  # kept alive, so that its id stays unique
         if position is not None:
             self.held[position] += storage.nbytes()
 
@@ -175,7 +178,7 @@ class StepRecorder:
                 raise NotTheLayersError(f"layer {places[0]} is called where layer {expected} would follow")
             self._mark()
             for tensor in tree.tensors_of((args, kwargs)):
-                # masks and rotary angles are shared by all layers; the hidden state is held by who receives it
+                # masks and rotary angles are shared by all layers; the hidden state is held by the layer that receives it
                 self._own(tensor, expected + 1 if tensor.requires_grad else 0, move=tensor.requires_grad)
             self.called.append(expected)
             if expected == 0:
@@ -193,13 +196,14 @@ class StepRecorder:
         return gate
 
     def _reach(self, position: int, value: Any) -> float:
-        """Take down when backward reaches these tensors; their bytes, of those that need a gradient or all."""
+        """Record when the backward reaches these tensors; returns the bytes of those that need a gradient, or of all
+        if none does."""
         tensors = tree.tensors_of(value)
         wanting = [tensor for tensor in tensors if tensor.requires_grad]
         for tensor in wanting:
 
             def reached(gradient: Tensor) -> None:
-                self.reached[position] = self.clock(), self.counts()  # of several, the last one
+                self.reached[position] = self.clock(), self.counts()  # of several gradients, the last one counts
 
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         self.crossing_elements += sum(tensor.numel() for tensor in (wanting or tensors))

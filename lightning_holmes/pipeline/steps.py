@@ -1,7 +1,7 @@
-"""One batch through the pipeline: split, run, and its results brought to every rank.
+"""Run one batch through the pipeline: split it, run it, and bring its results to every rank.
 
-Owns what happens around the runner: comparing the stages' batches, weights and seeds of microbatches, and
-the way back of outputs and logs from the last stage. Leaves gradients to whoever calls it.
+This module does what happens around the runner: it compares the ranks' batches, sets weights and seeds of
+microbatches, and returns outputs and logs from the last stage. The caller reduces the gradients.
 """
 
 from collections.abc import Callable, Generator
@@ -40,16 +40,16 @@ _Unseen = tuple[P2P, str, Checksum]
 
 
 class StepDriver:
-    """Runs batches through ``module``'s stages on this rank.
+    """Runs batches through this rank's stages of a module.
 
     Args:
         pipeline: this rank's part of the module.
-        p2p: to the other ranks of the pipeline; None if there are none. Where ``pipeline`` is not divided, each rank runs
-            the whole step, all on the same batch.
-        schedule, num_chunks: which schedule trains; evaluation runs its forwards.
+        p2p: transport to the other ranks of the pipeline; None if there are none. If ``pipeline`` is not divided, each
+            rank runs the whole step, all on the same batch.
+        schedule, num_chunks: the schedule of training steps; evaluation runs only its forwards.
         broadcast_batch: the first stage's batch replaces those of the others.
         splitter: shared by all steps, since it learns from earlier batches.
-        tensor_p2p: to the other ranks of the tensor group, which run the same stages on the same batches.
+        tensor_p2p: transport to the other ranks of the tensor-parallel group, which run the same stages on the same batches.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StepDriver:
         self.pipeline = pipeline
         self.p2p = p2p
         self.tensor_p2p = tensor_p2p
-        # on one rank with one stage those with chunks have no meaning
+        # schedules with chunks have no meaning for one stage on one rank
         alone = (p2p is None or p2p.size == 1) and num_chunks == 1 and spec_of(schedule).is_chunked
         self.schedule = "1f1b" if alone else schedule
         self.num_chunks = num_chunks
@@ -86,12 +86,12 @@ class StepDriver:
             for stage in pipeline.stages
         }
         self.is_inside_part = False
-        """Whether a part of a step runs: that of one stage among several, or of one microbatch."""
+        """Whether only a part of a step is running: that of one of several pipeline ranks, or of one of several microbatches."""
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Ranks that run a step together."""
+        """The number of ranks that run a step together."""
         return self.p2p.size if self.p2p is not None and self._is_staged else 1
 
     @property
@@ -109,7 +109,7 @@ class StepDriver:
         return [rank for rank in range(self.pipeline_parallel_size) if rank != self.last_rank]
 
     def run(self, request: StepRequest) -> StepResult:
-        """Run one batch; every rank of the pipeline must call with the same request but for the batch."""
+        """Run one batch; every rank of the pipeline must call, with the same request apart from the batch."""
         steps = self.run_in_turn(request)
         while True:
             try:
@@ -119,7 +119,7 @@ class StepDriver:
                 return result
 
     def run_in_turn(self, request: StepRequest) -> Generator[None, None, StepResult]:
-        """Like :meth:`run`, yielding wherever another stage of the same process has to go on first."""
+        """Like :meth:`run`, but yields wherever another stage of the same process has to go on first."""
         observer = request.observer
         start = observer.mark()
         batch, unseen = yield from self._agree_on(request)
@@ -173,8 +173,9 @@ class StepDriver:
         return result
 
     def _agree_on(self, request: StepRequest) -> Generator[None, None, tuple[Any, list[_Unseen]]]:
-        """The batch that all ranks of a replica run: each its own, if they are equal, or that of its very first rank; and what of
-        it is to be compared when the step has been begun, since it lies on an accelerator."""
+        """Agree on the batch that all ranks of a replica run: each its own, if these are equal, or (broadcast_batch)
+        that of the replica's first rank. Also returns the checksums that are compared after the step has run, because
+        their tensors are on an accelerator."""
         batch, unseen = request.batch, []
         axes = [("tensor", self.tensor_p2p if 0 in self.pipeline.stages else None), ("pipeline", self.p2p)]
         for axis, p2p in axes:
@@ -189,7 +190,7 @@ class StepDriver:
         return batch, unseen
 
     def _compare_values(self, p2p: P2P, axis: str, checksum: Checksum) -> Generator[None, None, None]:
-        """Compare what lies on accelerators, before the optimizer steps."""
+        """Compare the checksums of tensors on accelerators; this happens before the optimizer step."""
         if p2p.rank == 0:
             for rank in range(1, p2p.size):
                 p2p.send_message(rank, TOPIC_BATCH, checksum.values())
@@ -224,7 +225,7 @@ class StepDriver:
         return batch
 
     def _num_samples(self, batch: Any, of_part: bool = False) -> int:
-        """Samples in a batch or a part of one; 0 if only the module's own ``split_batch`` can read it."""
+        """The number of samples in a batch or a part of one; 0 if only the module's own ``split_batch`` can read it."""
         if not callable(getattr(self.module, "split_batch", None)):
             return self.splitter.batch_size(batch)
         try:
@@ -263,7 +264,7 @@ class StepDriver:
         return weights
 
     def _state_signature(self) -> tuple[bool, bytes]:
-        """What changes the activations' needs of gradients: mode and frozen parameters."""
+        """The state that decides which activations need gradients: training mode and ``requires_grad`` of each parameter."""
         return self.module.training, bytes([parameter.requires_grad for parameter in self.module.parameters()])
 
     def _make_step(self, request: StepRequest, microbatches: list[Any]) -> Callable[[StageRun, int], Any]:
@@ -274,7 +275,7 @@ class StepDriver:
             seed_all(run.seed, self.device)
             self.recorder.enter(run, microbatch, self._positions[run.stage])
             part = microbatches[microbatch]
-            if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage's step begins anew
+            if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage starts the step anew
                 part = tree.map_all_tensors(Tensor.clone, part)
             with request.context():
                 output = step(part, *request.arguments)
@@ -285,7 +286,7 @@ class StepDriver:
         return run_step
 
     def _expect_messages(self) -> None:
-        """Post the receives of what :meth:`_share` will read, so that it is there when the step ends."""
+        """Post the receives of the messages that :meth:`_share` reads, so that they have arrived when the step ends."""
         p2p = self.p2p
         if p2p is None or not self._is_staged:
             return
@@ -296,14 +297,14 @@ class StepDriver:
             p2p.expect_message(self.last_rank, TOPIC_RESULT)
 
     def _send_calls(self) -> None:
-        """Tell the last stage what this rank's stages have logged, early enough that nobody waits for it."""
+        """Send the log calls of this rank's stages to the last stage, early enough that it does not wait for them."""
         assert self.p2p is not None
         self.p2p.send_message(self.last_rank, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
 
     def _share(
         self, request: StepRequest, run: Microbatches, sizes: list[int], weights: list[float], window: MetricWindow
     ) -> Generator[None, None, StepResult]:
-        """Bring the last stage's results to all ranks, and what earlier stages logged to the last."""
+        """Collect what earlier stages logged on the last stage, and bring its results to all ranks."""
         p2p, calls = self.p2p, list(self.recorder.calls)
         alone = not self._is_staged
         if not self.has_last_stage:
@@ -327,7 +328,7 @@ class StepDriver:
         if request.trains and weights != sizes:
             losses = [loss_of(o, request.step_name) for o in run.outputs if o is not None]
             losses = losses if len(losses) == len(sizes) else None
-        # settled here for all stages: this one has run the whole step, and so updated every metric
+        # settled on the last stage for all: only its step ran to the end, and so has updated every metric
         merged = merge_calls(window.settle(calls), sizes, weights, name, losses)
         output = batches.merge_outputs(run.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
@@ -335,7 +336,8 @@ class StepDriver:
             leaves = []
 
             def pack(tensor: Tensor) -> Any:
-                """Into the message, but for what lies on the device: that goes beside it, and nobody waits for its values."""
+                """Pack a tensor into the message, except one on the device: it is broadcast separately, without
+                waiting for its values."""
                 if not p2p.broadcasts or tensor.device != self.device or tensor.layout is not torch.strided:
                     return _detached_on_host(tensor)
                 leaves.append(tensor.detach().contiguous())

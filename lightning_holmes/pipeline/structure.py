@@ -1,4 +1,4 @@
-"""What one traced microbatch taught about a module: plain data, sent between ranks, asked by the strategy.
+"""What tracing one microbatch found about a module: plain data, which ranks send to each other and the strategy reads.
 
 Positions along a step: ``BEFORE`` the layers (-1), layer ``i`` (i), after them (``num_layers``). A *split
 point* ``c`` lies between the layers ``c`` and ``c + 1``.
@@ -16,10 +16,10 @@ BEFORE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bypass:
-    """A value that reaches a later place beside the hidden state, and the split points which it forbids.
+    """A value that reaches a later position other than through the hidden state, and the split points that it forbids.
 
-    ``output``: the layer, and which tensor of its output the value is; None where it is no layer's output. Stages on one rank hand
-    such tensors on to each other, so that only others are lost between them.
+    ``output``: the layer, and the index of the value in its output; None if the value is not an output of a layer.
+    Stages on one rank pass such tensors to each other, so that between them only other values are lost.
     """
 
     first_split_point: int
@@ -29,11 +29,11 @@ class Bypass:
 
     @property
     def reader(self) -> int:
-        """The position that reads it."""
+        """The position that reads the value."""
         return self.last_split_point + 1
 
     def forbids(self, split_point: int, *, one_rank: bool = False) -> bool:
-        """Whether the value would be lost at ``split_point``; ``one_rank``: all stages are on one."""
+        """Whether the value would be lost at ``split_point``; ``one_rank``: all stages are on one rank."""
         if one_rank and self.output is not None:
             return False
         return self.first_split_point <= split_point <= self.last_split_point
@@ -41,8 +41,12 @@ class Bypass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOutput:
-    """The output of a layer: its template (see tree.py), the shapes of the tensors seen with the shape of
-    the layer's first tensor argument, which tensors later places read, and which are changed in place there."""
+    """The output of a layer.
+
+    ``template``: see tree.py. ``shapes``: of the tensors, as seen with ``input_shape``, the shape of the layer's
+    first tensor argument. ``live``: which tensors later positions read. ``changed``: which are changed in place
+    outside of the layers.
+    """
 
     template: Any
     shapes: tuple[tuple[int, ...], ...]
@@ -56,11 +60,12 @@ class LayerOutput:
 class ModuleStructure:
     """How a LightningModule's steps use its layers.
 
-    ``outputs[step_name]``: what each layer returns in that step. ``readers[name]``: the positions at which a parameter's value is read, not through the hidden state.
-    ``buffer_writers[name]``: the last position at which a buffer is written. ``early_changes``: buffers,
-    attributes and metrics that the step changes outside of the layers and before their end.
-    ``changed_parameters``: those that a layer changes in place in its forward. ``kept_values``: Python values that the step
-    changes on the module, wherever it does. ``computed_metrics``: those whose ``compute`` the step calls.
+    ``outputs[step_name]``: what each layer returns in that step. ``readers[name]``: the positions at which a
+    parameter's value is read, not through the hidden state. ``buffer_writers[name]``: the last position at which a
+    buffer is written. ``early_changes``: buffers, attributes and metrics that the step changes outside of the layers
+    and before their end. ``changed_parameters``: parameters that a layer changes in place in its forward.
+    ``kept_values``: Python values that the step changes on the module, at any position. ``step_metrics``: metrics
+    that are logged on each step. ``computed_metrics``: metrics whose ``compute`` the step calls.
     """
 
     layers: str
@@ -81,13 +86,13 @@ class ModuleStructure:
         return len(self.layer_names)
 
     def forbidden_cuts(self, *, one_rank: bool = False) -> list[int]:
-        """The split points that lose a value; ``one_rank``: all stages are on one."""
+        """The split points that lose a value; ``one_rank``: all stages are on one rank."""
         points = range(self.num_layers - 1)
         return [point for point in points if any(b.forbids(point, one_rank=one_rank) for b in self.bypasses)]
 
     def read_beside(self, partition: Partition, stage: int) -> dict[int, list[int]]:
-        """Of layers before those of ``stage``, but for the last one of these, whose output comes in anyway: which tensors of their
-        outputs the stage reads."""
+        """The tensors of earlier layers' outputs that ``stage`` reads, by layer; without the layer right before the
+        stage, whose output it receives anyway."""
         found: dict[int, set[int]] = {}
         for bypass in self.bypasses:
             if bypass.output is not None and self.stage_at(partition, bypass.reader) == stage:
@@ -97,11 +102,13 @@ class ModuleStructure:
         return {layer: sorted(numbers) for layer, numbers in sorted(found.items())}
 
     def check_partition(self, partition: Partition, *, one_rank: bool = False) -> None:
-        """Refuse a partition with a stage that has no layer, or with a split point that loses a value; ``one_rank``: all stages are
-        on one.
+        """Refuse a partition with a stage that has no layer, or with a split point that loses a value.
+
+        Args:
+            one_rank: all stages are on one rank.
 
         Raises:
-            UnsupportedModuleError: names the stage, or the value and the split point, and what would do.
+            UnsupportedModuleError: names the stage, or the value and the split point, and what to change.
         """
         if partition.bare_stages:
             raise UnsupportedModuleError(
@@ -128,10 +135,10 @@ class ModuleStructure:
                 )
 
     def check_chunks(self, stages_of_rank: int) -> None:
-        """Refuse several stages on one rank where a step changes the module's state before the end of the layers.
+        """Refuse several stages on one rank if a step changes the module's state before the end of the layers.
 
         Raises:
-            UnsupportedModuleError: names what would be changed once for each of them.
+            UnsupportedModuleError: names what would be changed once for each stage.
         """
         if stages_of_rank > 1 and self.early_changes:
             shown = ", ".join(self.early_changes[:4])
@@ -163,7 +170,11 @@ class ModuleStructure:
         return stages or set(range(partition.num_stages))  # read by no traced step, but perhaps by a later one
 
     def merged(self, other: "ModuleStructure") -> "ModuleStructure":
-        """The structure for a module that runs both traced steps: everything that either needs."""
+        """The structure for a module that runs both traced steps: everything that either step needs.
+
+        Raises:
+            UnsupportedModuleError: the steps run through different layer lists.
+        """
         if self.layers != other.layers:
             raise UnsupportedModuleError(
                 f"one step runs through {self.layers}, another through {other.layers}: name the list to split, such as layers={self.layers!r}"

@@ -1,16 +1,17 @@
-"""Building tensors later: what a constructor does to tensors without memory is written down and done for some of them.
+"""Deferred building of tensors: record what a constructor does to tensors without memory, and replay it for some of them.
 
 Under a :class:`Tape` and a fake tensor mode, ``nn.Linear(...)`` allocates nothing and draws nothing. The tape keeps
-every operator, and :meth:`Tape.realise` runs those that one tensor came from. Random ones are seeded by the name given
-to the tensor's memory, so that a weight does not depend on which others are built.
+every operator, and :meth:`Tape.realise` runs those that one tensor came from. Random ones are seeded by the name
+given to the tensor's memory, so that a weight does not depend on which others are built.
 
-    tape = Tape(seed=1)
+    tape = Tape(seed=1, device=torch.device("cpu"))
     with tape.recording():
         layer = nn.Linear(4096, 4096)           # no memory
-    tape.names[tape.key(layer.weight)] = "layer.weight"
+    tape.name(layer.weight, "layer.weight")
     weight = tape.realise(layer.weight)         # the values that its reset_parameters gives
 
-Memory is what is followed: views are made anew from offset and strides. The idea is torchdistX's deferred init.
+The tape follows memory, not tensors: views are made anew from offset and strides. The idea is torchdistX's deferred
+init.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ _NEEDS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    """One operator as it was called; its results; the memory it made and the memory it wrote."""
+    """One recorded operator: its arguments, its results, the memory it made and the memory it wrote."""
 
     function: Any
     args: tuple[Any, ...]
@@ -63,11 +64,11 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the operators on tensors without memory; those between real tensors run as ever.
+    """Records the operators on tensors without memory; operators on real tensors run as usual.
 
     Args:
-        seed: of all random values.
-        device: where tensors that were built on the meta device shall live.
+        seed: the seed of all random values.
+        device: the device for tensors that were built on the meta device.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -78,30 +79,31 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._operations: list[_Operation] = []
         self._history: dict[int, list[int]] = {}  # memory -> the operations that made and wrote it
-        self._kept: list[Any] = []  # an id is that of a living object
+        self._kept: list[Any] = []  # keeps memory alive, so that its id stays unique
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Tensors made inside take no memory. Those that are sharded over a mesh are so by each rank for itself."""
+        """Context in which new tensors take no memory. A tensor that is sharded over a mesh is sharded by each rank
+        on its own, without communication."""
         with sharded_locally(is_fake) if dist.is_initialized() else nullcontext(), self.mode, self:
             yield
 
     def key(self, tensor: Tensor) -> int:
-        """What identifies a tensor's memory; of a sharded one, that of its part on this rank."""
+        """An identifier of a tensor's memory; for a sharded tensor, of its part on this rank."""
         return id(dtensor.local_part(tensor).untyped_storage())
 
     def name(self, tensor: Tensor, name: str) -> None:
-        """Give the tensor's memory its name, unless it has one; of a sharded one also the memory it is a part of."""
+        """Name the tensor's memory, unless it has a name; for a sharded tensor, also the memory of which it is a part."""
         for key in self._keys(tensor):
             self.names.setdefault(key, name)
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether anything gave the tensor's memory a value."""
+        """Whether a recorded operator has given the tensor's memory a value."""
         history = self._history.get(self._keys(tensor)[-1], [])
         return any("empty" not in operator_name(self._operations[index].function) for index in history)
 
     def _keys(self, tensor: Tensor) -> list[int]:
-        """A tensor's memory; of a sharded one also what it was copied from, up to the whole tensor."""
+        """The identifiers of a tensor's memory and, for a sharded tensor, of what it was copied from, up to the whole tensor."""
         keys = [self.key(tensor)]
         while dtensor.is_dtensor(tensor) and keys[-1] in self._history:
             operation = self._operations[self._history[keys[-1]][0]]
@@ -114,7 +116,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         inputs = tree.tensors_of((args, kwargs))
         if any(map(dtensor.is_dtensor, inputs)):
-            return NotImplemented  # what it does to the parts comes here again
+            return NotImplemented  # its operators on the local parts come here again
         fake = [t for t in inputs if is_fake(t)]
         if inputs and not fake:
             with without_modes():
@@ -140,7 +142,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for key in made | changed:
                 self._history.setdefault(key, []).append(index)
             self._kept += [t.untyped_storage() for t in (*results, *written)]
-            # views: the tensors themselves may be given other memory, by .data or Module.to
+            # keep views: the tensors themselves may be given other memory, by .data or Module.to
             args, kwargs, kept = tree.map_tensors(_view_of_fake, (args, kwargs, results))
             self._operations.append(_Operation(func, tuple(args), dict(kwargs), kept, made, changed))
         return output
@@ -148,8 +150,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # building
 
     def realise(self, tensor: Tensor) -> Tensor:
-        """A real tensor with the values that the recorded operators give this one; one that is real is returned. Of a
-        sharded one, this rank's part."""
+        """Build a real tensor with the values that the recorded operators give this one; a real tensor is returned as
+        it is. For a sharded tensor, this rank's part."""
         tensor = dtensor.local_part(tensor)
         with without_modes(), torch.no_grad(), preserved_random_state(self.device):
             return self._value(tensor)
@@ -163,7 +165,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._view(tensor, memory)
 
     def _needed(self, key: int) -> set[int]:
-        """The operations that the final value of this memory comes from."""
+        """The indices of the operations on which the final value of this memory depends."""
         needed: set[int] = set()
         looked: dict[int, int] = {}
         waiting = [(key, len(self._operations))]
@@ -175,7 +177,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             history = [index for index in self._history.get(key, []) if index < until]
             for place in range(len(history) - 1, -1, -1):
                 if self._overwrites(self._operations[history[place]], key):
-                    history = [history[0], *history[place:]] if place else history  # what made it, and from here on
+                    history = [history[0], *history[place:]] if place else history  # what made it, and all from here
                     break
             for index in history:
                 if index not in needed:
@@ -211,7 +213,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory[key] = now.untyped_storage()
 
     def _seed(self, index: int, operation: _Operation) -> None:
-        """Seed by the name of the memory that is filled and how often it was; what has no name, by its place here."""
+        """Seed by the name of the memory that is filled and the number of earlier operations on it; if it has no
+        name, by the index of the operation."""
         for key in sorted(operation.made | operation.written, key=lambda k: self._history[k][0]):
             if key in self.names:
                 digest = hashlib.blake2b(self.names[key].encode(), digest_size=8).digest()

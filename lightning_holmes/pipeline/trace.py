@@ -1,22 +1,22 @@
-"""Learning a module's structure from one real microbatch, by following values from operator to operator.
+"""Learn a module's structure from one real microbatch, by following values from operator to operator.
 
-A copy of the module (its parameters shared, all else its own) runs one step. A dispatch mode sees every
-operator and keeps, for each storage, the set of *sources* its values come from: parameters, the outputs of
-a layer, anything else computed inside a layer. A layer's outputs start a new source each, so what remains
-is exactly what reaches a place beside the hidden state. From that follow
+A copy of the module that shares its parameters runs one step. A dispatch mode sees every operator and keeps, for
+each storage, the set of *sources* its values come from: parameters, the outputs of a layer, anything else computed
+inside a layer. Each output of a layer starts a new source, so the sources that reach a position are
+exactly the values that get there other than through the hidden state. From these follow
 
 - which parameters each stage needs (``ModuleStructure.readers``): an embedding read only before the
-  layers lives on the first stage, a tied head on both ends, a time embedding that conditions every layer
+  layers is on the first stage, a tied head on both ends, a time embedding that conditions every layer
   on each stage, with gradients summed;
-- which split points would lose a value (``ModuleStructure.bypasses``): skips past a layer, losses of routers,
-  lists of hidden states;
-- what a layer's output looks like and which of its tensors must travel.
+- which split points would lose a value (``ModuleStructure.bypasses``): skip connections past a layer, losses of
+  routers, lists of hidden states;
+- what a layer's output looks like and which of its tensors must be sent.
 
-The step runs twice if it leaves anything on the module: what it finds there the next time may come from a
-place that another stage runs. Python values kept in attributes are watched by attributes.py.
+The step runs a second time if it leaves a value on the module, because the next step may read that value on another
+stage than the one that sets it. Python values kept in attributes are watched by attributes.py.
 
-Left to others: what a value is worth. Python numbers that leave a layer neither by its output nor by an
-attribute are not followed; ``lightning_holmes.check`` compares the numbers.
+Numeric values are not checked: Python numbers that leave a layer neither by its output nor by an attribute are not
+followed. ``lightning_holmes.check`` compares the numbers.
 """
 
 import types
@@ -61,15 +61,15 @@ def trace_step(
     layers: str = "auto",
     context: Callable[[], Any] | None = None,
 ) -> ModuleStructure:
-    """The structure of ``module`` as ``step_name`` (say "training_step") uses it on ``arguments``.
+    """Trace ``step_name`` (say "training_step") of ``module`` on ``arguments`` and return the module's structure.
 
-    Runs the step once on a copy, logging silenced, the module itself untouched. Call it where the whole
-    module is; ``context`` gives a context manager for the step (precision).
+    Runs the step once or twice on a copy, without logging; the module itself is not changed. Call it where the whole
+    module is; ``context`` returns a context manager for the step (precision).
 
     Raises:
-        ConfigurationError: no such layer list.
-        UnsupportedModuleError: no list of layers that this step calls once each, in order; or a step that
-            does what a pipeline cannot do exactly. Names the reason.
+        ConfigurationError: there is no such layer list.
+        UnsupportedModuleError: the step calls no list of layers once each and in order, or does something that a
+            pipeline cannot do exactly; the message names the reason.
     """
     reasons = []
     for candidate in candidate_layer_lists(module, layers):
@@ -85,11 +85,11 @@ def trace_step(
 
 
 class _NotTheLayers(Exception):
-    """The chosen list is not what the step runs through; another candidate may be."""
+    """The step does not call the chosen list of layers once each and in order; another candidate may fit."""
 
 
 class Tracer:
-    """One traced run: the sources, where they are read, and the verdict."""
+    """One traced run: records the sources and where they are read, and makes the ModuleStructure from them."""
 
     def __init__(self, module: LightningModule, step_name: str, layers: str) -> None:
         self.original = module
@@ -116,7 +116,7 @@ class Tracer:
         self.step_metrics: list[str] = []
         self.computed_metrics: list[str] = []
         self.paused = False
-        self.stale = 0  # sources of the first pass, when the second runs
+        self.stale = 0  # number of sources of the first pass, while the second one runs
         self.read_before: dict[int, int] = {}
         self.written_early: set[int] = set()
         self.output_keys: dict[int, tuple[int, int]] = {}
@@ -137,7 +137,7 @@ class Tracer:
         return 1 << (len(self.sources) - 1)
 
     def key(self, tensor: Tensor) -> int:
-        """What identifies a tensor's memory while ``pinned`` keeps it alive; 0 if it has none."""
+        """An identifier of a tensor's memory, valid while ``pinned`` keeps it alive; 0 if it has none."""
         try:
             storage = dtensor.memory_of(tensor).untyped_storage()
         except (NotImplementedError, RuntimeError):
@@ -158,18 +158,19 @@ class Tracer:
         self.taint[key] = taint if replace else self.taint.get(key, 0) | taint
 
     def read(self, taint: int, position: int | None = None) -> None:
-        """Note that values of ``taint`` matter at ``position`` (the present one)."""
+        """Note that the sources in ``taint`` are read at ``position`` (default: the current one)."""
         where = self.here if position is None else position
         self.read_at[where] = self.read_at.get(where, 0) | taint
 
     @property
     def here(self) -> int:
-        """The position of what runs now: between two layers it is that of the first, which its stage runs on to."""
+        """The position of the code that runs now; between two layers that of the first one, whose stage runs up to
+        the next layer."""
         last = self.num_layers - 1
         return self.num_layers if self.position == last and not self.inside else self.position
 
     def is_of_tensor_group(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a collective stays among the ranks that run this step together, or only waits for one that does."""
+        """Whether a collective is among the ranks of this tensor-parallel group only, or only waits for such a one."""
         if self.tensor_ranks is None or operator.namespace == "c10d":
             return False
         return collective_ranks(operator, args, kwargs) in (None, self.tensor_ranks)
@@ -215,7 +216,7 @@ class Tracer:
         return self._structure(buffer_keys)
 
     def _pass(self, arguments: tuple[Any, ...], context: Callable[[], Any] | None) -> Any:
-        """Run the step once; its output."""
+        """Run the step once and return its output."""
         self.position, self.inside, self.called = BEFORE, False, []
         for index in range(self.num_layers):
             self.layer_bits[index] = self.new_source("inside", index)
@@ -223,7 +224,7 @@ class Tracer:
         step = getattr(self.shadow, self.step_name)
         arguments = tree.map_all_tensors(Tensor.clone, arguments)  # a step may change its batch
         grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
-        # Under a dispatch mode torch.compile gives a function up for good: the steps after this one would run uncompiled.
+        # Under a dispatch mode torch.compile gives up a function for good: later steps would run uncompiled.
         eager = torch.compiler.set_stance("force_eager")
         alone = refusing_collectives(self.shadow, self.place)
         computing = noticing_compute(self.metrics, self.computed_metrics.append)
@@ -280,7 +281,7 @@ class Tracer:
                 )
             template, leaves = tree.flatten(output)
             self._refuse_constants(index, template)
-            self.read(self.taint_of(leaves), index)  # a layer that only makes views (Flatten) reads what it hands on
+            self.read(self.taint_of(leaves), index)  # a layer that only makes views (Flatten) reads what it returns
             self.paused = True
             leaves = [leaf.clone() for leaf in leaves]
             self.paused = False
@@ -295,7 +296,8 @@ class Tracer:
         return gate
 
     def _refuse_constants(self, index: int, template: Any) -> None:
-        """What a layer hands on beside tensors must be the same on every stage, which holds for plain values."""
+        """Refuse layer outputs that contain objects other than tensors and plain values: only plain values are the
+        same on every stage."""
 
         def look(_: Any, value: Any) -> Any:
             if tree.is_container(value):
@@ -310,7 +312,8 @@ class Tracer:
         look(None, template)
 
     def refuse_parameter_write(self, tensor: Tensor) -> None:
-        """Let only layers change parameters in the step, and see to it that the shared ones are put back."""
+        """Refuse in-place changes of parameters outside of layers; save a parameter that a layer changes, to restore
+        it after the trace."""
         name = self.parameter_keys.get(self.key(tensor))
         if name is None:
             return
@@ -342,7 +345,8 @@ class Tracer:
         raise _NotTheLayers(f"the step never calls layer {missing[0]}")
 
     def _silence(self) -> Callable[[], None]:
-        """Record instead of log; refuse what reaches other ranks or loggers from inside a step."""
+        """Replace ``self.log`` by a recorder, and refuse logging through submodules and loggers; returns a function
+        that restores the trainer's loggers."""
         shadow = self.shadow
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -401,11 +405,11 @@ class Tracer:
                 )
             stack.extend(parent for parent, _ in node.next_functions)
 
-    # the verdict
+    # the resulting structure
 
     def _structure(self, buffer_keys: dict[str, int]) -> ModuleStructure:
         for name, buffer in self.shadow.named_buffers():
-            if self.key(buffer) != buffer_keys.get(name):  # assigned anew: counts as written at the end of the step
+            if self.key(buffer) != buffer_keys.get(name):  # newly assigned: counts as written at the end of the step
                 self.written_at[buffer_keys[name] if name in buffer_keys else self.key(buffer)] = self.num_layers
                 if self._layer_of_attribute(name) is None:
                     self.read(self.taint.get(self.key(buffer), 0), self.num_layers)
@@ -420,7 +424,7 @@ class Tracer:
         }
         names_of = {id(p): name for name, p in self.shadow.named_parameters()}
         for index, own in enumerate(self.layer_list):
-            for parameter in own.parameters():  # those that this microbatch has not used, too: experts, LayerDrop
+            for parameter in own.parameters():  # also parameters that this microbatch has not used: experts, LayerDrop
                 readers[names_of[id(parameter)]] |= {index}
         for name, written in self.parameter_writes.items():
             if len(written | readers[name]) > 1:
@@ -498,7 +502,8 @@ class Tracer:
         return "after the last layer" if position == self.num_layers else f"in layer {position}"
 
     def _bypasses_of_hooks(self) -> list[Bypass]:
-        """A hook on the gradients of a module meets those of its output and of its input in one backward: no stage ends between."""
+        """The bypasses of full backward hooks: such a hook needs the gradients of a module's output and input in one
+        backward, so no stage may end between them."""
         found = []
         for name, part in self.original.named_modules() if self.step_name == "training_step" else ():
             within = [
@@ -513,18 +518,18 @@ class Tracer:
         return found
 
     def _bypasses_of_attributes(self) -> list[Bypass]:
-        """Python values set at one place and read at another that another stage may run."""
+        """The bypasses of Python values that are set at one position and read at another, which another stage may run."""
         found = []
         for use in self.uses:
-            if use.key == UPDATE_COUNT:  # of a metric, whose state is the last stage's
+            if use.key == UPDATE_COUNT:  # of a metric, whose state is taken from the last stage
                 continue
             for written, from_layer in sorted(use.written):
                 for read, in_layer in sorted(use.read):
                     ends = [written, read]
                     if not in_layer and 0 <= read < self.num_layers - 1:
-                        ends.append(read + 1)  # between layers: both neighbours may go on with it
+                        ends.append(read + 1)  # read between layers: both neighbouring layers may use it
                     if not from_layer and read >= written:
-                        continue  # whoever reads has also run the place that set it
+                        continue  # the stage that reads the value has also run the code that sets it
                     first, last = max(min(ends), 0), max(ends) - 1
                     if last >= first:
                         later = " of the next step" if read < written else ""
@@ -535,7 +540,8 @@ class Tracer:
         return found
 
     def _early_changes(self, buffer_keys: dict[str, int]) -> list[str]:
-        """What the step changes on the module outside of the layers and before their end: every stage does it."""
+        """The names of what the step changes on the module outside of the layers and before the last one ends: every
+        stage changes it."""
         names = [name for name, key in buffer_keys.items() if key in self.written_early]
         for use in self.uses:
             if any(not inside and position < self.num_layers for position, inside in use.grew_at):
@@ -544,7 +550,8 @@ class Tracer:
 
 
 class _LoggerProbe:
-    """Stands for a logger while a step is traced; only ``self.log`` reaches loggers from a pipeline's stages."""
+    """Replaces a logger while a step is traced, and refuses its use: only ``self.log`` reaches loggers from a
+    pipeline's stages."""
 
     def __init__(self, place: str) -> None:
         self._place = place

@@ -1,9 +1,9 @@
 """Trees of tensors: the nested containers that batches and layer outputs are made of.
 
-A tree is a tensor, or a mapping, list, tuple, named tuple, set-free dataclass of trees; anything else is
-a constant. A batch may also have objects of other classes that hold tensors (graphs): :func:`named_tensors` and
-:func:`map_all_tensors` look into these, too. torch has the same under ``torch.utils._pytree``, which is private; the few functions needed
-here are small.
+A tree is a tensor, or a mapping, list, tuple, named tuple or dataclass of trees; anything else (also a set) is a
+constant. A batch may also have objects of other classes that hold tensors (graphs): :func:`named_tensors` and
+:func:`map_all_tensors` look into these, too. torch has the same under ``torch.utils._pytree``, which is private; the few
+functions needed here are small.
 
     >>> template, leaves = flatten({"x": torch.ones(2), "n": 3})
     >>> template
@@ -78,8 +78,8 @@ def is_container(value: Any) -> bool:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether ``value`` has nothing in it, by its class alone: a constant, or a container without children. Most attributes of modules are such,
-    and whether they are of an abstract class takes microseconds to ask."""
+    """Whether ``value`` is a constant or an empty container, by its exact class alone. Most attributes of modules
+    are, and a check against an abstract class takes microseconds."""
     return type(value) in _PLAIN or (type(value) in _BUILT_IN and not value)
 
 
@@ -95,7 +95,7 @@ def each_tensor(value: Any) -> Iterator[Tensor]:
     if is_empty(value):
         return
     kind = type(value)
-    if kind in (tuple, list):  # as most are
+    if kind in (tuple, list):  # the most common classes
         for child in value:
             yield from each_tensor(child)
     elif kind in (dict, OrderedDict):
@@ -114,7 +114,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def is_object(value: Any) -> bool:
-    """Whether ``value`` is of a class of its own whose attributes may hold tensors."""
+    """Whether ``value`` is an object, not a container, whose attributes may hold tensors."""
     return hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS) and not is_container(value)
 
 
@@ -131,7 +131,7 @@ def named_tensors(value: Any, path: str, seen: set[int] | None = None) -> Iterat
     """The tensors of a batch, also those in objects of other classes, by path.
 
     Args:
-        seen: ids of objects that are passed over; grows.
+        seen: ids of objects to skip; those that are visited are added.
     """
     seen = set() if seen is None else seen
     if isinstance(value, Tensor):
@@ -178,7 +178,7 @@ def first_shape(value: Any) -> tuple[int, ...]:
 
 
 def same_template(left: Any, right: Any) -> bool:
-    """Whether two templates are of the same containers and the same constants, as far as these can be compared."""
+    """Whether two templates have the same containers and the same constants, as far as these can be compared."""
     if type(left) is not type(right):
         return False
     if isinstance(left, Leaf) or not is_container(left):
@@ -194,6 +194,6 @@ def same_template(left: Any, right: Any) -> bool:
 
 
 def describe(template: Any) -> str:
-    """A template in a few words."""
+    """Describe a template in a few words."""
     text = str(map_children(lambda _, c: "tensor" if isinstance(c, Leaf) else c, template))
     return "a tensor" if isinstance(template, Leaf) else text[:120]

@@ -1,7 +1,8 @@
-"""What only a whole step may ask for, and not a part of one: the stage's of a pipeline, or that of a microbatch among several.
+"""Calls that are allowed in a whole step only, not in a part of one: that of a pipeline stage, or of one of several microbatches.
 
-A collective would wait for stages that never reach it, or gather microbatches in place of batches. A metric's value would be
-that of the samples so far. Where one process runs each batch at once all of this is plain Lightning's.
+A collective would wait for stages that never reach it, or gather microbatches in place of batches. ``compute`` of a
+metric would give the value of the samples so far. If one process runs each batch whole, all of these work as in plain
+Lightning.
 
     raise UnsupportedModuleError(describe_collective("training_step", "all_gather"))
     with refusing_collectives(copy, "training_step"): step(batch)      # on a copy, which not every rank runs
@@ -20,18 +21,19 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import trainer_of
 
 _COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
-"""Those of Lightning's Strategy."""
+"""The collectives of Lightning's Strategy."""
 _KEEP = "ask once, in setup(), as self.folder = self.trainer.log_dir, and use self.folder in the step"
 
 
 def asks_for_log_dir() -> bool:
-    """Whether the function that calls this was called, perhaps through others, by ``Trainer.log_dir``."""
+    """Whether the calling function was called, directly or indirectly, by ``Trainer.log_dir``."""
     code = pl.Trainer.log_dir.fget.__code__  # type: ignore[attr-defined]
     return any(frame.f_code is code for frame, _ in traceback.walk_stack(None))
 
 
 def describe_collective(step: str, name: str) -> str:
-    """Why ``step`` may not call a collective of Lightning's, and the cure; to be called where it is called."""
+    """The message on why ``step`` may not call a collective of Lightning's, and what to do instead. Call this inside
+    of that collective: the call stack is searched for ``Trainer.log_dir``."""
     if asks_for_log_dir():
         return (
             f"{step} reads self.trainer.log_dir, which takes a broadcast to all ranks, and the stages of a pipeline, or "
@@ -46,17 +48,18 @@ def describe_collective(step: str, name: str) -> str:
 
 
 def describe_logger_folder(step: str, attribute: str) -> str:
-    """Why ``step`` may not ask a logger for its folder, and the cure."""
+    """The message on why ``step`` may not ask a logger for its folder, and what to do instead. Call this inside of
+    that access, as for describe_collective."""
     what = "self.trainer.log_dir" if asks_for_log_dir() else f"self.logger.{attribute}"
     return f"{step} reads {what}, and only rank 0's loggers know where they write, which the last stage may not be: {_KEEP}"
 
 
 @contextmanager
 def refusing_collectives(module: pl.LightningModule, step: str) -> Iterator[None]:
-    """Inside, ``module`` and its trainer's strategy refuse Lightning's collectives.
+    """Context in which ``module`` and its trainer's strategy refuse Lightning's collectives.
 
     Raises:
-        UnsupportedModuleError: names the collective and the cure.
+        UnsupportedModuleError: names the collective and what to do instead.
     """
 
     def refused(name: str) -> Callable[..., Any]:
@@ -82,7 +85,7 @@ def refusing_collectives(module: pl.LightningModule, step: str) -> Iterator[None
 
 
 def describe_compute(step: str, metric: str) -> str:
-    """Why ``step`` may not compute a metric where it runs once for each microbatch, and the cure."""
+    """The message on why ``step`` may not compute a metric if it runs once for each microbatch, and what to do instead."""
     return (
         f"{step} calls self.{metric}.compute(), and runs once for each microbatch, so that the value would be that of the "
         f"samples so far: log the metric itself, self.log(..., self.{metric}), or use num_microbatches=1 "
@@ -92,7 +95,7 @@ def describe_compute(step: str, metric: str) -> str:
 
 @contextmanager
 def noticing_compute(metrics: Mapping[str, Metric], notice: Callable[[str], None]) -> Iterator[None]:
-    """Inside, a metric's ``compute`` that no metric's ``forward`` calls is told by the metric's name first."""
+    """Context in which ``notice`` is called with a metric's name before each ``compute`` that no metric's ``forward`` calls."""
     depth = 0
 
     def inside(forward: Callable[..., Any]) -> Callable[..., Any]:

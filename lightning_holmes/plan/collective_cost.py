@@ -1,16 +1,16 @@
-"""Seconds of collectives, from bytes, group size, bandwidth and latency. Plain formulas, no state.
+"""Predicted seconds of collectives, from bytes, group size, bandwidth and latency. Plain formulas, no state.
 
-bytes is always the size of the whole tensor that the collective is about: what an all-reduce sums, what an
-all-gather ends with, what a reduce-scatter begins with. bandwidth is one way, for the slowest place of the ring
-or tree; who shares a NIC divides it before (see shared).
+num_bytes is always the size of the whole tensor: the input of an all-reduce or a reduce-scatter, the output of an
+all-gather. bandwidth is one way, at the slowest place of the ring or tree; where several flows share a NIC, divide it
+first (see shared).
 
     ring_all_reduce_s(1e9, size=8, bandwidth=25e9, latency=5e-6)      # 2 * 7/8 * 1e9 / 25e9 + 14 * 5e-6
 
 Ring: each member sends (n-1)/n of the bytes in n-1 steps, for reduce-scatter and for all-gather; an all-reduce is
 both (Patarasuk and Yuan 2009). Tree: two binary trees, each over half of the bytes, so that every member
-sends all bytes once up and once down, in log2(n) steps each (Sanders, Speck, Traeff 2009; NCCL's).
+sends all bytes once up and once down, in log2(n) steps each (Sanders, Speck, Traeff 2009; used by NCCL).
 Hierarchical: reduce-scatter inside each host, all-reduce of the parts across hosts, all-gather inside.
-Not modelled: switches that sum, contention inside a switch, the start of a kernel.
+Not modelled: in-network reduction, contention inside a switch, kernel launch.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import math
 
 
 def shared(bandwidth: float, sharers: float) -> float:
-    """What one of several equal flows gets of a bandwidth."""
+    """The bandwidth that one of several equal flows gets."""
     return bandwidth / max(1.0, sharers)
 
 
 def ring_reduce_scatter_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    """Each of size members ends with the sum of its part; an all-gather moves as much."""
+    """Seconds of a ring reduce-scatter over ``size`` members; an all-gather takes as long."""
     return 0.0 if size == 1 else (size - 1) * (latency + num_bytes / size / bandwidth)
 
 
 def ring_all_reduce_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    """Reduce-scatter, then all-gather."""
+    """Seconds of a ring all-reduce: a reduce-scatter, then an all-gather."""
     return 2 * ring_reduce_scatter_s(num_bytes, size=size, bandwidth=bandwidth, latency=latency)
 
 
 def tree_all_reduce_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    """Up and down a double binary tree."""
+    """Seconds of an all-reduce up and down a double binary tree."""
     return 0.0 if size == 1 else 2 * (math.ceil(math.log2(size)) * latency + num_bytes / bandwidth)
 
 
@@ -48,7 +48,7 @@ def hierarchical_all_reduce_s(
     bandwidth: float,
     latency: float,
 ) -> float:
-    """local_size members on each of num_hosts hosts. bandwidth is that of a host's NICs, which its members share."""
+    """Seconds of a hierarchical all-reduce: local_size members on each of num_hosts hosts. bandwidth: of a host's NICs, shared by its members."""
     inside = ring_all_reduce_s(num_bytes, size=local_size, bandwidth=local_bandwidth, latency=local_latency)
     each = shared(bandwidth, local_size)  # every member reduces its own part across hosts, all at once
     across = [
@@ -68,7 +68,7 @@ def all_reduce_s(
     bandwidth: float,
     latency: float,
 ) -> float:
-    """The fastest of the three for a group of local_size members on each of num_hosts hosts."""
+    """Seconds of the fastest all-reduce (ring, tree or hierarchical) for local_size members on each of num_hosts hosts."""
     size = local_size * num_hosts
     if num_hosts == 1:
         return min(

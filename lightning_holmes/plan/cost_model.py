@@ -1,23 +1,23 @@
 """CostModel: the durations, bytes and memory of every part of a step, for one way of running it.
 
-It joins a model's costs, a topology's speeds and devices into StepCosts, which the simulator runs. It decides
-nothing: planner.py asks it about many layouts.
+It combines a model's costs, a topology's speeds and its devices into StepCosts, which the simulator runs. It decides
+nothing: planner.py evaluates many layouts with it.
 
     costs = CostModel(model, network, devices=(find_device_type("A100-80GB"),) * 2, training=Training(batch_samples=512))
     layout = Layout(pipeline=2, tensor=1, data=16)
     run = RunShape(layout=layout, schedule="1f1b", num_microbatches=8, microbatch_samples=4)
     simulate(run.make_schedule(), costs.step_costs(run, partition))
 
-Compute: a stage's work divided by the slowest speed among its devices and by tensor, plus what each matrix product takes
-beside its FLOPs, what the other operators move through the device's memory, and fixed seconds. Tensor
-parallelism (Megatron-LM, arXiv 1909.08053): two all-reduces of a layer's output in its forward and two in its
-backward, which nothing hides, and two more when it is recomputed; work and weights are sharded evenly, of what is held and moved
-what lies inside the attention and the MLP; sequence parallelism shares the rest, too. Gradients: one all-reduce a stage over its replicas (or reduce-scatter, and all-gather of the parameters,
-with a sharded optimizer). What goes through one card, or over one link between clusters, at a time shares it. Bytes that
-processors carry (sockets) take a rank's own time, too. What is compressed between clusters counts as sent so by all
-replicas of a stage that lies in several; what else becomes of gradients is training.py's. Memory of a rank:
-parameters, gradients and optimizer states of its stages; held activations of the microbatches in flight (memory.py).
-Not modelled: input pipelines, logging.
+Compute: a stage's work divided by the slowest speed among its devices and by the tensor-parallel size, plus a fixed time for
+each matrix product, the memory traffic of the other operators, and fixed seconds. Tensor parallelism (Megatron-LM, arXiv
+1909.08053): two all-reduces of a layer's output in its forward and two in its backward, never overlapped, and two more when
+it is recomputed; work and weights are sharded evenly; activations and memory traffic are sharded inside the attention and the
+MLP only, and everywhere with sequence parallelism. Gradients: one all-reduce per stage over its replicas (with a sharded
+optimizer a reduce-scatter, and an all-gather of the parameters). Transfers that use a network card or a link between clusters
+at the same time share its bandwidth. Bytes that processors carry (sockets) also take the rank's own time. If gradients are
+compressed between clusters, all replicas of a stage that lies in several clusters send them compressed; other options for
+gradients are in training.py. Memory of a rank: parameters, gradients and optimizer states of its stages, and activations held
+for the microbatches in flight (memory.py). Not modelled: input pipelines, logging.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from lightning_holmes.plan.simulator import StepCosts
 from lightning_holmes.plan.training import Training
 
 NUM_WHOLE = 2
-"""Stages of a rank that are whole at a time where parameters live in shards: the one that is computed, and the next."""
+"""Stages of a rank that are unsharded at a time where parameters are sharded: the one that is computed, and the next."""
 
-# Of what a transformer layer moves beside its products, the share outside of the attention and the MLP, which tensor parallelism
-# leaves whole: two norms and two residual sums of 22 bytes an element of its input, to 16 inside, four times as wide
+# The share of a transformer layer's memory traffic (matrix products excluded) that lies outside of the attention and the MLP, so that
+# tensor parallelism does not divide it: 22 bytes per input element for two norms and two residual sums, against 16 inside (4x as wide)
 _MOVED_WHOLE = 0.58
 
 
@@ -60,10 +60,10 @@ class CostModel:
 
     Args:
         devices: the device type of each cluster, in the order of the topology.
-        host_devices: that of each host, where those of a cluster are unlike.
+        host_devices: the device type of each host, where hosts of one cluster differ.
         speeds: for a model whose unit is seconds, the speed of each cluster's devices relative to the device that
             was measured; 1 by default.
-        host_speeds: work a second of each host's devices, in the order of the topology; stands in for the types' speeds.
+        host_speeds: work per second of each host's devices, in the order of the topology; overrides the speeds of the types.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class CostModel:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the topology."""
+        """The number of devices of the topology."""
         return self._devices.number
 
     def microbatch_model(self, samples: int, recomputation: bool = False) -> ModelCost:
-        """The model's costs for a microbatch of so many samples. Cached."""
+        """The model's costs for a microbatch of ``samples`` samples. Cached."""
         key = samples, recomputation
         if key not in self._models:
             model = self.model.for_samples(samples)
@@ -118,28 +118,28 @@ class CostModel:
         return self._models[key]
 
     def facts(self, layout: Layout) -> LayoutFacts:
-        """What a layout means on this topology. Cached."""
+        """The speeds, memory and routes of a layout on this topology. Cached."""
         if layout not in self._facts:
             shares = self.model.shared_bytes > 0 and layout.pipeline > 1
             self._facts[layout] = self._devices.facts(layout, ratio=self._activation_ratio, joins_ends=shares)
         return self._facts[layout]
 
     def with_training(self, training: Training) -> CostModel:
-        """The same, but for what a step is made of beside the model, the share of memory excepted."""
+        """A copy with other training options. Memory limits keep the ``memory_share`` that this model was made with."""
         other = copy.copy(self)
         other.training, other._sharded = training, {}
         return other
 
     def with_sharded_parameters(self) -> CostModel:
-        """The same with parameters, gradients and optimizer states in shards."""
+        """A copy with parameters, gradients and optimizer states sharded over replicas."""
         return self.with_training(replace(self.training, sharded_parameters=True, sharded_optimizer=True))
 
     def speeds(self, layout: Layout) -> tuple[float, ...]:
-        """Work a second of each pipeline rank: that of its slowest device, times the tensor-parallel size."""
+        """Work per second of each pipeline rank: that of its slowest device, times the tensor-parallel size."""
         return tuple(speed * layout.tensor for speed in self.facts(layout).speeds)
 
     def is_dtensor(self, layout: Layout) -> bool:
-        """Whether replicas share the optimizer's states. "auto" is decided as a run does, for layers by count. Cached."""
+        """Whether the optimizer's states are sharded over replicas. "auto" is decided as in a run, for the uniform partition. Cached."""
         if layout not in self._sharded:
             wanted = self.training.sharded_optimizer
             self._sharded[layout] = self._would_shard(layout) if wanted == "auto" else wanted
@@ -162,10 +162,10 @@ class CostModel:
         return sum(self.layer_seconds(run, rank, layer)[:2])
 
     def place_seconds(self, run: RunShape, rank: int, place: LayerCost) -> tuple[float, float]:
-        """Forward and backward seconds of what runs in, before or after the layers, without transfers."""
+        """Forward and backward seconds of a layer, or of what runs before or after the layers, without transfers."""
         facts, tensor = self.facts(run.layout), run.layout.tensor
         speed, product_s, byte_s = facts.speeds[rank] * tensor, facts.product_s[rank], facts.byte_s[rank]
-        # a gradient is read and added to the sum of the microbatches before, which is read and written
+        # a gradient is read and added to the sum of the earlier microbatches, which is read and written
         added_s = place.trained_bytes / tensor * (1 + 2 * self.training.gradient_ratio) * byte_s
         whole = 0.0 if self.training.sequence_parallel else _MOVED_WHOLE
         byte_s *= whole + (1 - whole) / tensor
@@ -202,7 +202,7 @@ class CostModel:
             }
             layer_bytes = tuple(byte_rows[count] for count in in_flight)
             before_bytes = memory.place_bytes(model.before, in_flight[0])
-            if ranks == 1:  # what both ends share is counted with each of them
+            if ranks == 1:  # parameters that both ends use are counted with each of them
                 before_bytes = max(0.0, before_bytes - memory.static_bytes(_shared_place(model)))
             after_bytes = memory.place_bytes(model.after, in_flight[-1])
             transient = max(_row(self._plain(run).layers, memory.transient_bytes))
@@ -230,16 +230,15 @@ class CostModel:
         sharded, memory = self.is_dtensor(layout), self.memory(run)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage, reduce_own, gather_own = [], [], [], [], [], []
-        slower = [
-            min(facts.speeds) / speed for speed in facts.speeds
-        ]  # 1 for the slowest rank, whose seconds are known
+        # 1 for the slowest rank; Training's seconds are those of the slowest rank
+        slower = [min(facts.speeds) / speed for speed in facts.speeds]
         byte_s = tuple(training.byte_s * part for part in slower)
         static, update, transient = [0.0] * ranks, [training.own_s * part for part in slower], [0.0] * ranks
         fetch: list[float] = []
         fetch_own: list[float] = []
         table = _shared_place(model)
         tied, whole_table = ranks == 1 and table.parameter_bytes > 0, memory.whole_bytes(table)
-        whole: list[list[float]] = [[] for _ in range(ranks)]  # of each stage, beside its shards while it is computed
+        whole: list[list[float]] = [[] for _ in range(ranks)]  # of each stage: unsharded bytes while it is computed
         known: dict[Hashable, tuple[float, float, float, float]] = {}
         for stage in range(partition.num_stages):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
@@ -287,13 +286,10 @@ class CostModel:
             parts = max(1, len(partition.layers_of(stage)))
             hidden = forward[stage] if training.overlap_gather else 0.0
             gather[rank] += max(seconds / parts if training.overlap_gather else seconds, seconds - hidden)
-        for rank, of_stages in enumerate(
-            whole
-        ):  # buffers take turns, and each is as large as the largest stage that takes it
+        # a rank's stages use NUM_WHOLE buffers in turn; each buffer is as large as the largest stage that uses it
+        for rank, of_stages in enumerate(whole):
             transient[rank] += sum(max(of_stages[turn::NUM_WHOLE], default=0.0) for turn in range(NUM_WHOLE))
-        if (
-            tied
-        ):  # counted with what runs before the layers and with what runs after them, and held once, for the whole step
+        if tied:  # the tied table is counted before and after the layers, but held once, for the whole step
             static[0] -= memory.static_bytes(table)
             transient[0] += whole_table
         return StepCosts(
@@ -322,7 +318,7 @@ class CostModel:
         )
 
     def nic_bytes(self, run: RunShape, partition: Partition) -> dict[str, float]:
-        """For each transport, the bytes that the busiest card of it sends in a step."""
+        """For each transport, the bytes that its busiest network card sends in a step."""
         model, facts, layout = self._plain(run), self.facts(run.layout), run.layout
         sent: dict[str, Counter[int]] = {}
         if shared_bytes := self._shared_gradient_bytes(layout):
@@ -346,9 +342,8 @@ class CostModel:
                 # out of each host, for each tensor-parallel part there
                 trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
                 out, back = self._carried(group, trained, self.is_dtensor(layout))
-                if (
-                    self.training.sharded_parameters
-                ):  # frozen ones are gathered, too; and again, but for a rank's last two stages
+                # frozen parameters are gathered, too; all are gathered twice, except those of a rank's last two stages
+                if self.training.sharded_parameters:
                     held = math.fsum(place.parameter_bytes for place in places) / layout.tensor
                     again = stage < partition.num_stages - NUM_WHOLE * layout.pipeline
                     back = self._carried(group, held, sharded=True)[1] * (1 + again)
@@ -370,7 +365,7 @@ class CostModel:
         }
 
     def device_types(self) -> list[dict[DeviceType, int]]:
-        """How many devices of which types each cluster has, in the order of the topology."""
+        """For each cluster, in the order of the topology, the number of devices of each type."""
         counts: list[dict[DeviceType, int]] = [{} for _ in self.network.topology.clusters]
         for cluster, host, device in zip(
             self.network.cluster_of_host, self.network.hosts, self.host_devices, strict=True
@@ -379,14 +374,14 @@ class CostModel:
         return counts
 
     def peak_flops_per_s(self) -> float:
-        """Of all devices together."""
+        """The peak FLOP/s of all devices together."""
         return sum(
             host.devices * device.peak_flops_per_s
             for host, device in zip(self.network.hosts, self.host_devices, strict=True)
         )
 
     def memory(self, run: RunShape) -> RankMemory:
-        """What the ranks of a run hold."""
+        """The memory model of the ranks of a run."""
         layout = run.layout
         return RankMemory(
             training=self.training,
@@ -406,7 +401,7 @@ class CostModel:
         return node_bytes_per_s(self.network, self.training.optimizer_nodes)
 
     def _ways(self, layout: Layout, source: int, target: int) -> Iterator[tuple[int, int, int]]:
-        """Pairs of hosts that lie between the devices of two pipeline ranks, and between how many devices each."""
+        """(source host, target host, number of device pairs) for corresponding devices of two pipeline ranks on different hosts."""
         ends = (self._devices.hosts_of(layout, rank).ravel() for rank in (source, target))
         pairs = np.stack(tuple(ends), axis=1)
         for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
@@ -427,12 +422,12 @@ class CostModel:
         whole = _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts)
         if not sharded:
             return whole, 0.0
-        # half of an all-reduce each; parameters are gathered in their own type
+        # a reduce-scatter and an all-gather take half of an all-reduce each; parameters are gathered in their own type
         return whole / 2 if scatters else whole, self._gather(group, trained_bytes)
 
     def _gather(self, group: StageGroup, num_bytes: float) -> float:
-        """Seconds to gather so many bytes from their shares: half of an all-reduce; or from optimizer nodes, once for both passes
-        where they are kept."""
+        """Seconds to all-gather num_bytes: half of an all-reduce. With optimizer nodes: to receive them; half if parameters are kept
+        from forward to backward, since they are then received once for both passes."""
         if self.training.optimizer_nodes:
             return num_bytes * (0.5 if self.training.keeps_parameters else 1.0) / self._node_bytes_per_s
         if group.local_size * group.num_hosts == 1:
@@ -440,8 +435,8 @@ class CostModel:
         return _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts) / 2
 
     def _carried(self, group: StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
-        """Bytes that each host sends and receives to reduce a stage's gradients, and to gather its parameters: a reduction
-        of n moves 2 (n-1)/n of its bytes each way, a reduce-scatter and an all-gather half of that."""
+        """Bytes that each host sends plus receives to reduce a stage's gradients, and to gather its parameters: an all-reduce
+        over n hosts moves 2 (n-1)/n of its bytes each way, a reduce-scatter and an all-gather half of that each."""
         if self.training.optimizer_nodes:
             return trained_bytes * self.training.gradient_ratio, trained_bytes
         if group.num_hosts == 1:
@@ -453,13 +448,13 @@ class CostModel:
         return moved * (ratio / 2 if scatters else ratio), moved / 2
 
     def _gradient_ratio(self, group: StageGroup) -> tuple[float, bool]:
-        """Bytes of gradients that a group sums for each trained byte, and whether sharding halves that: what is
-        compressed is always summed whole."""
+        """Bytes of gradients that a group sums for each trained byte, and whether sharding halves them: compressed
+        gradients are always all-reduced."""
         compressed = self.training.gradient_ratio_across if group.across else None
         return (self.training.gradient_ratio, True) if compressed is None else (compressed, False)
 
     def _update_s(self, facts: LayoutFacts, rank: int, trained_bytes: float) -> float:
-        """Seconds of the optimizer's step for all of a rank's parameters; none where optimizer nodes step."""
+        """Seconds of the optimizer's step for all of a rank's parameters; 0 with optimizer nodes, which run the step."""
         if self.training.optimizer_nodes:
             return 0.0
         return trained_bytes * self.training.update_s_per_byte * min(facts.speeds) / facts.speeds[rank]
@@ -488,7 +483,7 @@ class CostModel:
         return choose_sharding(known).on
 
     def _shared_seconds(self, layout: Layout, facts: LayoutFacts) -> float:
-        """Gradients of tied embeddings, summed between the first and the last pipeline rank."""
+        """Seconds to sum the gradients of tied embeddings between the first and the last pipeline rank."""
         num_bytes = self._shared_gradient_bytes(layout)
         if num_bytes == 0:
             return 0.0
@@ -497,12 +492,12 @@ class CostModel:
         return num_bytes * slowest + 2 * facts.ends.latency_s  # an all-reduce of two moves the bytes once each way
 
     def _shared_gradient_bytes(self, layout: Layout) -> float:
-        """Of tied embeddings, what each device of the first and of the last pipeline rank sends to the other; none where they are frozen."""
+        """Bytes of tied embeddings' gradients that each device of the first and of the last pipeline rank sends to the other; 0 if frozen."""
         trained = _shared_place(self.model).trained_bytes if layout.pipeline > 1 else 0.0
         return trained / layout.tensor * self.training.gradient_ratio
 
     def _activation_ratio(self, first: int, second: int) -> float:
-        """Share of an activation's bytes that is sent from one host to another."""
+        """The share of an activation's bytes that is sent from one host to another; below 1 only between clusters."""
         same = self.network.cluster_of_host[first] == self.network.cluster_of_host[second]
         return 1.0 if same else self.training.activation_ratio_across
 
@@ -520,14 +515,14 @@ def _all_reduce(num_bytes: float, channel: Channel, local: Channel, local_size: 
 
 
 def _shared_place(model: ModelCost) -> LayerCost:
-    """What runs both before and after the layers reads (a tied table): its bytes alone."""
+    """The parameters that are used both before and after the layers (a tied table): their bytes alone, without work."""
     shared = model.shared_bytes
     trained = min(shared, model.before.trained_bytes, model.after.trained_bytes)
     return LayerCost(forward=0.0, backward=0.0, parameter_bytes=shared, gradient_bytes=trained)
 
 
 def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tuple[float, ...]:
-    """value of each layer; asked once for layers that are one object, as equal ones of a ModelCost's copies are."""
+    """value(layer) for each layer; computed once per distinct object, since equal layers of a ModelCost's copies are one object."""
     each: dict[int, float] = {}
     for layer in layers:
         if id(layer) not in each:
@@ -536,7 +531,7 @@ def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tu
 
 
 def _crossing(model: ModelCost, layers: range) -> LayerCost:
-    """Whose output a stage with these layers hands on; before the first layer, that of what runs before them."""
+    """The layer whose output a stage with these layers sends on; ``model.before`` if the stage ends before the first layer."""
     return model.layers[layers.stop - 1] if layers.stop else model.before
 
 

@@ -1,13 +1,13 @@
-"""DeviceType: how fast one accelerator computes, how much it holds, and how fast it reaches its neighbours.
+"""DeviceType: one accelerator's speed, memory, and bandwidth to other devices of its host.
 
-The table holds the makers' figures; a type that is not in it is given by hand:
+The table holds the manufacturers' figures; a type that is not in it is given by hand:
 
     find_device_type("A100-80GB").peak_flops_per_s            # 312e12
     find_device_type("speed=100e12,memory=40e9")              # speed is what layers reach, efficiency 1
 
-peak_flops_per_s is the dense bf16 (fp16 on V100 and T4) matrix rate: without sparsity. efficiency is the share
-of it that large matrix products reach: fitted for the A100 (SXM) on published rows (docs/planning.md), assumed for all others, of
-which there are none. Smaller products reach less, and the rest of a layer goes at the memory's rate: product_s, moved_bytes_per_s.
+peak_flops_per_s is the dense bf16 (fp16 on V100 and T4) matrix rate, without sparsity. efficiency is the share of it that large
+matrix products reach: fitted for the A100 (SXM) to published results (docs/planning.md), assumed for all others, which have none.
+Smaller products reach less (product_s), and all other operators run at the memory's rate (moved_bytes_per_s).
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.layer_cost import check_number
 
 Precision = Literal["half", "fp32", "fp64"]
-"""Of matrix products: half is bf16 or fp16, mixed precision included."""
+"""The precision of matrix products: half is bf16 or fp16, mixed precision included."""
 
 _GIB = 2.0**30
 _ASSUMED = 0.6
 _HOPPER = 0.7
-_FITTED_A100 = 0.842  # fitted on published rows, by tests/plan/published.py, and a test holds it against them
+_FITTED_A100 = 0.842  # fitted to published results by tests/plan/published.py; a test checks it against them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceType:
     """One type of device.
 
-    local_bytes_per_s: one way to another device of the same host (NVLink, or PCIe), for one device. source: of the figures;
-    efficiency_source: of the efficiency, "given" by hand, "assumed", or from where it was fitted. product_s: what every matrix product
-    takes beside its FLOPs. other_peaks: of other precisions, by name. moved_bytes_per_s: at which operators that are no matrix
-    products read and write; None: it is not known, and nothing is charged (a speed that is given by hand is that of whole layers).
+    local_bytes_per_s: one way to another device of the same host (NVLink, or PCIe), for one device. source: where the figures are
+    from. efficiency_source: where the efficiency is from: "given" by hand, "assumed", or the data to which it was fitted. product_s:
+    seconds that every matrix product takes in addition to its FLOPs. other_peaks: peak FLOP/s by other precision. moved_bytes_per_s: the
+    rate at which operators other than matrix products read and write memory; None: not known, and their traffic takes no time (a speed
+    given by hand is that of whole layers).
     """
 
     name: str
@@ -59,12 +60,12 @@ class DeviceType:
 
     @property
     def flops_per_s(self) -> float:
-        """FLOPs a second that large matrix products reach."""
+        """FLOP/s that large matrix products reach."""
         return self.peak_flops_per_s * self.efficiency
 
     @property
     def moved_byte_s(self) -> float:
-        """Seconds that a byte takes which other operators read or write."""
+        """Seconds for each byte that operators other than matrix products read or write; 0 if not known."""
         return 0.0 if self.moved_bytes_per_s is None else 1 / self.moved_bytes_per_s
 
     @property
@@ -73,21 +74,19 @@ class DeviceType:
         return _UPDATE_MOVES * self.moved_byte_s
 
     def at(self, precision: Precision) -> DeviceType:
-        """It, where products are of this precision. A type that is given by hand stays: its speed is that of the run's layers."""
+        """This type for matrix products of another precision. A type given by hand is returned as is: its speed is that of the run's layers."""
         peak = dict(self.other_peaks).get(precision)
         if peak is None:
             return self
         return replace(self, peak_flops_per_s=peak, efficiency=_VECTOR, efficiency_source=f"assumed, {precision}")
 
 
-_UPDATE_MOVES = (
-    7.0  # bytes for each of a parameter: AdamW reads weight, gradient and two states, and writes all but the gradient
-)
-_PRODUCT_S = 2e-6  # of an A100: products of 1 GFLOP reach two thirds of what large ones do (calculon's a100_80g.json)
+# bytes moved per byte of parameters: AdamW reads weight, gradient and two states, and writes all but the gradient
+_UPDATE_MOVES = 7.0
+_PRODUCT_S = 2e-6  # of an A100: products of 1 GFLOP reach 2/3 of the rate of large ones (calculon's a100_80g.json)
 _MOVED = 0.9  # of the memory's stated rate, for 100 MB and more (the same file)
-_NVLINK = (
-    0.6  # of NVLink's rate, for what tensor parallelism sends (the same file; NCCL reaches more with hundreds of MB)
-)
+# share of NVLink's rate that tensor-parallel all-reduces reach (the same file; NCCL reaches more with hundreds of MB)
+_NVLINK = 0.6
 _VECTOR = 0.9  # share of peak that large products reach without matrix units: assumed
 
 
@@ -101,7 +100,7 @@ def _known(
     efficiency: float = _ASSUMED,
     fitted: bool = False,
 ) -> DeviceType:
-    """rates: TFLOP/s in half precision, fp32 and fp64, as products run by default in torch (without TF32)."""
+    """Make an entry of the table. rates: TFLOP/s in half precision, fp32 and fp64, with torch's defaults (without TF32)."""
     half, fp32, fp64 = (rate * 1e12 for rate in rates)
     return DeviceType(
         name=name,
@@ -117,7 +116,7 @@ def _known(
     )
 
 
-# NVLink figures are half of what data sheets add up over both directions. fp64 of the data-center types from Ampere on is that of
+# NVLink figures are half of the data sheets', which add up both directions. fp64 of the data-center types from Ampere on is that of
 # their matrix units, which cuBLAS uses.
 _TABLE = (
     _known("V100-16GB", (125, 15.7, 7.8), 16, 900, _NVLINK * 150, "NVIDIA V100 data sheet, SXM2"),
@@ -140,7 +139,7 @@ _TABLE = (
 )
 DEVICE_TYPES: dict[str, DeviceType] = {entry.name: entry for entry in _TABLE}
 
-# Names by which CUDA and ROCm tell devices whose type has another name here. A slice of a device (MIG) has more in its name, and is none.
+# CUDA's and ROCm's device names that differ from the names here. A slice of a device (MIG) has a longer name, and does not match.
 _TOLD_AS = {
     "V100-SXM2-16GB": "V100-16GB",
     "V100-SXM2-32GB": "V100-32GB",
@@ -162,18 +161,19 @@ _LEAST = {
     "memory": 1e6,
     "local": 1e6,
     "peak": 1e10,
-}  # less is a unit that slipped, such as speed=100 for TFLOP/s, or memory=81920 for MiB
+}  # a smaller number is probably in another unit, such as speed=100 for TFLOP/s, or memory=81920 for MiB
 _MOST = {"speed": 1e18, "memory": 1e15, "local": 1e15, "peak": 1e18}  # hundreds of times what any device has
 
 
 def find_device_type(text: str) -> DeviceType:
-    """A known type by name (case and "NVIDIA" do not matter), or one from "speed=...,memory=..." in plain numbers.
+    """Return a known type by name (case and "NVIDIA" do not matter), or make one from "speed=...,memory=..." in plain numbers.
 
-    speed (FLOP/s that layers reach) and memory (bytes) are needed; local (bytes/s inside a host, 32e9 by default)
-    and peak (FLOP/s; the speed by default) may follow.
+    speed (FLOP/s that layers reach) and memory (bytes) are required; local (bytes/s inside a host, 32e9 by default)
+    and peak (FLOP/s; the speed by default) are optional.
 
     Raises:
-        ConfigurationError: an unknown name lists the known ones; a number that is not positive and finite, or that no device has.
+        ConfigurationError: the name is unknown (the message lists the known ones); a key is unknown, repeated or missing; a number is not
+            positive and finite, or out of the range of real devices; or the speed is above the peak.
     """
     if "=" in text:
         return _by_hand(text)
@@ -191,7 +191,7 @@ def find_device_type(text: str) -> DeviceType:
 
 
 def type_of_device(name: str) -> DeviceType | None:
-    """The type of a device that its driver calls so (``torch.cuda.get_device_name``); None if it is not known."""
+    """Return the type for a driver's device name (``torch.cuda.get_device_name``); None if it is not known."""
     types = {_plain(told): DEVICE_TYPES[known] for told, known in _TOLD_AS.items()}
     types |= {_plain(known): entry for known, entry in DEVICE_TYPES.items()}
     return types.get(_plain(name))

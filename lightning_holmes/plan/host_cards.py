@@ -1,13 +1,13 @@
-"""HostCards: which network cards hosts use together. Its answer is that of a run's groups (transport.py) and of the planner (route.py).
+"""HostCards: which network cards a group of hosts uses. Both a run's process groups (transport.py) and the planner (route.py) use it.
 
-It owns what cards have in common, by their fabrics. Ranks are transport.py's, speeds route.py's.
+It finds the fabrics that hosts share. Ranks are handled in transport.py, speeds in route.py.
 
     cards = HostCards([(cluster, host) for cluster in topology.clusters for host in cluster.hosts])
     used = cards.used_by([0, 2])                     # hosts by index; their order does not matter
     used.kind, used.nics[0].name, used.rails[2]      # "infiniband", "mlx5_0", (Nic(name="mlx5_0", ...), ...)
 
-Hosts use the RDMA fabric on which all of them have a working card: the one whose slowest card is the fastest. Others use Ethernet:
-the first card of each host; by sockets, inside a cluster, those of the fastest subnet that all are in.
+Hosts use an RDMA fabric on which all of them have a working card: of several, the one whose slowest card is the fastest. Otherwise they
+use Ethernet: the first card of each host; with sockets, inside a cluster, the cards of the fastest subnet that all hosts are in.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from lightning_holmes.cluster.network import Cluster, Host, Nic, fabric_of
 Rdma = Literal["infiniband", "roce"]
 RDMA: tuple[Rdma, ...] = ("infiniband", "roce")
 Fabric = tuple[Rdma, str]
-"""Its kind and name."""
+"""An RDMA fabric: its kind and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedCards:
-    """The cards of a group of hosts, by the hosts' indices.
+    """The cards that a group of hosts uses, by host index.
 
     Attributes:
-        nics: the card that a host uses by sockets or on Ethernet; hosts without any Ethernet card are left out.
-        rails: all of a host's cards of this kind on fabrics that all of them share; empty on Ethernet. NCCL takes those near a GPU.
-        fabric: the name of that of ``nics``; None on Ethernet.
+        nics: the card that a host uses with sockets or on Ethernet; hosts without any Ethernet card are left out.
+        rails: all of a host's cards of this kind on fabrics that all the hosts share; empty on Ethernet. NCCL uses those near a GPU.
+        fabric: the name of the fabric of ``nics``; None on Ethernet.
     """
 
     kind: Literal["infiniband", "roce", "ethernet"]
@@ -41,11 +41,11 @@ class UsedCards:
 
 
 class HostCards:
-    """The cards of hosts, each with its cluster.
+    """The network cards of hosts; each host is given with its cluster.
 
     Args:
-        sockets: each group has sockets of its own (gloo's), on RDMA cards, too, which needs an address on each. NCCL reads once a
-            process which Ethernet card all groups use: the first one.
+        sockets: every group opens its own sockets (gloo), on RDMA cards, too, so that a card needs an IP address. Without it (NCCL), all
+            groups of a process use one Ethernet card, the first one, since NCCL reads that choice once per process.
     """
 
     def __init__(self, places: Sequence[tuple[Cluster, Host]], *, sockets: bool = False) -> None:
@@ -60,7 +60,7 @@ class HostCards:
             ]
             for cluster, host in places
         ]
-        # of several cards on a fabric the first
+        # the first of several cards on a fabric
         self._first: list[dict[Fabric, Nic]] = [dict(reversed(cards)) for cards in self._rdma]
 
     def shared(self, hosts: Sequence[int]) -> frozenset[Fabric]:
@@ -69,12 +69,12 @@ class HostCards:
         return frozenset(self._first[first]).intersection(*(self._first[host] for host in others))
 
     def share_pairwise(self, first: Sequence[int], second: Sequence[int]) -> bool:
-        """Whether each host of the first shares a fabric with each of the second."""
+        """Whether each host of ``first`` shares a fabric with each host of ``second``."""
         ones, others = ({frozenset(self._first[host]) for host in hosts} for hosts in (first, second))
         return all(one & other for one in ones for other in others)
 
     def used_by(self, hosts: Sequence[int]) -> UsedCards:
-        """What two or more hosts use together."""
+        """The cards that two or more hosts use for a group."""
         fabrics = self.shared(hosts)
         if not fabrics:
             return UsedCards(kind="ethernet", nics=self._ethernet(hosts), rails={})
@@ -95,9 +95,9 @@ class HostCards:
         return self._hosts[host].nic_of("ethernet")
 
     def _ethernet(self, hosts: Sequence[int]) -> dict[int, Nic]:
-        """The Ethernet cards that reach the master; by sockets inside a cluster those of a subnet with all hosts, where that is faster.
+        """The Ethernet cards that reach the master; with sockets inside a cluster, those of a subnet with all hosts if it is faster.
 
-        Between clusters a subnet says nothing: two sites may both call theirs 192.168.1.0/24.
+        Subnets are not compared between clusters: two sites may both use 192.168.1.0/24.
         """
         main = {host: nic for host in hosts if (nic := self.main_nic(host)) is not None}
         apart = len({self._clusters[host] for host in hosts}) > 1

@@ -1,14 +1,14 @@
-"""LayerCost and ModelCost: what one microbatch costs, layer by layer. Plain data with checked numbers.
+"""LayerCost and ModelCost: the costs of one microbatch, layer by layer. Plain data with checked numbers.
 
-Where the numbers come from is for others to know: pipeline/profile.py counts or measures them, and files and
-tests write them by hand. What they mean in seconds on a device is for cost_model.py.
+pipeline/profile.py counts or measures the numbers; files and tests give them by hand. cost_model.py converts them to
+seconds on a device.
 
     block = LayerCost(forward=6e12, backward=12e12, parameter_bytes=4e8, activation_bytes=3e7, held_bytes=1e9)
     model = ModelCost(unit="flops", microbatch_samples=1, before=embedding, layers=(block,) * 48, after=head)
     model.for_samples(4).layers[0].forward      # 24e12
 
-"work" is either FLOPs or seconds, as ModelCost.unit says. Work in seconds is that of one device; another device
-does it faster or slower by its relative speed.
+"work" is in FLOPs or in seconds, as given by ModelCost.unit. Work in seconds was measured on one device; another device
+takes less or more time according to its relative speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNDIVIDED = 4
 
 
 def check_number(value: Any, what: str, *, positive: bool = False) -> float:
-    """The value as a float; ConfigurationError unless it is finite and zero or more (above zero if positive)."""
+    """Return the value as a float; raise ConfigurationError unless it is finite and at least zero (above zero if ``positive``)."""
     wanted = "a positive, finite number" if positive else "a finite number of zero or more"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(f"{what}={value!r} is not a number; write {wanted}")
@@ -35,7 +35,7 @@ def check_number(value: Any, what: str, *, positive: bool = False) -> float:
 
 
 def check_count(value: Any, what: str, *, minimum: int = 1) -> int:
-    """The value itself; ConfigurationError unless it is a whole number of at least minimum."""
+    """Return the value; raise ConfigurationError unless it is a whole number of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigurationError(f"{what}={value!r} is not allowed; write a whole number, at least {minimum}")
     return value
@@ -43,16 +43,16 @@ def check_count(value: Any, what: str, *, minimum: int = 1) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer (or what runs before or after the layers) costs for one microbatch.
+    """The cost of one layer (or of what runs before or after the layers) for one microbatch.
 
-    forward, backward: work. parameter_bytes: weights, in the type they are computed with. gradient_bytes: those
-    of them that train (all, by default). activation_bytes: what crosses a split point after the layer, one way.
-    held_bytes: what is kept from forward to backward. fixed_forward_s, fixed_backward_s: seconds that do not
-    grow with the microbatch (launching kernels, Python), whatever the unit. Beside counted FLOPs: forward_products,
-    backward_products: the matrix products of which they are; forward_moved_bytes, backward_moved_bytes: what everything else
-    reads and writes in the device's memory; recomputed: what of backward is the forward that the module runs again itself.
-    undivided_bytes: what tensor parallelism leaves whole of held_bytes; by default four times activation_bytes: the inputs and
-    outputs of a transformer layer's two norms (Korthikanti et al. 2022, section 4, without dropout).
+    forward, backward: work. parameter_bytes: weights, in the type they are computed with. gradient_bytes: bytes of
+    the weights that are trained (all, by default). activation_bytes: bytes sent one way at a split point after the layer.
+    held_bytes: activations held from forward to backward. fixed_forward_s, fixed_backward_s: seconds that do not
+    grow with the microbatch (kernel launches, Python), whatever the unit. In addition to counted FLOPs: forward_products,
+    backward_products: the number of matrix products; forward_moved_bytes, backward_moved_bytes: bytes that all other operators
+    read and write in the device's memory. recomputed: the part of backward that is forward work which the module itself runs again.
+    undivided_bytes: the part of held_bytes that tensor parallelism does not shard; by default four times activation_bytes (at most
+    held_bytes): the inputs and outputs of a transformer layer's two norms (Korthikanti et al. 2022, section 4, without dropout).
     """
 
     forward: float
@@ -82,12 +82,12 @@ class LayerCost:
 
     @property
     def trained_bytes(self) -> float:
-        """gradient_bytes, which is never None once made."""
+        """gradient_bytes, never None."""
         assert self.gradient_bytes is not None
         return self.gradient_bytes
 
     def scaled(self, factor: float) -> LayerCost:
-        """The cost of a microbatch of factor times as many samples: weights and fixed seconds stay."""
+        """The cost of a microbatch of ``factor`` times as many samples: weights, numbers of products and fixed seconds do not change."""
         return replace(
             self,
             forward=self.forward * factor,
@@ -102,12 +102,12 @@ class LayerCost:
 
     @property
     def undivided(self) -> float:
-        """undivided_bytes, which is never None once made."""
+        """undivided_bytes, never None."""
         assert self.undivided_bytes is not None
         return self.undivided_bytes
 
     def with_recomputation(self, input_bytes: float) -> LayerCost:
-        """The cost if it keeps only its input; where the module recomputes by itself, that is in its costs already."""
+        """The cost if the layer holds only its input and is recomputed; recomputation by the module itself is already in its costs."""
         held = min(self.held_bytes, input_bytes)
         again = 0.0 if self.recomputed else 1.0
         return replace(
@@ -123,19 +123,19 @@ class LayerCost:
 
 
 NOTHING = LayerCost(forward=0.0, backward=0.0)
-"""The cost of a place where nothing runs."""
+"""The cost where nothing runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
     """The costs of a module for a microbatch of microbatch_samples samples.
 
-    before: what runs ahead of the layers (embedding; its activation_bytes are the first layer's input).
-    after: what runs after them (norm, head, loss). shared_bytes: parameters that both need (tied embeddings);
+    before: what runs before the layers (embedding; its activation_bytes are the first layer's input).
+    after: what runs after them (norm, head, loss). shared_bytes: parameters that both use (tied embeddings);
     they are counted in each, and their gradients are summed between the first and the last stage.
     forbidden_cuts: layers after which no stage may end. tokens_per_sample: for reports. parameter_itemsize,
-    activation_itemsize: bytes of a trained parameter's element, and of one of what crosses split points; means, where types mix.
-    layer_list: the layers' name in the module. num_parameters: of the module, where it is known.
+    activation_itemsize: bytes per element of trained parameters, and of the tensors sent between stages; averages if types are mixed.
+    layer_list: the name of the layer list in the module. num_parameters: of the module, if known.
     """
 
     unit: WorkUnit
@@ -193,12 +193,12 @@ class ModelCost:
 
     @property
     def recomputed(self) -> float:
-        """What of that is forward work run again."""
+        """The part of the backward work that is forward work run again."""
         return math.fsum(place.recomputed for place in self.places)
 
     @property
     def parameter_bytes(self) -> float:
-        """All weights, shared ones once."""
+        """Bytes of all weights; shared weights count once."""
         return math.fsum(place.parameter_bytes for place in self.places) - self.shared_bytes
 
     @property
@@ -207,7 +207,7 @@ class ModelCost:
         return all(layer == self.layers[0] for layer in self.layers)
 
     def for_samples(self, samples: int) -> ModelCost:
-        """The costs of a microbatch of another number of samples: everything but weights grows in proportion."""
+        """The costs of a microbatch of another number of samples; see LayerCost.scaled."""
         factor = check_count(samples, "samples") / self.microbatch_samples
         alike: dict[LayerCost, LayerCost] = {place: place.scaled(factor) for place in set(self.places)}
         return replace(
@@ -219,10 +219,10 @@ class ModelCost:
         )
 
     def with_recomputation(self) -> ModelCost:
-        """The costs if each layer keeps only its input and runs forward again in its backward.
+        """The costs if each layer holds only its input and runs its forward again in its backward.
 
         What runs before and after the layers is not recomputed. held_bytes of a layer becomes its input;
-        the peak of the one layer that is being recomputed is for the memory model to add.
+        the memory model adds the peak of the one layer that is being recomputed.
         """
         inputs = (self.before, *self.layers[:-1])
         alike: dict[tuple[LayerCost, float], LayerCost] = {}
@@ -238,7 +238,7 @@ class ModelCost:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> ModelCost:
-        """Read what to_data wrote. Raises ConfigurationError for unknown keys, non-local ones and bad numbers."""
+        """Read what to_data wrote. Raises ConfigurationError for unknown or missing keys and invalid numbers."""
         values = _known(cls, data)
         for key in ("before", "after"):
             if key in values:

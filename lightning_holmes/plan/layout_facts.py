@@ -1,7 +1,7 @@
-"""LayoutFacts: what a layout means on a topology: how fast each pipeline rank is, how its replicas and neighbours reach each other.
+"""LayoutFacts: a layout on a topology: the speed of each pipeline rank, and the bandwidth between its replicas and to its neighbours.
 
-It follows from layout, network and devices alone, and knows nothing of the model's layers; cost_model.py multiplies. What goes through one
-card, or over one link between clusters, at a time shares it.
+They depend on layout, network and devices alone, not on the model's layers; cost_model.py combines both. Transfers that use a network
+card or a link between clusters at the same time share its bandwidth.
 
     devices = Devices(network, speed=[1e12, 5e11], product_s=[0.0, 0.0], byte_s=[0.0, 0.0], memory_bytes=[4e10, 4e10])     # by host
     facts = devices.facts(Layout(pipeline=2), ratio=lambda first, second: 1.0, joins_ends=False)
@@ -24,41 +24,42 @@ from lightning_holmes.plan.simulator import Route
 
 @dataclass(frozen=True, slots=True)
 class StageGroup:
-    """The replicas of one pipeline rank: how a reduction among them runs."""
+    """The replicas of one pipeline rank, for the cost of a reduction over them."""
 
-    channel: Channel  # already divided by who shares the cards
+    channel: Channel  # already divided by the number of groups that share the cards
     local: Channel  # inside a host
     local_size: int
     num_hosts: int
     cards: tuple[str, ...]
-    across: bool = False  # they lie in several clusters
+    across: bool = False  # whether the replicas lie in several clusters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFacts:
-    """What follows from layout, network and devices alone."""
+    """Speeds, memory and routes of each pipeline rank; they depend on layout, network and devices alone."""
 
     speeds: tuple[float, ...]  # work/s of the slowest device of each pipeline rank
-    product_s: tuple[float, ...]  # beside that, of each matrix product
-    byte_s: tuple[float, ...]  # of what other operators move in the device's memory
-    memory: tuple[float, ...]  # bytes of its smallest device
+    product_s: tuple[float, ...]  # fixed seconds of each matrix product, in addition to its work
+    byte_s: tuple[float, ...]  # seconds for each byte that other operators move in the device's memory
+    memory: tuple[float, ...]  # bytes of the smallest device of each pipeline rank
     groups: tuple[StageGroup, ...]
-    tensor_channels: tuple[tuple[Channel, int, Channel], ...]  # over how many hosts, and inside one
+    # of a tensor group: its channel, number of hosts, channel inside a host
+    tensor_channels: tuple[tuple[Channel, int, Channel], ...]
     routes: dict[tuple[int, int], Route] = field(default_factory=dict)
-    ends: Route | None = None  # between the first and the last pipeline rank, for gradients of what both need
+    ends: Route | None = None  # between the first and the last pipeline rank, for gradients of parameters that both use
 
     def kind(self, rank: int) -> Hashable:
-        """The same for pipeline ranks on which a layer costs the same."""
+        """A key that is equal for pipeline ranks on which a layer costs the same."""
         return self.speeds[rank], self.product_s[rank], self.byte_s[rank], self.tensor_channels[rank]
 
 
 class Devices:
-    """A topology's devices, by what each host's can do.
+    """The speed and memory of a topology's devices, by host. All arguments are in the order of the network's hosts.
 
     Args:
-        speed: work a second of each host's devices, in the order of the network's hosts; the others likewise.
-        product_s, byte_s: seconds of a matrix product beside that, and of a byte that other operators move.
-        memory_bytes: of a device, what a plan may use.
+        speed: work per second of a device.
+        product_s, byte_s: fixed seconds of each matrix product, and seconds for each byte that other operators move.
+        memory_bytes: bytes of a device that a plan may use.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Devices:
 
     @property
     def number(self) -> int:
-        """Of devices."""
+        """The number of devices."""
         return len(self._host)
 
     def hosts_of(self, layout: Layout, rank: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
@@ -85,11 +86,11 @@ class Devices:
         return self._host[layout.devices_of(rank)]
 
     def facts(self, layout: Layout, *, ratio: Callable[[int, int], float], joins_ends: bool) -> LayoutFacts:
-        """What a layout means here.
+        """The facts of a layout on these devices.
 
         Args:
-            ratio: share of an activation's bytes that is sent from one host to another.
-            joins_ends: the first and the last pipeline rank have gradients of the same parameters.
+            ratio: the share of an activation's bytes that is sent from one host to another.
+            joins_ends: whether the first and the last pipeline rank have gradients of the same parameters.
         """
         assert layout.num_devices == self.number, (layout, self.number)
         hosts = [self.hosts_of(layout, rank) for rank in range(layout.pipeline)]
@@ -100,7 +101,8 @@ class Devices:
                 if len(distinct) > 1:
                     rings.update(distinct.tolist())
         channels = [self._network.group(np.unique(own[:, 0]).tolist()) for own in hosts]
-        crossing = Counter(ends for channel in channels for ends, _ in channel.links * layout.tensor)  # over that link
+        # reductions over each link between clusters
+        crossing = Counter(ends for channel in channels for ends, _ in channel.links * layout.tensor)
         groups, tensors = [], []
         for own, channel in zip(hosts, channels, strict=True):
             distinct = np.unique(own[:, 0])
@@ -137,7 +139,7 @@ class Devices:
     def _route(
         self, layout: Layout, source: int, target: int, ratio: Callable[[int, int], float] = lambda first, second: 1.0
     ) -> Route:
-        """The slowest of the replicas' ways from one pipeline rank to another; ``ratio``: bytes sent for each byte."""
+        """The slowest of the replicas' routes from one pipeline rank to another; ``ratio``: bytes sent for each byte."""
         first = self.hosts_of(layout, source).ravel()
         second = self.hosts_of(layout, target).ravel()
         away = first != second
@@ -149,7 +151,7 @@ class Devices:
         for one, other in sorted(set(pairs)):
             channel = self._network.between_hosts(one, other)
             if channel.transport == LOCAL:
-                # every device has a way of its own inside the host
+                # inside a host every device has its own full bandwidth
                 slowest = 1 / channel.bytes_per_s
                 route = Route(channel.latency_s, ((f"local {source}>{target}", slowest),))
             else:
@@ -169,5 +171,5 @@ class Devices:
 
 
 def _link(way: tuple[int, int]) -> str:
-    """The link from one cluster to another as a card, which all replicas share."""
+    """The card name under which the simulator counts the link between two clusters, which all replicas share."""
     return f"link {way[0]}>{way[1]}"

@@ -1,10 +1,10 @@
-"""Measured timelines: what the ranks of one pipeline noted of a step, as a Timeline that is drawn beside the predicted one.
+"""Measured timelines: the events that the ranks of one pipeline recorded in a step, as a Timeline to draw beside the predicted one.
 
     timeline = make_measured_timeline([RankStep(rank=0, clock="a", ...), RankStep(rank=1, ...)])
 
-It owns the joining: hosts have clocks of their own, and the transfers themselves tell how far these are apart. What is
-not known: when a transfer arrived for which nobody waited (its span ends with the call that started it), and how a rank's
-own work outside of the microbatches divides ("other": data, checks, logging, callbacks, starting transfers).
+It merges the ranks' events: hosts have different clocks, and the offsets between them are estimated from the transfers. Not
+known: when a transfer arrived if no rank waited for it (its span ends with the call that started it), and the parts of a rank's
+own work outside of the microbatches ("other": data, checks, logging, callbacks, starting transfers).
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _SPANS: dict[str, SpanKind] = {
     "bucket_reduce": "bucket_reduce",
     "bucket_gather": "bucket_gather",
 }
-_WAITED_S = 20e-6  # what taking an arrived tensor takes is no wait
+_WAITED_S = 20e-6  # receiving a tensor that has arrived takes up to this long, and is no wait
 _SENDS = ("send_activation", "send_gradient")
 
 
 class Event(NamedTuple):
-    """Something that a rank noted, in seconds of its own clock; stage and microbatch are -1 where it has none.
+    """An event that a rank recorded, in seconds of its own clock; stage and microbatch are -1 where they do not apply.
 
-    wait_activation and wait_gradient belong to the stage that waits, send_activation and send_gradient to the one that
-    sends. reduce is what the rank waited for its gradients; bucket_reduce and bucket_gather are when a bucket's gradients
-    were summed over the replicas and its parameters gathered, beside whatever the rank did.
+    wait_activation and wait_gradient belong to the stage that waits, send_activation and send_gradient to the stage that
+    sends. reduce is the time the rank waited for its gradients; bucket_reduce and bucket_gather are the times in which a bucket's
+    gradients were summed over the replicas and its parameters gathered, concurrently with the rank's own work.
     """
 
     kind: EventKind
@@ -65,7 +65,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStep:
-    """One step of one pipeline rank. clock: ranks with the same one read the same clock."""
+    """One step of one pipeline rank. clock: the same string for ranks that read the same clock."""
 
     rank: int
     clock: str
@@ -75,11 +75,11 @@ class RankStep:
 
     @property
     def seconds(self) -> float:
-        """How long the step took."""
+        """The duration of the step."""
         return self.ended_s - self.began_s
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for other processes."""
+        """Plain data to send to other processes."""
         return {
             "rank": self.rank,
             "clock": self.clock,
@@ -90,14 +90,14 @@ class RankStep:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> RankStep:
-        """What to_data gave."""
+        """Read what to_data returned."""
         return cls(**{**data, "events": tuple(Event(*event) for event in data["events"])})
 
 
 def make_measured_timeline(steps: Sequence[RankStep]) -> Timeline:
-    """The timeline of one step of one pipeline, from what each of its ranks noted; by rank.
+    """Make the timeline of one step of one pipeline from the events of its ranks; ``steps``: by rank.
 
-    Its spans but what runs beside (transfers, buckets) fill each rank's step without overlap: what no event covers is "other".
+    Apart from transfers and buckets, which run concurrently, spans fill each rank's step without overlap: time without an event is "other".
     """
     ahead = clock_offsets(steps)
     moved = [_moved(step, ahead[step.rank]) for step in steps]
@@ -139,8 +139,8 @@ def make_measured_timeline(steps: Sequence[RankStep]) -> Timeline:
 
 
 def seconds_by_kind(step: RankStep) -> dict[str, float]:
-    """How a rank's step divides: forward, backward, wait, reduce, update and other; they add up to the step. The parts of
-    split backwards count as backward."""
+    """Seconds of a rank's step in forward, backward, wait, reduce, update and other; they add up to the step. Both parts of
+    a split backward count as backward."""
     found = dict.fromkeys(("forward", "backward", "wait", "reduce", "update", "other"), 0.0)
     for event in step.events:
         if event.kind in _SPANS and event.kind not in BESIDE_KINDS:
@@ -151,10 +151,10 @@ def seconds_by_kind(step: RankStep) -> dict[str, float]:
 
 
 def clock_offsets(steps: Sequence[RankStep]) -> dict[int, float]:
-    """What is to be added to each rank's clock to have the first one's.
+    """Return the seconds to add to each rank's clock to get the first rank's clock.
 
-    Where clocks differ, a transfer from a to b cannot arrive before it was sent: the smallest difference of arrival
-    and sending, in both directions, bounds the offset on both sides, and the middle is taken (as NTP does).
+    A transfer from a to b cannot arrive before it was sent, so that the smallest difference between arrival and
+    sending, in each direction, bounds the offset from both sides; the middle is taken (as NTP does).
     """
     ranks = len(steps)
     least: dict[tuple[int, int], float] = {}
@@ -185,7 +185,7 @@ def clock_offsets(steps: Sequence[RankStep]) -> dict[int, float]:
                 continue
             open_ranks.append(other)
     for rank in clocks:
-        if rank not in known:  # it neither shares a clock nor hears from anybody both ways: steps begin together
+        if rank not in known:  # no shared clock and no transfers in both directions: assume that steps begin together
             known[rank] = known[first] + began[first] - began[rank]
     assert len(known) == ranks
     return known
@@ -204,7 +204,7 @@ def _moved(step: RankStep, seconds: float) -> RankStep:
 
 
 def _sent_as(event: Event) -> tuple[str, int, int]:
-    """The send that a wait is for."""
+    """The key of the send that a wait is for."""
     if event.kind == "wait_activation":
         return "send_activation", event.stage - 1, event.microbatch
     if event.kind == "wait_gradient":
@@ -213,14 +213,14 @@ def _sent_as(event: Event) -> tuple[str, int, int]:
 
 
 def _received_as(event: Event) -> tuple[str, int, int]:
-    """The wait that a send ends."""
+    """The key of the wait that a send ends."""
     if event.kind == "send_activation":
         return "wait_activation", event.stage + 1, event.microbatch
     return "wait_gradient", event.stage - 1, event.microbatch
 
 
 def _others(row: Sequence[Span], began: float, ended: float) -> list[Span]:
-    """What lies between the spans of a row."""
+    """Spans of kind "other" for the gaps between the spans of a row."""
     taken = sorted((span.start_s, span.end_s) for span in row if span.kind not in BESIDE_KINDS)
     edges = [began, *itertools.chain.from_iterable(taken), ended]
     gaps = [(edges[index], edges[index + 1]) for index in range(0, len(edges), 2)]

@@ -1,13 +1,14 @@
-"""RankMemory: the bytes that a rank holds for each part of a model, and for how many microbatches at a time.
+"""RankMemory: the bytes that a rank holds for each part of a model; stage_in_flight: the number of microbatches in flight.
 
     memory = RankMemory(training=training, tensor=2, shards=8)
     memory.static_bytes(layer)              # parameters, gradients, optimizer states
-    memory.place_bytes(layer, in_flight=4)  # and the activations of four microbatches
+    memory.place_bytes(layer, in_flight=4)  # these plus the activations of four microbatches
 
-Parameters, gradients and optimizer states of a rank's stages, or, with optimizer nodes, none of them; held activations of the microbatches in flight; what one
-layer holds while it is recomputed. Tensor parallelism divides it, but for activations between its parts; sharding the states, or
-the parameters and gradients, too, beside which two stages are whole then, as with optimizer nodes. Not modelled:
-fragmentation, the workspace of libraries, copies of gradients in another type that a step makes.
+A rank holds parameters, gradients and optimizer states of its stages (with optimizer nodes none of them, or the parameters alone);
+activations of the microbatches in flight; and those of the layer that is recomputed. Tensor parallelism shards all of this except
+activations between its parts. A sharded optimizer also shards the states, sharded parameters also shard parameters and gradients;
+with sharded parameters or optimizer nodes, two stages at a time are held unsharded in addition. Not modelled: fragmentation, the
+workspace of libraries, temporary copies of gradients in another type.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from lightning_holmes.plan.training import Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """How a rank holds what it holds.
+    """The memory model of a rank.
 
     Attributes:
-        tensor: the tensor-parallel size. What lies between the parts that it divides is whole on each rank, unless
+        tensor: the tensor-parallel size. Activations between tensor-parallel parts are not sharded, unless
             training.sequence_parallel.
-        shards: parts into which the optimizer's states are sharded; with ``training.sharded_parameters`` all that is held.
-        recomputation: layers run again in their backward.
+        shards: number of shards of the optimizer's states; with ``training.sharded_parameters`` also of parameters and gradients.
+        recomputation: whether layers are recomputed in their backward.
     """
 
     training: Training
@@ -37,7 +38,7 @@ class RankMemory:
     recomputation: bool = False
 
     def static_bytes(self, place: LayerCost) -> float:
-        """What a layer, or what runs before or after the layers, holds all the time."""
+        """Bytes that a layer, or what runs before or after the layers, holds all the time."""
         training = self.training
         if training.optimizer_nodes:
             return place.parameter_bytes / self.tensor if training.keeps_parameters else 0.0
@@ -48,29 +49,29 @@ class RankMemory:
         return (place.parameter_bytes + trained) / self.tensor
 
     def whole_bytes(self, place: LayerCost) -> float:
-        """What it takes beside its shards while it is computed: parameters and gradients; 0 where it is whole all the time."""
+        """Bytes of unsharded parameters and gradients, in addition to the shards, while ``place`` is computed; 0 without sharded_parameters."""
         if not self.training.sharded_parameters:
             return 0.0
         parameters = 0.0 if self.training.keeps_parameters else place.parameter_bytes
         return (parameters + place.trained_bytes * self.training.gradient_ratio) / self.tensor
 
     def held_bytes(self, place: LayerCost) -> float:
-        """What it keeps of one microbatch from forward to backward; of the costs with recomputation where there is some."""
+        """Bytes of activations of one microbatch held from forward to backward. With recomputation pass costs with recomputation."""
         undivided = 0.0 if self.training.sequence_parallel else place.undivided
         return undivided + (place.held_bytes - undivided) / self.tensor
 
     def place_bytes(self, place: LayerCost, in_flight: float) -> float:
-        """Both, with so many microbatches in flight."""
+        """static_bytes, plus held_bytes for ``in_flight`` microbatches."""
         return self.static_bytes(place) + in_flight * self.held_bytes(place)
 
     def transient_bytes(self, layer: LayerCost) -> float:
-        """What a layer holds beside that while it is recomputed; of the costs without recomputation."""
+        """Bytes that a layer holds in addition while it is recomputed. Pass costs without recomputation."""
         return self.held_bytes(layer) if self.recomputation else 0.0
 
 
 @lru_cache(maxsize=4096)
 def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """For each stage, the microbatches it holds when its rank holds the most."""
+    """For each stage, the number of microbatches that it holds when its rank holds the most."""
     spec = spec_of(schedule)
     closed_form = spec.in_flight
     if closed_form is not None and (num_chunks == 1 or spec.is_layered or num_microbatches % ranks == 0):
@@ -78,6 +79,6 @@ def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks
     made = make_schedule(
         schedule, pipeline_parallel_size=ranks, num_microbatches=num_microbatches, num_chunks=num_chunks
     )
-    # an upper bound: a rank's most, as if each of its chunks held as much of it as it can
+    # an upper bound: as if each chunk held all of the microbatches that its rank holds at most
     most = max_in_flight(made)
     return tuple(min(num_microbatches, most[made.rank_of(stage)]) for stage in range(ranks * num_chunks))

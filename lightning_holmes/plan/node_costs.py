@@ -1,10 +1,11 @@
-"""NodeLoad: what each optimizer node holds, and what comes and goes there in a step.
+"""NodeLoad: the bytes that each optimizer node holds, and those it receives and sends in a step.
 
     load = node_load(cost_model.model, cost_model.training, replicas=4)
-    load.memory_bytes                       # 16 a parameter, with AdamW in fp32
+    load.memory_bytes                       # 16 bytes a parameter, with AdamW in fp32
 
-The nodes' cards are taken to be as fast as those of the workers' hosts, which share them. Not modelled: the seconds of the nodes' own
-work, disks, what waits at a node to be added, a worker that speaks for its cluster; the last layers, which are there for their backward.
+The nodes' network cards are assumed to be as fast as those of the workers' hosts, and the workers share them. Not modelled: the nodes'
+own work, disks, gradients that wait at a node to be added, aggregation of gradients inside a cluster (route "aggregator"), and that
+the last layers are not received again for their backward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightning_holmes.plan.training import Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
-    """Of each of ``count`` optimizer nodes, a ``count``-th of all. ``memory_bytes``: or of its disk."""
+    """The load of each of ``count`` optimizer nodes, which share everything evenly. ``memory_bytes``: of its memory or its disk."""
 
     count: int
     memory_bytes: float
@@ -27,7 +28,7 @@ class NodeLoad:
     sent_bytes: float
 
     def describe(self) -> str:
-        """In one line."""
+        """The load in one line."""
         each = " each" if self.count > 1 else ""
         return (
             f"{self.count} optimizer node{'s' * (self.count > 1)}:{each} {self.memory_bytes / 1e9:.3g} GB of memory or disk, "
@@ -36,14 +37,15 @@ class NodeLoad:
 
 
 def node_load(model: ModelCost, training: Training, *, replicas: int) -> NodeLoad | None:
-    """None where there are no nodes. ``replicas``: of each stage."""
+    """Return the load of each optimizer node; None without optimizer nodes. ``replicas``: of each stage."""
     count = training.optimizer_nodes
     if not count:
         return None
     shared = min(model.shared_bytes, model.before.trained_bytes, model.after.trained_bytes)
     parameters, trained = model.parameter_bytes, math.fsum(place.trained_bytes for place in model.places) - shared
     gradients = trained * training.gradient_ratio
-    values = parameters - trained if training.least_state_ratio else parameters  # masters are among the states
+    # master weights are counted in the states
+    values = parameters - trained if training.least_state_ratio else parameters
     return NodeLoad(
         count=count,
         memory_bytes=(values + gradients + trained * training.state_ratio) / count,
@@ -53,7 +55,7 @@ def node_load(model: ModelCost, training: Training, *, replicas: int) -> NodeLoa
 
 
 def node_bytes_per_s(network: Network, count: int) -> float:
-    """What a device has of the way between its host and ``count`` nodes, one way, while all devices use it."""
+    """Bytes/s, one way, between a device and ``count`` optimizer nodes while all devices transfer."""
     devices = [host.devices for host in network.hosts]
     if len(devices) == 1:
         return network.local_of([0]).bytes_per_s / devices[0]

@@ -1,4 +1,4 @@
-"""How workers and optimizer nodes reach each other, from what is known of clusters and cards. Pure.
+"""How workers and optimizer nodes reach each other, from their clusters and network cards. Pure functions.
 
 clusters_apart((0, 1, 2, 3), ["a", "a", "b", "b"], of_nodes=["a"], known=True)     # [(2, 3)]
 speaking_levels((0, 1, 2, 3), ["x", "x", "y", "y"])                                # [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
@@ -11,18 +11,19 @@ from collections.abc import Sequence
 from lightning_holmes.cluster.topology import Cluster
 
 ROUTES = ("star", "aggregator")
-"""Every worker sends its gradients to an optimizer node by itself; or one for its cluster, if the node is not in that."""
+"""star: every worker sends its gradients to the optimizer nodes. aggregator: one worker of a cluster sends their sum if the node is elsewhere."""
 
 
 def clusters_apart(
     ranks: Sequence[int], clusters: Sequence[str], of_nodes: Sequence[str | None], *, known: bool
 ) -> list[tuple[int, ...]]:
-    """Those of ``ranks`` in each cluster that has several of them, and from which one of their nodes lies apart.
+    """Group ``ranks`` by cluster; return the groups of two or more for which at least one of their nodes is, or may be, in another cluster.
 
     Args:
-        clusters: of each global rank.
-        of_nodes: of the nodes of these ranks; None: not known.
-        known: only where that is known: the node is in another cluster, or the ranks are in several and it can be in one at most.
+        clusters: the cluster of each global rank.
+        of_nodes: the clusters of the nodes of these ranks; None: not known.
+        known: return a group only if that is certain: a node is in another cluster, or the ranks are in several clusters, so that
+            a node whose cluster is not known can be in one of them at most.
     """
     crosses = len({clusters[rank] for rank in ranks}) > 1
     return [
@@ -33,7 +34,7 @@ def clusters_apart(
 
 
 def several_in_a_cluster(ranks: Sequence[int], clusters: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Those of ``ranks`` in each cluster that has several of them."""
+    """Group ``ranks`` by cluster; return the groups of two or more."""
     inside: dict[str, tuple[int, ...]] = {}
     for rank in ranks:
         inside[clusters[rank]] = (*inside.get(clusters[rank], ()), rank)
@@ -41,12 +42,12 @@ def several_in_a_cluster(ranks: Sequence[int], clusters: Sequence[str]) -> dict[
 
 
 def speaking_levels(members: Sequence[int], hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
-    """The groups of each level, innermost first, in which one speaks for all: the members on each host, and those who can speak for
-    their hosts at the same time; or all at once, where hosts have one member each, or unlike numbers.
+    """The groups of each level, innermost first, in which one member sends for all: the members on each host, then groups with one
+    member of each host. A single level with all members if they are on one host, one on each host, or unequal numbers.
 
     Args:
         members: global ranks in one cluster.
-        hosts: of each global rank.
+        hosts: the host of each global rank.
     """
     on_host: dict[str, tuple[int, ...]] = {}
     for rank in members:
@@ -59,10 +60,12 @@ def speaking_levels(members: Sequence[int], hosts: Sequence[str]) -> list[list[t
 
 
 def near_addresses(cluster: Cluster, ports: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """By host of ``cluster`` the address of an optimizer node in it on a fast card whose network both have; the fastest of the host's.
+    """For each host of ``cluster``, the address at which it reaches an optimizer node in that cluster over RDMA cards of one subnet.
+
+    Hosts without such a card are left out; of several, the host's fastest card counts.
 
     Args:
-        ports: kind, and address with prefix length, of each of the node's RDMA ports that are up.
+        ports: (kind, address with prefix length) of each RDMA port of the node that is up.
     """
     networks = [(kind, ipaddress.ip_interface(address)) for kind, address in ports]
     found = {}

@@ -1,6 +1,6 @@
-"""Which devices make up stages of one RDMA fabric, where hosts may have cards of several.
+"""Which devices form stages on one RDMA fabric, where hosts may have cards on several fabrics.
 
-It counts devices by their hosts' fabrics. Which ranks they are, and in what order, is placement's.
+It only counts devices by their hosts' fabrics. placement.py decides which ranks they are, and their order.
 
     a, b = (1, "a"), (1, "b")
     counts = {frozenset({a}): 1, frozenset({a, b}): 1, frozenset({b}): 2}
@@ -14,22 +14,22 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 Fabric = tuple[int, str]
-"""The rank of its kind of card, the fastest first, and its name."""
+"""(rank of its kind of card, the fastest kind first; name)."""
 
 Fabrics = frozenset[Fabric]
-"""Those that a host is on."""
+"""The fabrics that a host is on."""
 
 Shares = dict[Fabric, Counter[Fabrics]]
-"""For each fabric, how many devices of hosts on which fabrics its stages take."""
+"""For each fabric, the number of devices in its stages, by the fabrics that their hosts are on."""
 
 MOST_TRIED = 6
-"""Up to as many fabrics that hosts tie together are tried for the best; the work doubles with each."""
+"""The largest number of fabrics joined by hosts for which the exact solution is computed; the work doubles with each fabric."""
 
 
 def needed(counts: Mapping[Fabrics, int], size: int) -> Fabrics:
-    """The fabrics that stages of ``size`` devices can need: large enough, and none that another covers.
+    """The fabrics with at least ``size`` devices that no other such fabric covers.
 
-    A fabric covers another if all hosts of that one are on it, too. ``counts``: devices by their hosts' fabrics.
+    A fabric covers another if all hosts of the other are on it, too. ``counts``: devices by their hosts' fabrics.
     """
     members: dict[Fabric, list[Fabrics]] = defaultdict(list)
     reach = _reach(counts)
@@ -45,15 +45,15 @@ def needed(counts: Mapping[Fabrics, int], size: int) -> Fabrics:
 
 
 def share_out(counts: Mapping[Fabrics, int], size: int) -> Shares:
-    """Give devices to fabrics, each of which gets whole stages of ``size``: as many as can be, or nearly so.
+    """Assign devices to fabrics in whole stages of ``size`` devices, with as many stages as possible, or nearly so.
 
-    ``counts``: devices by their hosts' fabrics. Exact unless hosts tie more than MOST_TRIED fabrics together, each of
-    which could have another stage after those that devices of like hosts make up among themselves.
+    ``counts``: devices by their hosts' fabrics. Exact unless hosts join more than MOST_TRIED fabrics, each of which
+    could have another stage after the stages formed by devices whose hosts are on the same fabrics.
     """
     shares: Shares = defaultdict(Counter)
     left = Counter(counts)
     for hosts, count in counts.items():
-        # of more than n * (size - 1) devices on n fabrics, a best layout gives size to one of these; they are a stage
+        # with more than n * (size - 1) devices on n fabrics, a best layout gives size of them to one fabric: a whole stage
         whole = max(0, -((len(hosts) * (size - 1) - count) // size))
         if hosts and whole:
             shares[min(hosts)][hosts] += whole * size
@@ -66,7 +66,7 @@ def share_out(counts: Mapping[Fabrics, int], size: int) -> Shares:
 
 
 def _reach(counts: Mapping[Fabrics, int]) -> Counter[Fabric]:
-    """The devices of the hosts on each fabric."""
+    """The number of devices of the hosts on each fabric."""
     reach: Counter[Fabric] = Counter()
     for hosts, count in counts.items():
         for fabric in hosts:
@@ -75,7 +75,7 @@ def _reach(counts: Mapping[Fabrics, int]) -> Counter[Fabric]:
 
 
 def _ties(counts: Mapping[Fabrics, int], size: int) -> list[tuple[list[Fabric], dict[Fabrics, int]]]:
-    """The fabrics with devices for a stage, those that hosts tie together in one list, and the devices of these hosts."""
+    """Connected components of the fabrics with devices for a stage (joined by common hosts), each with the devices of its hosts."""
     reach = _reach(counts)
     live = {hosts: [fabric for fabric in hosts if reach[fabric] >= size] for hosts, count in counts.items() if count}
     members: dict[Fabric, list[Fabrics]] = defaultdict(list)
@@ -90,7 +90,7 @@ def _ties(counts: Mapping[Fabrics, int], size: int) -> list[tuple[list[Fabric], 
         seen.add(first)
         tie = [first]
         tied: dict[Fabrics, int] = {}
-        for fabric in tie:  # it grows meanwhile
+        for fabric in tie:  # tie grows in this loop
             for hosts in members[fabric]:
                 if hosts not in tied:
                     tied[hosts] = counts[hosts]
@@ -102,7 +102,7 @@ def _ties(counts: Mapping[Fabrics, int], size: int) -> list[tuple[list[Fabric], 
 
 
 def _take_the_most(fabrics: list[Fabric], counts: Mapping[Fabrics, int], size: int) -> Shares:
-    """Exact: stages for each fabric can be had at once if every set of fabrics reaches the devices for its own (Hall)."""
+    """The exact solution: numbers of stages are feasible if every set of fabrics reaches enough devices for its stages (Hall)."""
     every = range(1 << len(fabrics))  # a set of fabrics has bit i for fabrics[i]
     bits = {hosts: sum(1 << i for i, fabric in enumerate(fabrics) if fabric in hosts) for hosts in counts}
     reach = [sum(counts[hosts] for hosts in counts if bits[hosts] & chosen) for chosen in every]
@@ -114,7 +114,8 @@ def _take_the_most(fabrics: list[Fabric], counts: Mapping[Fabrics, int], size: i
     shares: Shares = {}
     left = dict(counts)
     for i, fabric in enumerate(fabrics):
-        later = [chosen for chosen in every if chosen and not chosen & ((2 << i) - 1)]  # they must keep what they need
+        # sets of later fabrics, which must keep enough devices
+        later = [chosen for chosen in every if chosen and not chosen & ((2 << i) - 1)]
         shares[fabric] = Counter()
         need = size * stages[i]
         for hosts in sorted(counts, key=len):
@@ -130,11 +131,11 @@ def _take_the_most(fabrics: list[Fabric], counts: Mapping[Fabrics, int], size: i
 
 
 def _most_stages(room: list[int], num_fabrics: int) -> list[int]:
-    """Stages for each fabric, as many in sum as can be, where those of each set of fabrics are at most room[set]."""
+    """Numbers of stages by fabric with the largest sum, where each set of fabrics has at most room[set] stages."""
     best, most = [0] * num_fabrics, 0
 
     def add(stages: list[int], sums: list[int]) -> None:
-        """Go on with the next fabric; sums[set] are the stages of a set of fabrics so far."""
+        """Try all numbers of stages for the next fabric; sums[set]: the stages of each set of the fabrics so far."""
         nonlocal best, most
         i = len(stages)
         if i == num_fabrics:
@@ -154,7 +155,7 @@ def _most_stages(room: list[int], num_fabrics: int) -> list[int]:
 
 
 def _take_in_turn(fabrics: list[Fabric], counts: Mapping[Fabrics, int], size: int) -> Shares:
-    """Good, not exact: the fabric with the fewest devices comes first, and takes hosts on the fewest other fabrics first."""
+    """A greedy solution: the fabric with the fewest devices goes first, and takes devices of hosts on the fewest other fabrics first."""
     shares: Shares = {}
     left = dict(counts)
     members: dict[Fabric, list[Fabrics]] = {fabric: [] for fabric in fabrics}

@@ -1,13 +1,12 @@
 """Partition: which layers each stage holds.
 
-It owns the counts and their checks. Where a stage lives is said by one rule that all schedules share: stage s
-is on pipeline rank s % pipeline_parallel_size, as its chunk s // pipeline_parallel_size.
+It owns the layer counts and their checks. The schedule decides which pipeline rank holds a stage (rank_of_stage).
 
     partition = make_partition("uniform", num_layers=10, num_stages=4)
     partition.layer_counts      # (2, 3, 3, 2)
     partition.layers_of(1)      # range(2, 5)
 
-Three rules assign the layers: "uniform" by count, "proportional" by the speeds of the stages (the rule of
+Three rules assign the layers: "uniform" by count, "proportional" to the speeds of the stages (the rule of
 Holmes, arXiv 2312.03549), and "self_adapting" by costs and memory (self_adapting.py).
 """
 
@@ -30,8 +29,8 @@ PARTITION_NAMES = ("self_adapting", "proportional", "uniform")
 class Partition:
     """Layers of each stage, in order. layer_counts has one entry per stage.
 
-    A stage may have none: then it is the embedding or the head alone, or hands on what it receives. That can be predicted, and
-    no run can have it (ModuleStructure.check_partition says why).
+    A stage may have no layers: it then holds the embedding or the head alone, or only forwards its input. Such a partition can be
+    predicted but not run (see ModuleStructure.check_partition).
     """
 
     layer_counts: tuple[int, ...]
@@ -51,12 +50,12 @@ class Partition:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all stages."""
+        """The number of layers of all stages."""
         return sum(self.layer_counts)
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks times chunks."""
+        """The number of stages: pipeline ranks times chunks."""
         return len(self.layer_counts)
 
     @property
@@ -66,7 +65,7 @@ class Partition:
 
     @property
     def split_points(self) -> frozenset[int]:
-        """The layers after which a stage ends and another begins; -1 before all of them."""
+        """The layers after which a stage ends and another begins; -1 for a split before the first layer."""
         return frozenset(end - 1 for end in itertools.accumulate(self.layer_counts[:-1]))
 
     def layers_of(self, stage: int) -> range:
@@ -82,7 +81,7 @@ class Partition:
 
 @functools.lru_cache(maxsize=64)
 def _ranges(layer_counts: tuple[int, ...]) -> tuple[range, ...]:
-    """The layers of each stage. Steps ask at every layer."""
+    """The layers of each stage. Cached, since a step asks for every layer."""
     ends = list(itertools.accumulate(layer_counts))
     return tuple(range(end - count, end) for end, count in zip(ends, layer_counts, strict=True))
 
@@ -94,12 +93,12 @@ def _stages(layer_counts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def make_uniform_partition(num_layers: int, num_stages: int) -> Partition:
-    """The same number of layers for every stage, as nearly as it goes.
+    """Make a partition with the same number of layers for every stage, as nearly as possible.
 
-    A remainder of r layers goes to r stages, one each. The last stage is never among them: it also computes
-    the output head and the loss, which cost more than a layer. The first is among them only when all others
-    but the last are: it also has the embedding. Of the middle stages the later come first: with 1F1B a stage
-    holds the fewer microbatches in memory the later it stands.
+    A remainder of r layers goes to r stages, one each. The last stage never gets one: it also computes
+    the output head and the loss, which cost more than a layer. The first stage gets one only if all middle
+    stages do: it also has the embedding. Of the middle stages, later ones come first: with 1F1B, later stages
+    hold fewer microbatches in memory.
     """
     _check_enough_layers(num_layers, num_stages)
     each, remainder = divmod(num_layers, num_stages)
@@ -109,15 +108,15 @@ def make_uniform_partition(num_layers: int, num_stages: int) -> Partition:
 
 
 def make_proportional_partition(num_layers: int, speeds: Sequence[float], *, alpha: float = 1.0) -> Partition:
-    """Layers in proportion to the speeds of the stages: stage i has floor(alpha * S_i / sum(S) * L) of L layers,
-    the last one all that remain (Holmes, arXiv 2312.03549).
+    """Make a partition in proportion to the speeds of the stages: stage i gets floor(alpha * S_i / sum(S) * L) of L layers,
+    the last stage the rest (Holmes, arXiv 2312.03549).
 
     Args:
         speeds: one per stage, in any unit.
-        alpha: below 1 it leaves more layers to the last stage, above 1 fewer.
+        alpha: below 1 the last stage gets more layers, above 1 fewer.
 
     Raises:
-        ConfigurationError: speeds or alpha that are no positive numbers, or that leave a stage without layers.
+        ConfigurationError: speeds or alpha are not positive numbers, or leave a stage without layers; or there are fewer layers than stages.
     """
     _check_enough_layers(num_layers, len(speeds))
     check_number(alpha, "alpha", positive=True)
@@ -142,13 +141,13 @@ def make_partition(
     speeds: Sequence[float] | None = None,
     balance: Balance | None = None,
 ) -> Partition:
-    """A partition from the strategy's `partition` argument: a rule's name or one layer count per stage.
+    """Make a partition from the strategy's `partition` argument: a rule's name or one layer count per stage.
 
     Args:
         speeds: of each stage, for "proportional".
         balance: costs and limits, for "self_adapting".
 
-    Raises ConfigurationError for fewer layers than stages (by a rule), an unknown word, a rule without what it needs, the
+    Raises ConfigurationError for fewer layers than stages (with a rule), an unknown rule, a rule without the argument it needs, the
     wrong number of counts, a count below zero, and counts whose sum is not num_layers.
     """
     if isinstance(spec, str):

@@ -1,10 +1,10 @@
-"""PipelinePlan: what "auto" and the rules of partition come to in a run, with a reason for each, from costs where they are known.
+"""PipelinePlan: partition, schedule and microbatches of a run where the options say "auto" or name a rule, with a reason for each choice.
 
     choice = plan_by_costs(options, cost_model, layout)
     choice.partition, choice.schedule, choice.num_microbatches, choice.prediction.step_s
 
-With costs, the search (plan/search/) decides within the run's layout, which is settled. Without, layers are assigned
-by count and a pipeline rank gets four microbatches. Pure: plain data in, plain data out.
+With costs, the search (plan/search/) decides within the run's layout, which is fixed. Without costs, layers are assigned
+by count, and there are four microbatches per pipeline rank. Pure: plain data in, plain data out.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lightning_holmes.plan.search.shard_search import search_with_sharding
 from lightning_holmes.plan.self_adapting import Balance, solve
 
 _MICROBATCHES_PER_RANK = 4
-_LAYERED_CHUNKS = 4  # of a breadth-first pipeline whose costs are not known
+_LAYERED_CHUNKS = 4  # chunks of a breadth-first pipeline whose costs are not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """prediction: of a step, where costs are known. notes: a line for everything that was chosen. sharded_parameters: whether
-    parameters live in shards, where that was left open."""
+    """The chosen partition, schedule and microbatches. prediction: of a step, if costs are known. notes: a line for each choice.
+    sharded_parameters: whether the search chose to shard parameters."""
 
     partition: Partition
     schedule: str
@@ -52,11 +52,11 @@ def plan_by_count(
     across_clusters: bool = False,
     reason: str | None = None,
 ) -> PipelinePlan:
-    """Layers by count, four microbatches a pipeline rank as far as the batch reaches.
+    """Plan without costs: layers by count, four microbatches per pipeline rank, but no more than batch_size.
 
     Args:
-        across_clusters: stages lie in different clusters.
-        reason: why no costs are known; noted where they would have decided something.
+        across_clusters: whether stages lie in different clusters.
+        reason: why no costs are known, for the note about the partition.
     """
     size = pipeline_parallel_size
     notes = []
@@ -109,14 +109,14 @@ def plan_by_costs(
     why_not_sharded: str | None = None,
     described: str = "",
 ) -> PipelinePlan:
-    """The fastest schedule, number of microbatches and partition by simulation.
+    """Plan with costs: the fastest schedule, number of microbatches and partition by simulation.
 
     Args:
-        not_interleaved: why interleaving is not to be chosen, in words; None: it may be.
-        prefers_eager: take a schedule that gives transfers time where its prediction is as good as another's.
-        sharded_parameters: whether they live in shards; "auto" as the search says. The costs are those of whole ones.
-        why_not_sharded: why "auto" must not take that, in words; None: it may.
-        described: how the costs came about, for the notes.
+        not_interleaved: why interleaving must not be chosen, in words; None: it may be chosen.
+        prefers_eager: prefer a schedule that leaves time for transfers if its prediction is as good as another's.
+        sharded_parameters: whether parameters are sharded; "auto": the search decides. ``cost_model`` is for unsharded parameters.
+        why_not_sharded: why "auto" must not shard parameters, in words; None: it may.
+        described: where the costs come from, for the notes.
 
     Raises what the search raises.
     """
@@ -142,7 +142,7 @@ def plan_by_costs(
 
 
 def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]) -> Partition:
-    """By count, but for split points that lose a value; where all do, the check of the partition says which value."""
+    """Layers by count, without forbidden split points. If that is impossible, by count alone: a later check names the value that is lost."""
     uniform = make_uniform_partition(num_layers, size * chunks)
     if not uniform.split_points & set(forbidden_cuts):
         return uniform
@@ -156,7 +156,7 @@ def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]
 
 
 def repeat_plan(options: PlanOptions, former: PipelinePlan, *, reason: str) -> PipelinePlan:
-    """The former choice again, where the options leave it open: parameters stay where they are."""
+    """Repeat the former partition and schedule, so that parameters stay where they are, and its microbatches if the options leave them open."""
     return replace(
         former,
         num_microbatches=former.num_microbatches if options.num_microbatches == "auto" else options.num_microbatches,

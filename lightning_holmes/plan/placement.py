@@ -1,6 +1,6 @@
-"""Placement: which global rank stands at which coordinate of the pipeline x data-parallel x tensor-parallel grid.
+"""Placement: the coordinate of each global rank in the pipeline x data-parallel x tensor-parallel grid.
 
-It owns the order of the ranks. Groups of processes are built from it by comm.
+It owns the order of the ranks. comm builds process groups from it.
 
     topology = Topology.single_cluster(num_hosts=1, devices_per_host=4)
     placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
@@ -24,10 +24,10 @@ from lightning_holmes.plan.one_fabric import Fabric, Fabrics, needed, share_out
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """grid[pipeline_rank] holds the global ranks of a stage, tensor group by tensor group; each rank from 0 on stands in
-    it once.
+    """A grid of global ranks: grid[pipeline_rank] holds the ranks of a pipeline rank, tensor group by tensor group; each rank
+    appears once.
 
-    With tensor-parallel size t, grid[pipeline_rank][data_parallel_rank * t + tensor_parallel_rank] is a rank.
+    With tensor-parallel size t, the global rank is grid[pipeline_rank][data_parallel_rank * t + tensor_parallel_rank].
     """
 
     grid: tuple[tuple[int, ...], ...]
@@ -47,21 +47,21 @@ class Placement:
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Rows of the grid."""
+        """The number of rows of the grid."""
         return len(self.grid)
 
     @property
     def data_parallel_size(self) -> int:
-        """Tensor groups in a row of the grid: replicas of the model."""
+        """The number of tensor groups in a row of the grid, which is the number of replicas of the model."""
         return len(self.grid[0]) // self.tensor_parallel_size
 
     @property
     def world_size(self) -> int:
-        """All ranks of the grid."""
+        """The number of ranks of the grid."""
         return len(self.grid) * len(self.grid[0])
 
     def coordinate(self, rank: int) -> tuple[int, int, int]:
-        """(pipeline_rank, data_parallel_rank, tensor_parallel_rank) of a global rank."""
+        """(pipeline_rank, data_parallel_rank, tensor_parallel_rank) of a global rank. Raises ValueError if it is not in the grid."""
         for pipeline_rank, row in enumerate(self.grid):
             if rank in row:
                 return pipeline_rank, *divmod(row.index(rank), self.tensor_parallel_size)
@@ -77,7 +77,7 @@ class Placement:
         return self.grid[pipeline_rank][tensor_parallel_rank :: self.tensor_parallel_size]
 
     def tensor_parallel_group(self, pipeline_rank: int, data_parallel_rank: int) -> tuple[int, ...]:
-        """The ranks that share the layers of a stage among them."""
+        """The ranks over which the layers of a replica's stages are sharded."""
         first = data_parallel_rank * self.tensor_parallel_size
         return self.grid[pipeline_rank][first : first + self.tensor_parallel_size]
 
@@ -85,21 +85,21 @@ class Placement:
 def make_placement(
     topology: Topology, *, world_size: int, pipeline_parallel_size: int, tensor_parallel_size: int = 1
 ) -> Placement:
-    """Lay the pipeline across the clusters, keep the gradients inside them and tensor groups inside a host.
+    """Place the pipeline across clusters, and keep data-parallel groups inside a cluster and tensor groups inside a host.
 
     Ranks are ordered by cluster, RDMA fabric of the host, host and rank; with N ranks, p pipeline ranks and t
     tensor-parallel ranks, tensor groups are t consecutive ranks of a host, pipeline rank s holds the ranks
     [s*N/p, (s+1)*N/p) of that order, its data-parallel groups stride by t inside it, and pipeline j is {j, j+N/p, ...}
     (Holmes, arXiv 2312.03549, its groups). A data-parallel group thus stays inside a cluster wherever N/p divides the
     sizes of the clusters. Where it does not, the hosts of one fabric in a cluster still get as many stages of their own
-    as they can hold; what is left over makes up stages of one fabric, then of one cluster, and at last those that cross.
-    A host whose fast card is down shares none.
+    as they can hold; the remaining ranks form stages on one fabric across clusters, then stages inside one cluster, and
+    finally stages that cross clusters. A host whose RDMA cards are down is on no fabric.
 
     With hosts on one fabric each, no layout has fewer stages that leave a fabric. Devices of a host on several fabrics
-    go where they complete a stage: in a cluster by itself, no layout has fewer either, unless more than six fabrics are
-    tied together by such hosts (a fabric whose hosts are all on another one does not count). With more, and where a
-    fabric leads from one cluster to another, a layout with fewer may exist. Clusters and hosts come in the order of the
-    topology, so that the launcher's numbering of nodes does not matter.
+    go where they complete a stage: within a single cluster no layout has fewer either, unless more than six fabrics are
+    joined by such hosts (a fabric whose hosts are all on another one does not count). With more, and where a
+    fabric reaches from one cluster to another, a layout with fewer may exist. Clusters and hosts are taken in the order of
+    the topology, so that the launcher's numbering of nodes does not matter.
 
     Raises ConfigurationError if the sizes do not divide world_size, if tensor_parallel_size does not divide the devices
     of each host, or if the topology has another number of devices.
@@ -137,15 +137,15 @@ def make_placement(
 
 
 def device_grid(grid: Sequence[Sequence[int]], topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """A placement's global ranks as devices in the order of the topology."""
+    """A placement's grid with device indices in the order of the topology instead of global ranks."""
     order = [rank for host in topology.hosts for rank in topology.ranks_of_host(host.name)]
     device = {rank: index for index, rank in enumerate(order)}
     return tuple(tuple(device[rank] for rank in row) for row in grid)
 
 
 def is_plain(topology: Topology, stage_size: int) -> bool:
-    """Whether stages of so many devices are assigned in the order of the topology: they divide each cluster, whose hosts are on the
-    same fabrics. It tells without looking at the ranks, of which there may be thousands."""
+    """Whether stages of stage_size devices are placed in the order of the topology: stage_size divides every cluster, and the hosts of
+    a cluster are on the same fabrics. A fast check that does not look at each rank, of which there may be thousands."""
     return all(
         cluster.num_devices % stage_size == 0 and len({_fabrics(cluster, host) for host in cluster.hosts}) == 1
         for cluster in topology.clusters
@@ -153,7 +153,7 @@ def is_plain(topology: Topology, stage_size: int) -> bool:
 
 
 class _Place(NamedTuple):
-    """A rank, and its host's cluster and place in the topology and fabrics."""
+    """A rank, with the cluster (index), position in the topology and fabrics of its host."""
 
     cluster: int
     host: int
@@ -162,7 +162,7 @@ class _Place(NamedTuple):
 
 
 class _Stage(NamedTuple):
-    """The ranks of a stage; stages are ordered by the cluster, fabric, host and rank of the first."""
+    """The ranks of a stage. Stages sort by the cluster, fabric, host and rank of their first rank."""
 
     cluster: int
     fabric: Fabric
@@ -185,7 +185,7 @@ def _places(topology: Topology) -> list[_Place]:
 
 
 def _fabrics(cluster: Cluster, host: Host) -> Fabrics:
-    """The RDMA fabrics that a host's working cards are on; without any, the Ethernet of its cluster."""
+    """The RDMA fabrics that a host's working cards are on; if there are none, a placeholder for the Ethernet of its cluster."""
     return frozenset(
         (TRANSPORT_KINDS.index(nic.kind), fabric_of(nic, cluster.name))
         for nic in host.nics
@@ -194,7 +194,7 @@ def _fabrics(cluster: Cluster, host: Host) -> Fabrics:
 
 
 def _cut_by_fabric(places: list[_Place], size: int) -> tuple[list[_Stage], list[_Place]]:
-    """Stages of ``size`` places that are on one fabric, and the places that are left over."""
+    """Form stages of ``size`` places on one fabric; also return the places that are left over."""
     on_needed = needed(Counter(place.fabrics for place in places), size)
     alike: dict[Fabrics, list[_Place]] = {}
     for place in places:
@@ -212,7 +212,7 @@ def _cut_by_fabric(places: list[_Place], size: int) -> tuple[list[_Stage], list[
 
 
 def _cut(places: list[_Place], size: int, fabric: Fabric | None = None) -> tuple[list[_Stage], list[_Place]]:
-    """Stages of ``size`` places each, those of one fabric or, without it, as many of like fabrics together as can be."""
+    """Form stages of ``size`` places of one fabric or, without ``fabric``, sorted by cluster and fabric; also return the rest."""
     if fabric is None:
         places = sorted(places, key=lambda place: (place.cluster, min(place.fabrics), place.host, place.rank))
     whole = len(places) - len(places) % size
@@ -241,10 +241,10 @@ def check_tensor_size(topology: Topology, tensor_parallel_size: int) -> None:
 
 
 def choose_pipeline_size(topology: Topology, tensor_parallel_size: int = 1) -> tuple[int, str]:
-    """The size of the pipeline for these clusters, and why.
+    """Choose the pipeline-parallel size for these clusters; also return the reason.
 
-    A stage has as many ranks as divide every cluster, so that no data-parallel group leaves its cluster: with
-    clusters of one size that is a stage for each cluster. Hosts hold whole tensor groups, and so do such stages.
+    The number of ranks of a stage is the greatest common divisor of the clusters' sizes, so that no data-parallel group
+    leaves its cluster: with clusters of equal size, one stage per cluster. Hosts, and so stages, hold whole tensor groups.
 
     Raises ConfigurationError if tensor_parallel_size does not divide the devices of each host.
     """
@@ -262,7 +262,7 @@ def choose_pipeline_size(topology: Topology, tensor_parallel_size: int = 1) -> t
 
 
 def alternatives(topology: Topology, tensor_parallel_size: int = 1) -> str:
-    """What else could be done where the sizes of the clusters have no useful common divisor."""
+    """Describe alternatives for clusters whose sizes have no useful common divisor."""
     sizes = {cluster.name: cluster.num_devices for cluster in topology.clusters}
     total, smallest = sum(sizes.values()), min(sizes.values())
     num_groups = total // tensor_parallel_size
@@ -278,7 +278,7 @@ def alternatives(topology: Topology, tensor_parallel_size: int = 1) -> str:
 
 
 def crossing_groups(placement: Placement, topology: Topology) -> list[int]:
-    """The pipeline ranks whose data-parallel group touches several clusters."""
+    """The pipeline ranks whose data-parallel groups lie in several clusters."""
     names = [cluster.name for cluster, _ in topology.places()]
     return [stage for stage, row in enumerate(placement.grid) if len({names[rank] for rank in row}) > 1]
 
@@ -291,9 +291,9 @@ def clusters_of(placement: Placement, topology: Topology, pipeline_rank: int) ->
 
 
 def cluster_levels(ranks: Sequence[int], clusters: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
-    """The ranks of a group by cluster, and those at the same place in each cluster; both empty where that makes no sense.
+    """The two levels of a hierarchical reduction: the ranks of a group in each cluster, and the ranks at the same position in each.
 
-    ``clusters``: that of each global rank. It makes sense for several clusters with as many members, two or more, in each.
+    Both are empty unless there are several clusters with equally many members, two or more, in each. ``clusters``: of each global rank.
     """
     inside: dict[str, list[int]] = {}
     for rank in ranks:
@@ -305,7 +305,7 @@ def cluster_levels(ranks: Sequence[int], clusters: Sequence[str]) -> tuple[list[
 
 
 def clusters_of_stages(placement: Placement, clusters: Sequence[str]) -> list[str | None]:
-    """For each pipeline rank the cluster in which all of its replicas are, if there is one. ``clusters``: of each global rank."""
+    """For each pipeline rank the cluster that holds all of its replicas; None if several do. ``clusters``: of each global rank."""
     found = []
     for stage in range(placement.pipeline_parallel_size):
         of_stage = {clusters[rank] for rank in placement.data_parallel_group(stage, 0)}

@@ -1,6 +1,6 @@
-"""Plan: everything that was decided about a run. Frozen plain data, with a YAML round trip.
+"""Plan: all decisions about a run's layout. Frozen plain data that can be written to YAML and read back.
 
-It owns no decision: the strategy fills it from partition, schedule and placement, prints it at the start
+It makes no decision: the strategy fills it from partition, schedule and placement, prints it at the start
 (plan/report.py) and saves it beside each checkpoint.
 
     plan.save("plan.yaml")
@@ -24,9 +24,9 @@ from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.schedule import ScheduleName, rank_of_stage, stages_of_rank
 
 Axis = Literal["pipeline", "data_parallel", "tensor_parallel", "messages", "world"]
-"""What a group is for: an axis of the mesh; messages of its ranks, which carry no tensors of the model; or all ranks."""
+"""The purpose of a process group: an axis of the mesh; messages between its ranks, without tensors of the model; or all ranks."""
 WHOLE_MODULE = "(whole module)"
-"""What a plan calls the layers of a module that is run whole."""
+"""The value of Plan.layers for a module that is not split into layers."""
 
 _Positive = Annotated[int, Field(ge=1)]
 _Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
@@ -35,7 +35,7 @@ _Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """One group of processes: its global ranks, the transport it uses, and why it uses that one."""
+    """A process group: its global ranks, the transport it uses, and the reason."""
 
     name: Text
     axis: Axis
@@ -47,7 +47,7 @@ class GroupPlan:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanFile:
-    """What a plan's file holds; made_for and tensor_parallel_size are not in the oldest ones."""
+    """The content of a plan file; the oldest files have no made_for and tensor_parallel_size."""
 
     pipeline_parallel_size: _Positive
     data_parallel_size: _Positive
@@ -67,11 +67,11 @@ class _PlanFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What runs where and how.
+    """The layout of a run: sizes, schedule, partition, placement and process groups.
 
     layers is the name of the layer list in the module. clusters has one entry per pipeline rank: the cluster
     of its ranks, or several joined by "+". notes explain each automatic choice in one line. made_for: the module and
-    the clusters, as far as they are known.
+    the clusters that the plan was made for, as far as they are known.
     """
 
     pipeline_parallel_size: int
@@ -114,12 +114,12 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks times chunks."""
+        """The number of stages: pipeline ranks times chunks."""
         return self.pipeline_parallel_size * self.num_chunks
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.placement.world_size
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class Plan:
 
     @classmethod
     def from_yaml_text(cls, text: str, *, source: str = "plan") -> Plan:
-        """Read a plan from YAML text. Raises ConfigurationError that names the place of what is wrong."""
+        """Read a plan from YAML text. Raises ConfigurationError, which names the place of the mistake."""
         file = YamlText(text, source=source).read(_PlanFile)
         given = {entry.name: getattr(file, entry.name) for entry in fields(file)}
         try:
@@ -170,6 +170,6 @@ class Plan:
         """Read a plan from a file. Raises ConfigurationError if it cannot be read."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # bytes that are no text, a path with a zero
+        except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a path with a null character
             raise ConfigurationError(f"the plan file {path} cannot be read: {error}") from error
         return cls.from_yaml_text(text, source=str(path))

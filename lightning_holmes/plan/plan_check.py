@@ -1,4 +1,4 @@
-"""Whether a saved plan is one for this topology and this model.
+"""Checks that a saved plan was made for this topology and this model.
 
 check_plan(Plan.load("plan.yaml"), topology=topology, layers="layers", num_layers=48, source="plan.yaml")
 """
@@ -13,7 +13,7 @@ from lightning_holmes.plan.plan import Plan
 
 
 def place_again(plan: Plan, topology: Topology, world_size: int) -> Placement | None:
-    """Where a run of ``world_size`` ranks puts the plan's layout here; None where their numbers differ."""
+    """Place the plan's sizes on this topology; None unless plan, topology and run (``world_size``) have the same number of ranks."""
     if not topology.num_devices == plan.world_size == world_size:
         return None
     return make_placement(
@@ -35,14 +35,14 @@ def check_plan(
     num_parameters: int | None = None,
     source: str = "the plan",
 ) -> None:
-    """Raise ConfigurationError with every difference between what a plan was made for and what is here.
+    """Raise ConfigurationError if the plan was made for another topology or model; the message lists all differences.
 
     Args:
-        placement: of the run that begins (place_again), if it is made: a launcher may have numbered the same hosts in another order.
-        layers, num_layers: the model's layer list and its length; None where the model is not known yet.
-        module, num_parameters: its class and size, likewise. They, and what the plan's file says of the clusters' hosts and cards,
-            are compared where it says so; older files do not.
-        source: what messages call the plan.
+        placement: of this run (see place_again), instead of the plan's own: a launcher may have numbered the same hosts in another order.
+        layers, num_layers: the model's layer list and its length; None if the model is not known yet.
+        module, num_parameters: the model's class name and size; None if not known yet. They, and the clusters' hosts and network cards,
+            are compared only if the plan file has them; older files do not.
+        source: the name of the plan in messages.
     """
     differences = []
     if plan.world_size != topology.num_devices:

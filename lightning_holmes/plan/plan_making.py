@@ -1,4 +1,4 @@
-"""Making the plan of a run from what was asked for, what exists, and what was chosen (pipeline_plan.py). Pure: data in, data out.
+"""Makes the plan of a run from the options, the topology and placement, and the choices of pipeline_plan.py. Pure: data in, data out.
 
 make_plan(options, topology=..., placement=..., num_layers=12, ...)
 """
@@ -16,7 +16,7 @@ from lightning_holmes.plan.plan import WHOLE_MODULE, Axis, GroupPlan, Plan
 from lightning_holmes.plan.plan_options import PlanOptions
 
 Use = Literal["tensors", "messages", "world"]
-# For the ranks of a group and what it is for: what moves its bytes, and why.
+# (ranks of a group, purpose of the group) -> (transport, reason)
 Transports = Callable[[Sequence[int], Use], tuple[str, str]]
 
 
@@ -37,17 +37,17 @@ def make_plan(
     """The plan of a run, with a note for each automatic choice.
 
     Args:
-        edges: pairs of pipeline ranks between which tensors travel.
-        layers: the name of the layer list that was found; None for a module that is run whole.
-        num_layers: its length.
-        batch_size: samples in a training batch of one replica, if that is known.
-        transports: what a group of ranks uses, in words, and why.
-        notes: what was chosen before.
-        choice: what was chosen by costs; None: as without any.
-        made_for: what the plan's file says of module and clusters.
+        edges: pairs of pipeline ranks between which tensors are sent.
+        layers: the name of the layer list that was found; None for a module that is not split.
+        num_layers: the length of the layer list.
+        batch_size: samples in a training batch of one replica, if known.
+        transports: returns the transport of a group of ranks, in words, and the reason.
+        notes: of earlier choices.
+        choice: made from costs; None: plan by count.
+        made_for: the module and clusters, for the plan's file.
 
     Raises:
-        ConfigurationError: options that do not fit the module.
+        ConfigurationError: the options do not fit the module.
     """
     size, notes = placement.pipeline_parallel_size, list(notes)
     if layers is None:
@@ -94,8 +94,8 @@ def make_plan(
 def _groups(
     placement: Placement, pairs: Sequence[tuple[int, int]], transports: Transports, clusters: Sequence[str]
 ) -> list[GroupPlan]:
-    """The groups of more than one rank: replicas of each stage with their parts inside and across clusters, its tensor
-    groups, pipelines, and their edges if those use something else; then those of messages, and all ranks."""
+    """The groups of more than one rank: data-parallel groups with their subgroups inside and across clusters, tensor groups,
+    pipelines, edges of pipelines that use another transport than the pipeline; then the groups for messages, and all ranks."""
     found = []
     messages: list[tuple[str, tuple[int, ...]]] = []
     tensor = placement.tensor_parallel_size

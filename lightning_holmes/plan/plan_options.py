@@ -1,4 +1,4 @@
-"""PlanOptions: what the user has asked for, of what a plan decides. Plain data."""
+"""PlanOptions: the strategy's arguments that a plan depends on. Plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_holmes.plan.schedule import spec_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The strategy's arguments that decide a plan. partition: the name of a rule, or layer counts."""
+    """The strategy's arguments that a plan depends on. partition: the name of a rule, or layer counts."""
 
     pipeline_parallel_size: int | Literal["auto"]
     num_microbatches: int | Literal["auto"]
@@ -26,29 +26,29 @@ class PlanOptions:
 
     @property
     def leaves_open(self) -> bool:
-        """Whether costs could decide something: the layers of stages, microbatches or the schedule."""
+        """Whether something is left to decide from costs: the partition, the number of microbatches or the schedule."""
         rule = isinstance(self.partition, str) and self.partition != "uniform"
         return rule or self.num_microbatches == "auto" or (self.schedule == "auto" and self.num_chunks in ("auto", 1))
 
     @property
     def largest_num_chunks(self) -> int:
-        """Chunks a rank for which there must be ways between pipeline ranks; 2 stands for any number above 1."""
+        """The number of chunks per rank for which pipeline ranks must be connected; 2 stands for any number above 1."""
         if self.num_chunks != "auto":
             return self.num_chunks
         return 2 if self.schedule == "auto" or spec_of(self.schedule).is_chunked else 1
 
     @property
     def is_layered(self) -> bool:
-        """Whether a schedule was named under which all microbatches pass a stage before the next one."""
+        """Whether the given schedule is layered: all microbatches pass one stage of a rank before they begin the next."""
         return self.schedule != "auto" and spec_of(self.schedule).is_layered
 
     @property
     def placing_schedule(self) -> str:
-        """A schedule that places stages as the run's will: those that are chosen by themselves go round and round."""
+        """A schedule that places stages on ranks as the run's schedule will: "auto" never chooses a V-shaped schedule."""
         return "interleaved_1f1b" if self.schedule == "auto" else self.schedule
 
     def chunks_of_counts(self, pipeline_parallel_size: int) -> int | None:
-        """The chunks that a list of layer counts means; None where a rule assigns the layers."""
+        """The number of chunks implied by a list of layer counts; None if a rule assigns the layers, or num_chunks is given."""
         if isinstance(self.partition, str) or self.num_chunks != "auto":
             return None
         return max(1, len(self.partition) // pipeline_parallel_size)
@@ -67,14 +67,14 @@ LEFT_OPEN = PlanOptions(
 
 
 def options_of_plan(plan: Plan, given: PlanOptions, *, source: str) -> PlanOptions:
-    """The options that lead to a saved plan again.
+    """The options that reproduce a saved plan.
 
     Args:
-        given: what the user has asked for beside it.
-        source: the plan's file.
+        given: the user's options, which must be the defaults.
+        source: the plan's file, for messages.
 
     Raises:
-        ConfigurationError: something was asked for that the plan decides.
+        ConfigurationError: the user gave an option that the plan already decides.
     """
     asked = {
         entry.name: getattr(given, entry.name)

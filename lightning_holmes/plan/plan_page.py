@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a search: the topology, the table of plans, why the winner wins, its timeline.
+"""One self-contained HTML page about a search: the topology, the table of plans, the reason for the best one, and its timeline.
 
     save_plan_page(result, cost_model, "plan.html")
 
@@ -34,7 +34,7 @@ svg { width: 100%; height: auto; }
 
 
 def plan_page(result: SearchResult, cost_model: CostModel) -> str:
-    """The page's text."""
+    """The page's HTML."""
     rows = []
     for entry in (result.best, *result.runners_up):
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in prediction_cells(entry))
@@ -56,7 +56,7 @@ def plan_page(result: SearchResult, cost_model: CostModel) -> str:
 
 
 def save_plan_page(result: SearchResult, cost_model: CostModel, path: str | Path) -> None:
-    """Write the page to a file."""
+    """Write the page to a file. Raises ConfigurationError if it cannot be written."""
     try:
         Path(path).write_text(plan_page(result, cost_model), encoding="utf-8")
     except OSError as error:

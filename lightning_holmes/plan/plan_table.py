@@ -67,7 +67,7 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
 
 
 def describe_counts(counts: tuple[int, ...]) -> str:
-    """(8, 8, 8, 6) as "3 x 8, 6"."""
+    """Format layer counts: (8, 8, 8, 6) as "3 x 8, 6"."""
     runs: list[list[int]] = []
     for count in counts:
         if runs and runs[-1][1] == count:
@@ -79,14 +79,14 @@ def describe_counts(counts: tuple[int, ...]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits, in ms below a second; whole seconds from a thousand."""
+    """Format with three digits, in ms below a second; whole seconds from a thousand."""
     if 1e3 <= seconds < 1e6:
         return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def format_bytes(number: float) -> str:
-    """Three digits with a decimal prefix, as network rates have them."""
+    """Format with three digits and a decimal prefix, as is usual for network rates."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number >= factor:
             return f"{number / factor:.3g} {unit}"
@@ -94,7 +94,7 @@ def format_bytes(number: float) -> str:
 
 
 def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | None = None) -> None:
-    """The best plan and its runners-up, why it wins, and what was left out; to standard output by default."""
+    """Print the best plan and its runners-up, the reason for it, and what was left out; to standard output by default."""
     stream = file if file is not None else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
     console.print(Text(describe_task(cost_model)))
@@ -131,8 +131,8 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
 
 
 def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
-    """Characters of each column, together at most those available: rich's own are more where words are long, and it cuts the last
-    column. Columns are narrowed where lines can break between words, and only then where words are broken."""
+    """The width of each column in characters, together at most ``available``. rich itself would exceed it if words are long, and cut
+    off the last column. Columns are first narrowed where lines can break between words, then where words must be broken."""
     columns = list(zip(*rows, strict=True))
     widths = [max(len(line) for cell in column for line in cell.splitlines()) for column in columns]
     words = [max(len(word) for cell in column for word in cell.split()) for column in columns]
@@ -144,7 +144,7 @@ def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
 
 
 def describe_task(cost_model: CostModel) -> str:
-    """What was planned: the model, the devices, the batch."""
+    """Describe the input of the search: the model, the devices, the batch."""
     model, clusters = cost_model.model, cost_model.network.topology.clusters
     places = ", ".join(
         f"{cluster.name}: "
@@ -163,12 +163,12 @@ def describe_task(cost_model: CostModel) -> str:
 
 
 def describe_memory(note: str) -> str:
-    """The search's memory_note as a line that is not overlooked."""
+    """The search's memory_note as a warning."""
     return f"WARNING: {note}"
 
 
 def describe_left_out(result: SearchResult) -> str:
-    """How many candidates there were, and why the others were not simulated."""
+    """The number of candidates, and the reasons why candidates were left out."""
     parts = "; ".join(
         f"{count} {reason}" for reason, count in sorted(result.left_out.items(), key=lambda item: -item[1])
     )

@@ -1,4 +1,4 @@
-"""Prediction: what one way of running a step costs, by simulation.
+"""Prediction: time and memory of a step with one run shape and partition, by simulation.
 
 prediction = predict(cost_model, run, partition)
 prediction.step_s, prediction.samples_per_s, prediction.memory_bytes
@@ -17,17 +17,17 @@ from lightning_holmes.plan.timeline import Timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What one way of running a step is predicted to cost.
+    """The predicted time and memory of a step.
 
     Attributes:
-        model_flops, hardware_flops: of a step, without and with recomputation; 0 where work is in seconds.
+        model_flops, hardware_flops: of a step, without and with recomputation; 0 if work is in seconds.
         peak_flops_per_s: of all devices.
-        nic_bytes: by transport, what the busiest card sends in a step.
+        nic_bytes: by transport, the bytes that the busiest network card sends in a step.
         memory_bytes, memory_limits: by pipeline rank.
-        sharded_optimizer: replicas share the optimizer's states.
-        sharded_parameters: and parameters and gradients.
-        nodes: what optimizer nodes hold and move; None where there are none.
-        reason: why it was chosen, or what it lacks against the one that was.
+        sharded_optimizer: whether the optimizer's states are sharded over replicas.
+        sharded_parameters: whether parameters and gradients are, too.
+        nodes: the load of each optimizer node; None without optimizer nodes.
+        reason: why this plan was chosen, or in which respect it is worse than the chosen one.
     """
 
     run: RunShape
@@ -58,22 +58,22 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens a second, where a sample's tokens are known."""
+        """Tokens a second; None if the number of tokens of a sample is not known."""
         return None if self.tokens_per_sample is None else self.samples_per_s * self.tokens_per_sample
 
     @property
     def flops_per_s_per_device(self) -> float:
-        """Hardware FLOP/s of a device: recomputation counts, as in the tables of Megatron-LM and Holmes."""
+        """Hardware FLOP/s of a device, including recomputation, as in the tables of Megatron-LM and Holmes."""
         return self.hardware_flops / self.step_s / self.run.layout.num_devices
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: without recomputation, against the devices' peak."""
+        """Model FLOPs utilisation: FLOP/s without recomputation, as a share of the devices' peak."""
         return self.model_flops / self.step_s / self.peak_flops_per_s
 
     @property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Peak of each pipeline rank."""
+        """The peak memory of each pipeline rank in bytes."""
         return self.timeline.peak_memory_bytes
 
     def to_data(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Prediction:
 
 
 def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Prediction:
-    """Simulate one way of running a step."""
+    """Simulate a step with this run shape and partition."""
     costs = cost_model.step_costs(run, partition)
     model, training = cost_model.model, cost_model.training
     made = model.with_recomputation() if run.recomputation else model
@@ -134,5 +134,5 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
 
 
 def fits(entry: Prediction) -> bool:
-    """Whether every pipeline rank has the memory that it needs."""
+    """Whether the predicted memory of every pipeline rank is within its limit."""
     return all(mine <= limit * (1 + 1e-9) for mine, limit in zip(entry.memory_bytes, entry.memory_limits, strict=True))

@@ -1,4 +1,4 @@
-"""What a Plan looks like in a terminal or a log file.
+"""Prints a Plan to a terminal or a log file.
 
 It owns the layout of the printed plan and decides nothing.
 
@@ -54,7 +54,7 @@ def plan_table(plan: Plan, *, parameter_counts: Sequence[int] | None = None) -> 
 def print_plan(plan: Plan, file: IO[str] | None = None, *, parameter_counts: Sequence[int] | None = None) -> None:
     """Print the table, the groups with their transports, and the notes; to standard output by default."""
     stream = file if file is not None else sys.stdout
-    # Without a terminal rich falls back to 80 columns, whatever the file is.
+    # without a terminal rich would use 80 columns
     width = None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL
     console = Console(file=stream, width=width, highlight=False)
     console.print(plan_table(plan, parameter_counts=parameter_counts))
@@ -69,7 +69,7 @@ def print_plan(plan: Plan, file: IO[str] | None = None, *, parameter_counts: Seq
 
 
 def group_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """(axis, transport, reason, ranks in words) of each kind of group, those alike in one row."""
+    """(axis, transport, reason, ranks in words) of each kind of group; groups with equal axis, transport and reason share a row."""
     alike: dict[tuple[str, str, str], list[GroupPlan]] = {}
     for group in plan.groups:
         alike.setdefault((group.axis, group.transport, group.reason), []).append(group)
@@ -83,7 +83,7 @@ def _print_item(console: Console, text: str) -> None:
 
 
 def _ranks_of(plan: Plan, pipeline_rank: int) -> str:
-    """A pipeline rank's global ranks; tensor groups stand in braces."""
+    """A pipeline rank's global ranks, with tensor groups in braces."""
     placement = plan.placement
     if plan.tensor_parallel_size == 1:
         return _spans(placement.grid[pipeline_rank])
@@ -111,7 +111,7 @@ def _group_ranks(groups: Sequence[GroupPlan]) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 3, 8 as "0-3, 8"; the given order is kept."""
+    """Format 0, 1, 2, 3, 8 as "0-3, 8"; the given order is kept."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -1,15 +1,15 @@
 """Routes: which network cards lie between two devices of a topology, and how fast they are.
 
-It owns the reading of a topology's speeds. Who shares a card is for the caller to count.
+It reads the speeds of a topology. The caller counts how many transfers share a card.
 
     network = Network(topology, local_bytes_per_s=300e9)
     network.between_hosts(0, 5).bytes_per_s      # hosts by index, in the order of the topology
     network.group([0, 1, 2]).transport           # "infiniband" if all three share it, else "ethernet"
 
-Which cards hosts use together is host_cards.py's, for planner and run alike: an RDMA fabric that all of them are on, else Ethernet. What
-lies between clusters is the link of that transport, which all of their hosts share; where none is given, each pair of hosts has its own
-cards' rate, and link_notes says so. A link that was measured by one pair of hosts alone says nothing of several, and counts for each pair.
-RDMA cards of one kind add up, but by sockets; of Ethernet cards one is used.
+host_cards.py decides which cards hosts use, for planner and run alike: an RDMA fabric that all of them are on, else Ethernet. Between
+clusters, all hosts share the link of that transport; if no link is given, each pair of hosts is assumed to have the rate of its own
+cards, and link_notes reports it. A link that was measured by only one pair of hosts is assumed to give each pair that rate. The rates of
+RDMA cards of one kind add up, except with sockets; of a host's Ethernet cards only one is used.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from lightning_holmes.plan.host_cards import RDMA, HostCards, UsedCards
 from lightning_holmes.plan.layer_cost import check_number
 
 LOCAL = "local"
-# One way between two hosts where a topology says nothing; typical figures, not measured here.
+# One-way latency between two hosts if the topology does not give it; typical figures, not measured here.
 DEFAULT_LATENCY_S = {"infiniband": 3e-6, "roce": 5e-6, "ethernet": 30e-6, "between clusters": 100e-6}
 
 SOCKETS = 1448 / 1514
-"""What TCP over Ethernet leaves of the stated rate, with frames of 1500 bytes."""
+"""The share of the stated rate that TCP over Ethernet can use, with frames of 1500 bytes."""
 
 REACHED = {"infiniband": 0.9, "roce": 0.84, "ethernet": SOCKETS}
-"""Of the stated rate, by NCCL. InfiniBand: calculon's a100_80g.json, for its network between hosts. RoCE: that, less its longer
-headers: 1024 bytes of 1110 where Ethernet's frames are of 1500, and not 4096 of 4146."""
+"""The share of the stated rate that NCCL reaches. InfiniBand: calculon's a100_80g.json, for its network between hosts. RoCE: the same,
+reduced for its longer headers: with Ethernet frames of 1500 bytes, the payload is 1024 bytes of 1110 instead of 4096 of 4146."""
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One way from a host to another.
+    """The connection from one host to another, one way.
 
     Attributes:
-        card_bytes_per_s: of the hosts' cards, the slowest.
-        links: between clusters, (two clusters by index, bytes/s one way): what all of their hosts share.
+        card_bytes_per_s: of the slowest of the hosts' cards.
+        links: between clusters, (indices of two clusters, bytes/s one way), which all of their hosts share.
     """
 
     transport: str
@@ -52,7 +52,7 @@ class Channel:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of its slowest part, where nobody else sends."""
+        """Bytes/s of the slowest part, if there are no other transfers."""
         return min([self.card_bytes_per_s, *(rate for _, rate in self.links)])
 
 
@@ -60,9 +60,9 @@ class Network:
     """The speeds of a topology.
 
     Args:
-        local_bytes_per_s: one way between two devices of one host; of all, or of each cluster's.
-        efficiency: share of the stated bandwidth of network cards and links that transfers reach; of all, or by kind.
-        sockets: transfers use sockets, not RDMA (gloo does): then measured speeds count for RDMA cards, too.
+        local_bytes_per_s: one way between two devices of one host; one number, or one for each cluster.
+        efficiency: the share of the stated bandwidth of network cards and links that transfers reach; one number, or by kind.
+        sockets: transfers use sockets instead of RDMA (gloo); measured speeds then apply to RDMA cards, too.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Network:
         self._known: dict[tuple[int, int], Channel] = {}
 
     def between_hosts(self, first: int, second: int) -> Channel:
-        """The way between two hosts (indices in the order of the topology).
+        """The connection between two hosts (indices in the order of the topology).
 
         Raises:
-            ConfigurationError: a speed is not known; names the host, the card or the link, and what to write.
+            ConfigurationError: a speed is not known; the message names the host, the card or the link, and what to write.
         """
         if first == second:
             return self._local[self.cluster_of_host[first]]
@@ -108,13 +108,13 @@ class Network:
         return self._known[key]
 
     def local_of(self, hosts: Sequence[int]) -> Channel:
-        """Between two devices of one of these hosts, where it is slowest."""
+        """The connection between two devices of one host, for the slowest of these hosts."""
         ways = [self._local[cluster] for cluster in {self.cluster_of_host[host] for host in hosts}]
         return min(ways, key=lambda way: way.card_bytes_per_s)
 
     def busiest_share(self, host: int, kind: str) -> float:
-        """The share of what a host sends by a transport that the busiest of its cards carries: RDMA cards of one kind share
-        it in proportion to their rates, by sockets and on Ethernet one card has all."""
+        """The share of a host's traffic by one transport that its busiest card carries: RDMA cards of one kind share
+        the traffic in proportion to their rates; with sockets and on Ethernet one card carries all."""
         cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
         if kind == "ethernet" or self.sockets or len(cards) < 2:
             return 1.0
@@ -123,7 +123,7 @@ class Network:
         return max(known) / sum(known) if len(known) == len(rates) else 1 / len(cards)
 
     def group(self, hosts: Sequence[int]) -> Channel:
-        """What a collective over these hosts (each once) runs at: one transport for all, its slowest pair."""
+        """The speed of a collective over these hosts: one transport for all, and the rate of its slowest pair."""
         distinct = sorted(set(hosts))
         if len(distinct) == 1:
             return self.local_of(distinct)
@@ -144,7 +144,8 @@ class Network:
             elif cluster in bare:
                 raise self._unknown_way(next(ends for ends, link in links.items() if link is None and cluster in ends))
             elif members[cluster] > 1 and host in used.nics:
-                rates.append(self._used_rate(host, used))  # which says what is missing inside the cluster
+                # raises an error that names what is missing inside the cluster
+                rates.append(self._used_rate(host, used))
         return self._between_clusters(distinct, used.kind, rates, links)
 
     def _between_clusters(
@@ -154,7 +155,7 @@ class Network:
         rates: Sequence[float],
         links: Mapping[tuple[int, int], Link | None],
     ) -> Channel:
-        """The way of hosts whose cards have these rates, over these links between their clusters."""
+        """The connection of hosts whose cards have these rates, over these links between their clusters."""
         latencies = []
         if None in links.values():
             across_s = DEFAULT_LATENCY_S["between clusters"]
@@ -171,7 +172,7 @@ class Network:
         return Channel(kind, min(slowest), max(latencies), tuple(lines))
 
     def _link(self, ends: tuple[int, int], kind: str) -> Link | None:
-        """What is known of the way between two clusters by this transport."""
+        """The topology's link between two clusters for this transport, if there is one."""
         link = self._links.get(frozenset(self._names(ends)))
         return None if link is None or link.transport != kind else link
 
@@ -191,10 +192,10 @@ class Network:
         )
 
     def link_notes(self) -> tuple[str, ...]:
-        """What was assumed of ways between clusters, a line each, and how to say it better: links that count for each pair of hosts,
-        since one pair alone has measured them; links of a transport that groups do not use; in one line, pairs without a link."""
+        """Assumptions about links between clusters, a line each, with advice for the topology file: links that are assumed to give each
+        pair of hosts the rate that one pair measured; links of a transport that groups do not use; and, in one line, missing links."""
         notes: list[str] = []
-        share = self.efficiency["ethernet"]  # what is stated is multiplied by it
+        share = self.efficiency["ethernet"]  # stated rates are multiplied by it
         bare: list[tuple[int, int]] = []
         hosts_of: list[list[int]] = [[] for _ in self.topology.clusters]
         for host, cluster in enumerate(self.cluster_of_host):
@@ -231,22 +232,22 @@ class Network:
         return tuple(notes)
 
     def ethernet_bytes_per_s(self, host: int) -> float:
-        """One way, of the Ethernet card by which a host reaches other clusters.
+        """Bytes/s, one way, of the Ethernet card by which a host reaches other clusters.
 
         Raises:
-            ConfigurationError: it is not known.
+            ConfigurationError: the rate is not known.
         """
         main = self._cards.main_nic(host)
         return self._rate(host, "ethernet", () if main is None else (main,))
 
     def _states_ethernet(self, host: int) -> bool:
-        """Whether that rate is known."""
+        """Whether ethernet_bytes_per_s is known."""
         main = self._cards.main_nic(host)
         known = main is not None and main.bandwidth_bytes_per_s is not None
         return known or self.topology.clusters[self.cluster_of_host[host]].speed("ethernet") is not None
 
     def _used_rate(self, host: int, used: UsedCards) -> float:
-        """Of the cards that a host uses in a group."""
+        """Bytes/s, one way, of the cards that a host uses in a group."""
         if used.kind == "ethernet" or self.sockets:
             return self._rate(host, used.kind, (used.nics[host],) if host in used.nics else ())
         return self._rate(host, used.kind, used.rails[host])
@@ -254,7 +255,7 @@ class Network:
     def _rate(self, host: int, kind: str, cards: Sequence[Nic]) -> float:
         """Bytes/s, one way, of these cards of a host, all together.
 
-        What sockets reach was measured over the first usable card of a host, and counts for that one alone.
+        The rate of sockets was measured over the first usable card of a host, and applies to that card alone.
         """
         cluster = self.topology.clusters[self.cluster_of_host[host]]
         measured = cluster.speed(kind)
@@ -291,7 +292,7 @@ class Network:
 
 
 def _entry(ends: Sequence[str], bytes_per_s: float, latency_s: float) -> str:
-    """What the topology file says of a link that all hosts share."""
+    """The topology file's entry for a link that all hosts share."""
     return (
         f"links: - {{ends: [{', '.join(ends)}], transport: ethernet, bandwidth: {bytes_per_s * 8 / 1e9:.3g} Gbit/s, "
         f"latency: {latency_s * 1e6:.3g} us}}"

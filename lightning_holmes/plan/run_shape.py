@@ -1,4 +1,4 @@
-"""RunShape: parallel sizes, where the devices of each rank lie, schedule and microbatches: what a prediction is about. Plain data.
+"""RunShape: parallel sizes, devices of each rank, schedule and microbatches: the input of a prediction. Plain data.
 
 layout = Layout(pipeline=2, tensor=1, data=16)
 run = RunShape(layout=layout, schedule="1f1b", num_microbatches=8, microbatch_samples=4)
@@ -21,12 +21,12 @@ Across = Literal["pipeline", "data"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Parallel sizes, and which axis crosses clusters.
+    """Parallel sizes, and the axis that crosses clusters.
 
     across="pipeline": pipeline rank s has the devices [s*N/p, (s+1)*N/p) in the order of the topology (Holmes).
     across="data": replica d has the devices [d*N/D, (d+1)*N/D), so that each pipeline stays together. Devices of
-    a tensor-parallel group are neighbours in both. grid: where a placement is settled, the devices of each pipeline rank,
-    tensor group by tensor group; it stands in for these rules.
+    a tensor-parallel group are neighbours in both. grid: the devices of each pipeline rank, tensor group by tensor group, if
+    the placement is given; it overrides ``across``.
     """
 
     pipeline: int
@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def num_devices(self) -> int:
-        """All of them."""
+        """The number of devices of the layout."""
         return self.pipeline * self.tensor * self.data
 
     def devices_of(self, pipeline_rank: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
@@ -60,7 +60,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """A layout with its schedule, microbatches and recomputation: what a prediction is about."""
+    """A layout with its schedule, microbatches and recomputation."""
 
     layout: Layout
     schedule: str

@@ -1,20 +1,20 @@
-"""Balance: assigning layers to stages so that the slowest rank is as fast as it can be.
+"""Balance: assigns layers to stages so that the slowest rank is as fast as possible.
 
 The objective, precisely: rank r holds the stages r, r + P, r + 2P, ... (P ranks, num_chunks stages each), or with v_shaped
 the stages r, 2P - 1 - r, 2P + r, ... Its load is the seconds of the layers of its stages, plus before_seconds on the
-rank of the first stage and after_seconds on that of the last.
-Minimised is the largest load; among the partitions that reach it, the sum of the squared loads of the stages,
-so that what is left over is spread evenly. Memory: the bytes of a rank's layers, plus before_bytes and
+rank of the first stage and after_seconds on the rank of the last stage.
+The largest load is minimised; among the partitions that reach the minimum, the sum of the squared loads of the stages,
+so that the remaining layers are spread evenly. Memory: the bytes of a rank's layers, plus before_bytes and
 after_bytes, stay within its limit. No split point lies after a forbidden layer. Every stage has a layer, unless
-bare_stages allows others (one chunk a rank).
+bare_stages allows stages without layers (one chunk per rank only).
 
     balance = Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)
     solve(balance).layer_counts      # (6, 4)
 
-Alike layers are solved exactly by assigning layer by layer to the rank that is done first; one chunk a rank of unlike
-layers exactly by dynamic programming over split points. Several chunks of unlike layers: a search over
-the loads of all ranks, exact unless it meets more than _MAX_STATES states at one stage (the problem holds
-PARTITION); then the answer is the best found, and proven is False.
+Equal layers: exact, by assigning layer by layer to the rank that finishes first. Unequal layers with one chunk per rank:
+exact, by dynamic programming over split points. Unequal layers with several chunks: a search over the loads of all ranks,
+exact unless it reaches more than _MAX_STATES states at one stage (the problem contains the NP-hard PARTITION problem);
+then the result is the best partition found, and proven is False.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from lightning_holmes.plan.layer_cost import check_count, check_number
 Array = npt.NDArray[Any]
 
 _MAX_STATES = 20_000
-_CLOSE = 1.0 + 1e-9  # prefix sums round; a load within it counts as equal
+_CLOSE = 1.0 + 1e-9  # loads within this factor count as equal, since prefix sums are rounded
 
 
 class NothingFitsError(ConfigurationError):
-    """No partition keeps within the memory limits. excess_bytes: by how much the best of them passes one."""
+    """No partition fits the memory limits. excess_bytes: by how much the best partition exceeds the limit of ``rank``."""
 
-    def __init__(self, message: str, *, excess_bytes: float = 0.0, rank: int = 0) -> None:  # defaults: it is pickled
+    # pickling needs the defaults
+    def __init__(self, message: str, *, excess_bytes: float = 0.0, rank: int = 0) -> None:
         super().__init__(message)
         self.excess_bytes = excess_bytes
         self.rank = rank
@@ -49,9 +50,9 @@ class NothingFitsError(ConfigurationError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """The problem. seconds[rank][layer]; bytes[stage][layer] and limits[rank] where memory counts.
+    """The problem. seconds[rank][layer]; layer_bytes[stage][layer] and limits[rank] if memory is limited.
 
-    Rows may be the same tuple: ranks of one speed share theirs.
+    Ranks of equal speed may share one tuple as their row.
     """
 
     seconds: tuple[tuple[float, ...], ...]
@@ -89,17 +90,17 @@ class Balance:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """The number of pipeline ranks."""
         return len(self.seconds)
 
     @property
     def num_layers(self) -> int:
-        """Layers to assign."""
+        """The number of layers to assign."""
         return len(self.seconds[0])
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks times chunks."""
+        """The number of stages: pipeline ranks times chunks."""
         return self.num_ranks * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
@@ -108,16 +109,16 @@ class Balance:
         return self.num_ranks - 1 - place if self.v_shaped and chunk % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, one a chunk."""
+        """The stages of a rank, one per chunk."""
         back = self.num_ranks - 1 - rank if self.v_shaped else rank
         return [chunk * self.num_ranks + (back if chunk % 2 else rank) for chunk in range(self.num_chunks)]
 
     def loads(self, counts: Sequence[int]) -> list[float]:
-        """Seconds of each rank under a partition."""
+        """The load of each rank under a partition, in seconds."""
         return self._sums(counts, self.seconds, self.before_seconds, self.after_seconds)
 
     def memory(self, counts: Sequence[int]) -> list[float]:
-        """Bytes of each rank under a partition; zeros where memory does not count."""
+        """Bytes of each rank under a partition; zeros if memory is not limited."""
         if self.layer_bytes is None:
             return [0.0] * self.num_ranks
         return self._sums(counts, self.layer_bytes, self.before_bytes, self.after_bytes)
@@ -137,7 +138,7 @@ class Balance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balanced:
-    """The answer: layers of each stage, the load of the slowest rank, and whether no better one exists."""
+    """The result: layers of each stage, the load of the slowest rank, and whether the result is proven to be optimal."""
 
     layer_counts: tuple[int, ...]
     slowest_seconds: float
@@ -145,7 +146,7 @@ class Balanced:
 
 
 def solve(balance: Balance) -> Balanced:
-    """The best partition. Raises NothingFitsError where memory or forbidden split points leave none."""
+    """Find the best partition. Raises NothingFitsError if none fits the memory, ConfigurationError if none avoids the forbidden split points."""
     if _all_alike(balance) and not balance.bare_stages:
         counts, proven = _solve_alike(balance), True
     elif balance.num_chunks == 1:
@@ -157,11 +158,11 @@ def solve(balance: Balance) -> Balanced:
     return Balanced(layer_counts=counts, slowest_seconds=max(balance.loads(counts)), proven=proven)
 
 
-# one chunk a rank
+# unequal layers, one chunk per rank
 
 
 def _segments(balance: Balance, stage: int) -> tuple[Array, Array]:
-    """(L+1, L+1) seconds of the layers [i, j) on a stage, inf where that stage may not hold them; and bytes."""
+    """(L+1, L+1) seconds of the layers [i, j) on a stage, inf if the stage may not hold them; and (L+1, L+1) bytes."""
     size, last = balance.num_layers, balance.num_stages - 1
     rank = balance.rank_of(stage)
     done = np.concatenate(([0.0], np.cumsum(balance.seconds[rank])))
@@ -179,7 +180,7 @@ def _segments(balance: Balance, stage: int) -> tuple[Array, Array]:
 
 
 def _fill_buckets(costs: Sequence[Array], *, add: bool) -> tuple[int, ...] | None:
-    """Counts that minimise the largest (or with add the summed) segment cost; None if none is finite."""
+    """Layer counts that minimise the largest (with ``add`` the summed) segment cost; None if every cost is infinite."""
     size = costs[0].shape[0]
     best = np.full(size, np.inf)
     best[0] = 0.0 if add else -np.inf
@@ -212,7 +213,7 @@ def _solve_one_chunk(balance: Balance) -> tuple[int, ...] | None:
     return even or counts
 
 
-# several chunks of alike layers
+# equal layers, any number of chunks
 
 
 def _all_alike(balance: Balance) -> bool:
@@ -245,7 +246,7 @@ def _solve_alike(balance: Balance) -> tuple[int, ...] | None:
 
 
 def _chunk_bytes(balance: Balance, rank: int) -> tuple[list[float], float]:
-    """Bytes of one layer in each chunk of a rank, and what its layers may take together."""
+    """Bytes of one layer in each chunk of a rank, and the bytes that all layers of the rank may take together."""
     if balance.layer_bytes is None or balance.limits is None:
         return [0.0] * balance.num_chunks, math.inf
     stages = balance.stages_of(rank)
@@ -257,7 +258,7 @@ def _chunk_bytes(balance: Balance, rank: int) -> tuple[list[float], float]:
 
 
 def _most_layers(each: list[float], room: float, num_layers: int) -> int:
-    """How many layers fit a rank if all but one a chunk go where they take the fewest bytes."""
+    """How many layers fit a rank if each chunk has one layer and all others are in the chunk where they take the fewest bytes."""
     left = room - sum(each)
     if left < 0:
         return 0
@@ -266,10 +267,10 @@ def _most_layers(each: list[float], room: float, num_layers: int) -> int:
 
 
 def _spread(balance: Balance, rank: int, number: int) -> list[int]:
-    """Layers of each chunk of a rank: even, unless memory wants more of them in a cheaper chunk."""
+    """Layers of each chunk of a rank: spread evenly, unless they fit the memory only with more layers in a cheaper chunk."""
     each, room = _chunk_bytes(balance, rank)
     every, more = divmod(number, balance.num_chunks)
-    # the middle chunks first: the ends also have the embedding and the head
+    # the middle chunks first, since the first and the last may also have the embedding and the head
     order = sorted(range(balance.num_chunks), key=lambda chunk: (chunk in (0, balance.num_chunks - 1), -chunk))
     counts = [every] * balance.num_chunks
     for chunk in order[:more]:
@@ -282,7 +283,7 @@ def _spread(balance: Balance, rank: int, number: int) -> list[int]:
     return counts
 
 
-# several chunks of unlike layers
+# unequal layers, several chunks
 
 
 def _search(balance: Balance) -> tuple[tuple[int, ...] | None, bool]:
@@ -298,18 +299,18 @@ def _search(balance: Balance) -> tuple[tuple[int, ...] | None, bool]:
 
 
 def _lower_bound(balance: Balance) -> float:
-    """No partition is faster: all layers at once on all ranks, each at its fastest rank."""
+    """A lower bound of the largest load: every layer at the speed of its fastest rank, spread evenly over all ranks."""
     fastest = np.asarray(balance.seconds).min(axis=0).sum()
     return float((fastest + balance.before_seconds + balance.after_seconds) / balance.num_ranks)
 
 
 def _start(balance: Balance) -> tuple[int, ...] | None:
-    """A partition that evens out the stages, whatever rank they are on."""
+    """A partition that balances the stages, regardless of which rank they are on; None if forbidden split points leave none."""
     return _fill_buckets([_segments(balance, stage)[0] for stage in range(balance.num_stages)], add=False)
 
 
 def _excess(balance: Balance, counts: Sequence[int]) -> tuple[float, int]:
-    """By how many bytes a partition passes the limit, and on which rank; zero or less if it fits."""
+    """By how many bytes a partition exceeds its limit on the worst rank, and that rank; zero or less if it fits."""
     if balance.limits is None:
         return 0.0, 0
     used = balance.memory(counts)
@@ -317,7 +318,7 @@ def _excess(balance: Balance, counts: Sequence[int]) -> tuple[float, int]:
 
 
 def _improve(balance: Balance, counts: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Move one split point at a time as long as that helps: memory first, then the slowest rank, then evenness."""
+    """Move one split point at a time while that improves memory, then the slowest rank, then evenness."""
     if counts is None:
         return None
     forbidden = set(balance.forbidden_cuts)
@@ -344,10 +345,10 @@ def _improve(balance: Balance, counts: tuple[int, ...] | None) -> tuple[int, ...
 
 
 def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]:
-    """Stage by stage, every split point with every reachable set of rank loads: one that beats bound, or None.
+    """Search stage by stage over split points and the reachable loads of all ranks for a partition that beats ``bound``; None if not found.
 
-    Dropped are loads that cannot beat bound any more, and those that another state at the same split point is nowhere
-    worse than. The second value is False if states had to be dropped without such a reason.
+    States are dropped if they cannot beat bound any more, or if another state at the same split point is no worse in
+    any load. The second value is False if other states had to be dropped, too (_MAX_STATES).
     """
     ranks, stages, size = balance.num_ranks, balance.num_stages, balance.num_layers
     fastest = np.asarray(balance.seconds).min(axis=0)
@@ -370,7 +371,7 @@ def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]
         own = loads[states, rank] + seconds[cuts[states], ends]
         bytes_now = used[states, rank] + taken[cuts[states], ends]
         keep = (own * _CLOSE < bound) & (bytes_now <= limits[rank])
-        if math.isfinite(bound) and stage < stages - 1:  # what is left must fit under the bound, too
+        if math.isfinite(bound) and stage < stages - 1:  # the remaining layers must fit under the bound, too
             total = loads[states].sum(axis=1) + seconds[cuts[states], ends]
             keep &= total + left[ends] < bound * ranks * _CLOSE
         states, ends, own, bytes_now = states[keep], ends[keep], own[keep], bytes_now[keep]
@@ -397,14 +398,14 @@ def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]
 
 
 def _undominated(ends: Array, loads: Array, used: Array | None) -> Array:
-    """Indices of the states that no other state at the same split point (ends is sorted) is nowhere worse than."""
+    """Indices of the states that are not dominated by another state at the same split point. ``ends`` is sorted."""
     if not len(ends):
         return np.zeros(0, dtype=int)
     kept: list[Array] = []
     starts = np.flatnonzero(np.r_[True, ends[1:] != ends[:-1]])
     for first, last in zip(starts, [*starts[1:], len(ends)], strict=True):
         group = np.arange(first, last)
-        if len(group) > 2000:  # comparing all pairs would cost more than it saves: only repeated ones go
+        if len(group) > 2000:  # comparing all pairs would cost more than it saves: drop duplicates only
             rows = loads[group] if used is None else np.hstack((loads[group], used[group]))
             kept.append(group[np.sort(np.unique(rows, axis=0, return_index=True)[1])])
             continue
@@ -420,7 +421,7 @@ def _undominated(ends: Array, loads: Array, used: Array | None) -> Array:
 
 
 def _missing_alike(balance: Balance) -> tuple[float, int]:
-    """The least memory that every rank lacks, where layers are alike, and the rank that lacks it."""
+    """For equal layers: the least memory by which all limits must be raised for a partition to fit, and the rank that needs it."""
 
     sizes = [_chunk_bytes(balance, rank) for rank in range(balance.num_ranks)]
 

@@ -1,4 +1,4 @@
-"""Whether the optimizer is sharded over replicas, where that is left to us. Plain data, no torch.
+"""Decides whether the optimizer is sharded over replicas, for sharded_optimizer="auto". Plain data, no torch.
 
 choice = choose_sharding(facts)          # facts: what each rank has measured
 choice.on, choice.reason
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SMALL_BYTES = 64 * 2**20
-"""Optimizer state below which there is nothing to win: about that of a model of 8 M parameters under Adam."""
-_USABLE = 0.9  # of the free memory; activations want some of the rest
+"""Sharding less optimizer state than this gains nothing: about the state of a model of 8 M parameters with Adam."""
+_USABLE = 0.9  # of the free memory; activations need some of the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingFacts:
-    """What one rank knows.
+    """The figures of one rank.
 
     Attributes:
         state_bytes: of the optimizer's state for all parameters of the rank.
-        free_bytes: of memory, with parameters and gradients in place.
-        whole_s: seconds of summing gradients over replicas, and stepping all parameters.
-        sharded_s: seconds of summing each rank's share, stepping that, and gathering parameters.
+        free_bytes: free memory after parameters and gradients are allocated.
+        whole_s: seconds to sum the gradients over replicas and run the optimizer's step for all parameters.
+        sharded_s: seconds to sum the gradients of each rank's shard, run the step for the shard, and all-gather the parameters.
     """
 
     state_bytes: int
@@ -31,18 +31,18 @@ class ShardingFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingChoice:
-    """Whether it is sharded, and why, for people."""
+    """Whether the optimizer is sharded, and the reason in words."""
 
     on: bool
     reason: str
 
     def describe(self) -> str:
-        """One line."""
+        """The choice in one line."""
         return f"Sharded optimizer: {'on' if self.on else 'off'}, {self.reason}"
 
 
 def choose_sharding(facts: Sequence[ShardingFacts]) -> ShardingChoice:
-    """Sharded where the state does not fit some rank whole; else where it is not slower on the slowest rank."""
+    """Shard if the whole state does not fit on some rank; otherwise if the state is not small and sharding is not slower on the slowest rank."""
     most = max(fact.state_bytes for fact in facts)
     for rank, fact in enumerate(facts):
         if fact.state_bytes > _USABLE * fact.free_bytes:
@@ -61,7 +61,7 @@ def choose_sharding(facts: Sequence[ShardingFacts]) -> ShardingChoice:
 
 
 def needs_times(facts: Sequence[ShardingFacts]) -> bool:
-    """Whether memory alone does not decide."""
+    """Whether the choice depends on times, since memory and size alone do not decide."""
     return choose_sharding(facts).reason.startswith("measured")
 
 

@@ -1,20 +1,20 @@
-"""Simulator: runs the actions of a Schedule on predicted durations and gives a Timeline.
+"""Simulator: runs the actions of a Schedule with predicted durations and returns a Timeline.
 
-It runs the very lists that the runner runs: a rank goes through its actions in order, computes as soon as what
-it waits for has arrived, starts sends without waiting, and reduces gradients where its list says so.
+It runs the same lists of actions as the runner: a rank goes through its actions in order, computes as soon as the tensor
+it waits for has arrived, starts sends without waiting, and reduces gradients at the REDUCE_GRADIENTS actions.
 
     timeline = simulate(make_schedule("1f1b", pipeline_parallel_size=4, num_microbatches=8), StepCosts.even(4))
-    timeline.step_s         # (8 + 3) * 3.0: a forward takes 1 second, a backward 2, transfers nothing
+    timeline.step_s         # (8 + 3) * 3.0: a forward takes 1 second, a backward 2, transfers no time
 
-One replica is simulated. Replicas are alike and in step, so that where n of them send through one network card
-at a time, each gets an n-th of it: StepCosts says so in the seconds a byte takes. Within the replica a card
+One replica is simulated. All replicas are assumed to run in lockstep, so that n replicas that send through one network card
+each get an n-th of its bandwidth: the seconds per byte in StepCosts include it. Within the replica a card
 serves transfers in the order in which they are started, one at a time in each direction.
 
 Gradient reductions without overlap follow the rank's last action, one after the other. With overlap they start with the
-last backward of their stage, layer by layer, and the rank waits at its end; transfers go first where both use a card.
-Parameters that are fetched come one stage after the other, beside computing; a stage's first computation waits. Where processors carry the bytes (sockets between hosts), each byte that is sent or
-received takes some of its rank's own time, unless the rank waits anyway. Not modelled: ranks that are not alike within a
-replica's data-parallel group (the slowest counts).
+last backward of their stage, layer by layer, and the rank waits for them at its end; on a shared card, transfers go first.
+Fetches of parameters run one after the other, concurrently with computation; a stage's first computation waits for its fetch.
+If processors carry the bytes (sockets between hosts), each byte sent or received takes some of the rank's own time, unless the
+rank waits anyway. Not modelled: unequal ranks within a data-parallel group (the slowest counts).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from lightning_holmes.plan.timeline import Span, SpanKind, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """From one rank to another: latency, and the cards on the way with the seconds that a byte takes on each.
+    """The route from one rank to another: latency, and (network card, seconds per byte) for each card on it.
 
-    carried: bytes that the processors at both ends carry for each byte of the tensor (StepCosts.byte_s).
+    carried: bytes that the processors at both ends carry for each byte of the tensor (see StepCosts.byte_s).
     """
 
     latency_s: float
@@ -50,25 +50,24 @@ class StepCosts:
     """Predicted durations and sizes of one step. Tuples by stage or by pipeline rank.
 
     Attributes:
-        forward_s, backward_s: by stage, one microbatch.
-        backward_input_s, backward_weight_s: by stage, the two parts of a split backward; where they are left out, half
-            of backward_s each.
-        tensor_forward_s, tensor_backward_s: by stage, the tensor-parallel transfers that are part of these.
-        activation_bytes: by stage, its output for one microbatch; its gradient is as large.
-        routes: (from rank, to rank). A pair that is missing costs nothing.
-        message_s: seconds of the sender's own time that starting a transfer takes.
-        byte_s: by rank, seconds of its own time for each byte that it carries to or from others.
-        blocking_sends: a rank waits for what it sends to arrive, and nothing is sent to a rank that computes, as in
-            Megatron-LM's 1F1B; this package's runner does neither.
-        fetch_s: by stage, seconds until its parameters have come after a FETCH, in one lane with its rank's other fetches and
-            reductions. fetch_own_s: by stage, the rank's own time for it.
-        reduce_s: by stage, its gradient reduction. reduce_parts: by stage, how many parts (layers) it has.
-        reduce_cards: by stage, the cards that it goes through.
-        reduce_own_s, gather_own_s: by stage, the rank's own time for what it carries beside computing when the stage's
-            gradients are reduced and its parameters gathered.
-        update_s, gather_s: by rank, the optimizer's step; the gathering of sharded parameters that nothing hides.
-        static_bytes: by rank, parameters, gradients, optimizer states. held_bytes: by stage, one microbatch.
-        transient_bytes: by rank, on top of these at the peak (a layer that is being recomputed).
+        forward_s, backward_s: by stage, for one microbatch.
+        backward_input_s, backward_weight_s: by stage, the two parts of a split backward; half of backward_s each if left out.
+        tensor_forward_s, tensor_backward_s: by stage, the part of forward_s and backward_s spent in tensor-parallel transfers.
+        activation_bytes: by stage, its output for one microbatch; the output's gradient has the same size.
+        routes: by (source rank, destination rank). Transfers take no time on a pair that is missing.
+        message_s: seconds of the sender's own time to start a transfer.
+        byte_s: by rank, seconds of its own time for each byte that it sends or receives (see Route.carried).
+        blocking_sends: a rank waits until the tensor that it sends has arrived, and nothing is sent to a rank that computes, as
+            in Megatron-LM's 1F1B; this package's runner does neither.
+        fetch_s: by stage, seconds of a FETCH; a rank's fetches, and then also its reductions, run one at a time. fetch_own_s: by
+            stage, the rank's own time for a fetch.
+        reduce_s: by stage, its gradient reduction. reduce_parts: by stage, the number of parts (layers) of its reduction.
+        reduce_cards: by stage, the network cards that its reduction uses.
+        reduce_own_s, gather_own_s: by stage, the rank's own time to carry the bytes while the stage's gradients are reduced
+            and its parameters gathered concurrently with computation.
+        update_s, gather_s: by rank, the optimizer's step; the exposed part of the gathering of sharded parameters.
+        static_bytes: by rank, parameters, gradients and optimizer states. held_bytes: by stage, activations of one microbatch.
+        transient_bytes: by rank, additional bytes at the peak (such as a layer that is being recomputed).
     """
 
     forward_s: tuple[float, ...]
@@ -107,14 +106,14 @@ class StepCosts:
 
     @classmethod
     def even(cls, num_stages: int, *, forward_s: float = 1.0, backward_s: float = 2.0) -> StepCosts:
-        """Alike stages whose transfers take no time."""
+        """Equal stages, with transfers that take no time."""
         return cls(forward_s=(forward_s,) * num_stages, backward_s=(backward_s,) * num_stages)
 
 
 _FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _SEND_ACTIVATION, _SEND_GRADIENT, _FETCH, _RELEASE, _REDUCE = (
     range(9)
 )
-_NO_TIME = (Op.RECV_ACTIVATION, Op.RECV_GRADIENT)  # posting
+_NO_TIME = (Op.RECV_ACTIVATION, Op.RECV_GRADIENT)  # receives are only posted
 _CODES = {
     Op.FORWARD: _FORWARD,
     Op.BACKWARD: _BACKWARD,
@@ -129,7 +128,7 @@ _CODES = {
 
 
 def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
-    """The timeline of one step. The durations must have one entry a stage; empty tuples count as zeros."""
+    """Simulate one step. forward_s and backward_s must have one entry per stage; other empty tuples count as zeros."""
     return _Simulation(schedule, costs).run()
 
 
@@ -150,11 +149,11 @@ class _Simulation:
         self.cursor = [0] * ranks
         self.clock = [0.0] * ranks
         self.spans: list[list[Span]] = [[] for _ in range(ranks)]
-        # by (backward or not, stage, microbatch): when the tensor arrived, and when it had been sent
+        # by (_FORWARD or _BACKWARD, stage, microbatch): when the tensor arrived, and when it was sent
         self.arrived: dict[tuple[int, int, int], tuple[float, float]] = {}
         self.waiting: dict[tuple[int, int, int], int] = {}
         self.queue: list[tuple[float, int, int, int, int, int]] = []
-        # of sends that block: since when a rank is ready to receive a tensor, and sends whose receiver is not
+        # for blocking sends: since when a rank is ready to receive a tensor, and sends whose receiver is not ready yet
         self.ready: dict[tuple[int, int, int], float] = {}
         self.parked: dict[tuple[int, int, int], tuple[float, int, int, int, int]] = {}
         self.free: dict[str, float] = {}
@@ -166,14 +165,14 @@ class _Simulation:
         self.held = [0.0] * ranks
         self.peak = [0.0] * ranks
         self.pending: list[list[int]] = [[] for _ in range(ranks)]
-        self.fetched: dict[int, float] = {}  # by stage, when its parameters have come
-        self.fetching = [0.0] * ranks  # until when a rank's fetches under way last
+        self.fetched: dict[int, float] = {}  # by stage, when its parameters arrive
+        self.fetching = [0.0] * ranks  # by rank, when its last started fetch (or reduction, with fetch_s) ends
 
     def run(self) -> Timeline:
         for rank in range(self.num_ranks):
             self._go_on(rank)
         while self.queue or self.parked:
-            if not self.queue:  # ranks that send to each other in a ring, and receive later
+            if not self.queue:  # all ranks block: they send to each other in a ring, and receive later
                 self._start(*self.parked.pop(min(self.parked, key=lambda key: self.parked[key])))
             time, _, code, stage, microbatch, rank = heapq.heappop(self.queue)
             self._transfer(time, code, stage, microbatch, rank)
@@ -268,7 +267,7 @@ class _Simulation:
         self.cursor[rank], self.clock[rank] = cursor, clock
 
     def _start(self, time: float, code: int, stage: int, microbatch: int, rank: int) -> None:
-        """A transfer begins at ``time``."""
+        """Queue a transfer that begins at ``time``."""
         self.sequence += 1
         heapq.heappush(self.queue, (time, self.sequence, code, stage, microbatch, rank))
 
@@ -280,7 +279,7 @@ class _Simulation:
             self.parked[key] = (time, code, stage, microbatch, rank)
 
     def _expect(self, rank: int, cursor: int, clock: float) -> None:
-        """Where sends block: a rank that sends or waits receives what its next computation needs, and nothing else."""
+        """For blocking sends: a rank that sends or waits can receive the tensor that its next computation needs, and no other."""
         if not self.costs.blocking_sends:
             return
         for code, stage, microbatch in self.actions[rank][cursor:]:
@@ -296,26 +295,26 @@ class _Simulation:
                 return
 
     def _waits(self, code: int, stage: int) -> bool:
-        """Whether a computation needs something from another rank."""
+        """Whether a computation needs a tensor from another rank."""
         if code == _BACKWARD_WEIGHT:
             return False
         other = stage - 1 if code == _FORWARD else stage + 1
         return 0 <= other < self.num_stages and self.rank_of[other] != self.rank_of[stage]
 
     def _bytes(self, forward: bool, target: int) -> float:
-        """Of the activation, or the gradient, that stage ``target`` receives."""
+        """Bytes of the activation (``forward``) or gradient that stage ``target`` receives."""
         sizes = self.costs.activation_bytes
         return sizes[target - 1 if forward else target] if sizes else 0.0
 
     def _carrying_s(self, forward: bool, target: int, rank: int) -> float:
-        """Of ``rank``'s own time, for its end of the transfer to stage ``target``."""
+        """Seconds of ``rank``'s own time for its end of the transfer to stage ``target``."""
         if not self.costs.byte_s:
             return 0.0
         route = self.costs.routes.get((self.rank_of[target - 1 if forward else target + 1], self.rank_of[target]))
         return 0.0 if route is None else self._bytes(forward, target) * route.carried * self.costs.byte_s[rank]
 
     def _transfer(self, time: float, code: int, stage: int, microbatch: int, source: int) -> None:
-        """Bring a tensor to its rank through the cards on its way, and let that rank go on if it waits."""
+        """Transfer a tensor over the cards on its route, and resume the receiving rank if it waits."""
         forward = code == _SEND_ACTIVATION
         target = stage + 1 if forward else stage - 1
         rank = self.rank_of[target]
@@ -343,7 +342,7 @@ class _Simulation:
             self._go_on(rank)
 
     def _fetch(self, rank: int, stage: int, clock: float) -> float:
-        """Bring a stage's parameters, after what is on its way; gives the rank's clock after its own work for it."""
+        """Fetch a stage's parameters after the rank's earlier fetches; return the rank's clock after its own work for it."""
         seconds = self.costs.fetch_s[stage] if self.costs.fetch_s else 0.0
         if seconds == 0:
             return clock
@@ -353,7 +352,7 @@ class _Simulation:
         return clock + (self.costs.fetch_own_s[stage] if self.costs.fetch_own_s else 0.0)
 
     def _reduce(self, rank: int, stage: int, clock: float, cursor: int) -> float:
-        """A stage's gradients begin to be reduced; gives the rank's clock after its own work for it."""
+        """Start to reduce a stage's gradients; return the rank's clock after its own work for it."""
         if not self.costs.reduce_s or self.costs.reduce_s[stage] == 0:
             return clock
         if self.costs.fetch_s:
@@ -364,12 +363,12 @@ class _Simulation:
         self.pending[rank].append(stage)
         own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s and self.costs.overlap_reduce else 0.0
         if own_s and all(code > _BACKWARD_WEIGHT for code, _, _ in self.actions[rank][cursor:]):
-            # nothing is computed after it: the last part's is taken where the rank waits for it
+            # no computation follows: the rank carries the last part's bytes while it waits for the reduction
             own_s *= 1 - 1 / (self.costs.reduce_parts[stage] if self.costs.reduce_parts else 1)
         return clock + own_s
 
     def _finish(self, rank: int) -> None:
-        """Reductions, the optimizer's step, and the gathering of parameters."""
+        """Add the remaining reductions, the optimizer's step, and the gathering of parameters."""
         costs, clock = self.costs, self.clock[rank]
         free = self.fetching[rank]
         if not costs.overlap_reduce:

@@ -1,4 +1,4 @@
-"""Whether to split the backward: 1F1B and zero-bubble compared on measured stages. Plain data.
+"""Decides whether to split the backward, by simulating 1F1B and zero-bubble with measured stages. Plain data.
 
 stage = StageSeconds(forward_s=1.0, backward_s=2.0, input_s=1.1, weight_s=1.1)
 choose_split([stage] * 4, num_microbatches=8).schedule      # "zero_bubble": 29.8 s a step against 33 s
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from lightning_holmes.plan.schedule import make_schedule, max_in_flight, spec_of
 from lightning_holmes.plan.simulator import StepCosts, simulate
 
-_WORTH_IT = 0.97  # a smaller gain is within what timing a few microbatches can tell
+_WORTH_IT = 0.97  # a smaller gain is within the noise of timing a few microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """One microbatch on one stage, as measured.
+    """Measurements of one microbatch on one stage.
 
     Attributes:
-        forward_s, backward_s: its forward and its whole backward.
-        input_s, weight_s: the two parts of its backward when split.
-        held_bytes: what its forward leaves in the device's memory until its backward.
-        room_bytes: what the device could still hold beside the most that was in use.
+        forward_s, backward_s: the forward and the whole backward.
+        input_s, weight_s: the two parts of the split backward.
+        held_bytes: bytes that the forward leaves in the device's memory until the backward.
+        room_bytes: bytes of the device's memory that were free at the peak.
     """
 
     forward_s: float
@@ -36,20 +36,20 @@ class StageSeconds:
 
     @property
     def ratio(self) -> float:
-        """What the split backward costs in whole ones."""
+        """The time of the split backward divided by that of the whole backward."""
         return (self.input_s + self.weight_s) / self.backward_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitChoice:
-    """A schedule and why."""
+    """The chosen schedule and the reason."""
 
     schedule: str
     reason: str
 
 
 def slowest(replicas: Sequence[StageSeconds | None]) -> StageSeconds | None:
-    """One stage as the slowest of its replicas has it; None if one of them cannot split it."""
+    """A stage's measurements over all replicas, each the worst of them; None if one replica cannot split the stage."""
     known = [stage for stage in replicas if stage is not None]
     if len(known) < len(replicas) or not known:
         return None
@@ -66,10 +66,9 @@ def slowest(replicas: Sequence[StageSeconds | None]) -> StageSeconds | None:
 def choose_split(
     stages: Sequence[StageSeconds | None], *, num_microbatches: int, schedule: str = "1f1b"
 ) -> SplitChoice:
-    """``schedule`` or the same with a split backward, whichever the simulator finds faster; transfers are the same in both
-    and left out.
+    """Choose the variant of ``schedule`` with a split backward if it fits the memory and the simulator finds it over 3 % faster.
 
-    ``stages``: by stage, one a pipeline rank; None for one whose backward cannot be split.
+    Transfers are left out, since they are the same in both. ``stages``: one per pipeline rank; None if its backward cannot be split.
     """
     other = spec_of(schedule).split_variant
     assert other is not None, schedule

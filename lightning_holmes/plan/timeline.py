@@ -1,4 +1,4 @@
-"""Timeline: what each pipeline rank did when, in one step. Plain data, predicted or measured.
+"""Timeline: the spans of work of each pipeline rank in one step. Plain data, predicted or measured.
 
 The simulator makes one from a plan; a monitored run makes one from its own clocks. Both are drawn by the same plot.
 
@@ -25,16 +25,16 @@ SpanKind = Literal[
     "other",
 ]
 BESIDE_KINDS = ("transfer", "bucket_reduce", "bucket_gather")
-"""What runs beside a rank's own work."""
+"""Kinds that run concurrently with a rank's own work."""
 COMPUTE_KINDS = ("forward", "backward", "backward_input", "backward_weight", "update", "other")
 
 
 class Span(NamedTuple):
-    """One thing that a rank did from start_s to end_s, seconds since the step's start.
+    """Work of one kind on a rank from start_s to end_s, in seconds since the step's start.
 
-    A transfer is the sender's. stage is the stage whose work it is; microbatch is -1 for what belongs to none. Only
-    measured timelines have wait (for another rank), other (a rank's own work outside of the microbatches), and the
-    transfers of single buckets beside computing (bucket_reduce, bucket_gather); their reduce is what the rank waited.
+    A transfer belongs to the sender. stage is -1 for work that belongs to no stage, microbatch for work that belongs to none. Only
+    measured timelines have wait (for another rank), other (a rank's own work outside of the microbatches), and the collectives
+    of single buckets that run during computation (bucket_reduce, bucket_gather); there, reduce is the time the rank waited.
     """
 
     kind: SpanKind
@@ -46,14 +46,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step.
+    """The timeline of one step.
 
     Attributes:
-        spans: for each pipeline rank what it did, ordered by start.
-        step_s: from the start of the step to the end of its last rank.
+        spans: by pipeline rank, ordered by start.
+        step_s: seconds from the start of the step to the end of its last rank.
         exposed_s: for each axis, the seconds that ranks waited for its transfers and did nothing else, summed
-            over pipeline ranks. For the pipeline: from when the sender had the tensor to when it arrived.
-        peak_memory_bytes: for each rank; zeros where memory is not known.
+            over pipeline ranks. For the pipeline, only the time after the sender had the tensor counts.
+        peak_memory_bytes: for each rank; zeros if memory is not known.
         source: "predicted" or "measured".
     """
 
@@ -65,11 +65,11 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
+        """The number of pipeline ranks."""
         return len(self.spans)
 
     def busy_s(self, rank: int) -> float:
-        """Seconds in which a rank computed; tensor-parallel transfers inside of its computations count."""
+        """Seconds in which a rank computed, including tensor-parallel transfers inside of its computations."""
         return sum(span.end_s - span.start_s for span in self.spans[rank] if span.kind in COMPUTE_KINDS)
 
     @property

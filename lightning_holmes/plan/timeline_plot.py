@@ -1,10 +1,10 @@
-"""Drawing timelines: one row a pipeline rank; forwards, backwards, transfers, reductions, and idle time between.
+"""Draws timelines, with a row for each pipeline rank: forwards, backwards, transfers, reductions, and idle time.
 
     save_timeline_plot([prediction.timeline], "step.svg", title=str(prediction.run))
-    save_timeline_plot([predicted, measured], "step.png", ranks=[(), (0, 2)])     # whose clocks the second one is
+    save_timeline_plot([predicted, measured], "step.png", ranks=[(), (0, 2)])     # global ranks of the measured timeline
 
-Several timelines (a predicted and a measured one) are drawn below each other on one scale of seconds. What runs beside a
-rank's own work is a thin line below it. It needs matplotlib, which is asked for when a plot is.
+Several timelines (a predicted and a measured one) are drawn below each other on one time scale. Work that runs concurrently with
+a rank's own work is a thin line below it. Needs matplotlib, which is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BESIDE = {
     "bucket_reduce": 0.31,
     "bucket_gather": 0.31,
 }  # where in the row
-_ALSO_ALONE = ("reduce", "gather")  # drawn as a rank's own work where it does nothing else meanwhile
+_ALSO_ALONE = ("reduce", "gather")  # also drawn as a rank's own work while the rank computes nothing
 _MEANINGS = {
     "idle": "idle: nothing to do for this rank yet, the bubble",
     "wait": "waiting: held up by another rank",
@@ -48,7 +48,7 @@ _MEANINGS = {
 }
 PLOT_FORMATS = (".png", ".svg")
 _MOST_ROWS = 64
-_MOST_NUMBERS = 400  # beyond it a number in every box is a smear
+_MOST_NUMBERS = 400  # with more spans, microbatch numbers in the boxes are unreadable
 
 
 def save_timeline_plot(
@@ -57,7 +57,7 @@ def save_timeline_plot(
     """Write the picture to a .png or .svg file. Raises ConfigurationError for other endings.
 
     Args:
-        ranks: of each timeline the global ranks that its rows are, where they are known.
+        ranks: for each timeline the global ranks of its rows, if known.
     """
     ending = Path(path).suffix.lower()
     if ending not in PLOT_FORMATS:
@@ -69,7 +69,7 @@ def save_timeline_plot(
 
 
 def timeline_svg(timelines: Sequence[Timeline], *, title: str = "") -> str:
-    """The picture as the text of an <svg> element, to stand in a page."""
+    """The picture as the text of an <svg> element, for an HTML page."""
     text = _draw(timelines, title, "svg").decode("utf-8")
     return text[text.index("<svg") :]
 
@@ -96,7 +96,7 @@ def _draw(timelines: Sequence[Timeline], title: str, file_format: str, ranks: Se
         figure.suptitle(title, fontsize=10)
     figure.legend(handles=_legend(timelines), loc="outside lower center", ncols=9, frameon=False)
     buffer = io.BytesIO()
-    # a fixed salt: the same timeline gives the same file
+    # a fixed salt, so that the same timeline gives the same file
     with matplotlib.rc_context({"svg.hashsalt": "lightning-holmes", "svg.fonttype": "none"}):
         figure.savefig(buffer, format=file_format, dpi=110, metadata={"Date": None} if file_format == "svg" else None)
     return buffer.getvalue()

@@ -1,13 +1,13 @@
-"""Training: what a step is made of beside the model: its batch, and what becomes of gradients and optimizer states.
+"""Training: the properties of a step that do not depend on the model: its batch, gradients, optimizer states and overlap.
 
-make_training makes it of the strategy's arguments. `lightning-holmes plan` and a run that begins both call it, so that the
-same configuration is predicted alike.
+make_training makes it from the strategy's arguments. Both `lightning-holmes plan` and a run call it, so that they predict the
+same for the same configuration.
 
     training = make_training(TrainingOptions(compression="bf16"), model, shapes=shapes, batch_samples=512, device="cuda")
     training.gradient_ratio_across       # 0.5 for fp32 parameters
 
-Taken for granted: the optimizer keeps two numbers for each parameter (AdamW) and can be sharded over replicas; no hook
-of the user reads gradients, so that replicas receive sums of their share only.
+Assumed: the optimizer keeps two numbers for each parameter (AdamW) and can be sharded over replicas; no user hook
+reads gradients, so that a replica receives the summed gradients of its shard only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Literal
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.layer_cost import ModelCost, check_count, check_number
 
-_MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # of a rank's own time to start a transfer
+_MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # seconds of a rank's own time to start a transfer
 _STATES = 2.0  # numbers that AdamW keeps for each parameter
 _FP32, _HALF = 4.0, 2.0  # bytes
 _WORTH = 2
 
 
 def thin_columns(rows: int, columns: int, rank: int) -> int:
-    """Columns of the two thin matrices as which PowerSGD sends a matrix; 0 where it is sent as it is.
+    """The number of columns of the two low-rank factors that PowerSGD sends for a matrix; 0 if the matrix is sent uncompressed.
 
-    They must have at most one 2nd of its elements (torch's ``min_compression_rate``).
+    The factors must have at most half of the matrix's elements (torch's ``min_compression_rate`` of 2).
     """
     thin = min(rank, rows, columns)
     return thin if _WORTH * thin * (rows + columns) <= rows * columns else 0
@@ -36,7 +36,7 @@ def thin_columns(rows: int, columns: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """HolmesStrategy's arguments of the same names, checked there."""
+    """HolmesStrategy's arguments of the same names, which it has checked."""
 
     sharded_optimizer: bool | Literal["auto"] = "auto"
     sharded_parameters: bool | Literal["auto"] = False
@@ -51,33 +51,34 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a step is made of beside the model.
+    """The properties of a step that do not depend on the model.
 
     Attributes:
         batch_samples: samples of a step, over all replicas.
         gradient_ratio: bytes of the gradient buffer for each byte of trained parameters (2 for bf16 weights with
             fp32 gradients).
-        gradient_ratio_across: bytes that are sent of it where replicas lie in several clusters, if compressed.
+        gradient_ratio_across: bytes of compressed gradients that are sent for each byte of trained parameters if the replicas of a
+            stage lie in several clusters; None without compression.
         activation_ratio_across: share of an activation's bytes that is sent from one cluster to another.
         state_ratio: bytes of optimizer states for each byte of trained parameters (2 for AdamW in the weights' type; 6 for
             bf16 weights with fp32 master weights and AdamW).
-        least_state_ratio: the same for an optimizer that keeps nothing: 0, or what fp32 master weights take.
-        sharded_optimizer: states, and the update, are sharded over replicas; "auto": where a run would do so
+        least_state_ratio: the same for an optimizer without states: 0, or the ratio of fp32 master weights.
+        sharded_optimizer: whether states and update are sharded over replicas; "auto": if a run would shard them
             (sharding_choice.py).
-        sharded_parameters: parameters and gradients are, too, and a stage is gathered for its forwards and again for its backwards
-            (arXiv 2106.02679).
-        optimizer_nodes: so many hold parameters and states, and ranks nothing but two stages: a stage comes from them as it does where
-            parameters are sharded (LuWu, arXiv 2409.00918). Which of the two it is also says node_costs.py.
-        keeps_parameters: with optimizer nodes ranks have all of their parameters from forward to backward.
-        overlap_reduce, overlap_gather: gradient reduction runs beside the last backward; the gathering of a sharded
-            optimizer's parameters beside the next forward.
+        sharded_parameters: whether parameters and gradients are sharded, too; a stage is then gathered for its forwards and again for
+            its backwards (arXiv 2106.02679).
+        optimizer_nodes: number of nodes that hold parameters and optimizer states (LuWu, arXiv 2409.00918); ranks hold two stages at a
+            time, and receive a stage from the nodes where they would gather it with sharded parameters. See node_costs.py.
+        keeps_parameters: with optimizer nodes, whether ranks hold all of their parameters from forward to backward.
+        overlap_reduce, overlap_gather: whether gradient reduction overlaps the last backward, and the gathering of a sharded
+            optimizer's parameters the next forward.
         update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
-        message_s: seconds of a rank's own time that starting a transfer takes.
-        byte_s: seconds of the slowest rank's own time for each byte that it sends to or receives from another host, where
+        message_s: seconds of a rank's own time to start a transfer.
+        byte_s: seconds of the slowest rank's own time for each byte that it sends to or receives from another host, if
             processors carry them (sockets).
         own_s: seconds of the slowest rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
-        blocking_sends: a rank waits for what it sends to arrive (other trainers; this package's does not).
-        sequence_parallel: tensor-parallel ranks share what lies between their parts, too (Korthikanti et al. 2022).
+        blocking_sends: a rank waits until the tensor that it sends has arrived (other trainers; this package's runner does not wait).
+        sequence_parallel: activations between tensor-parallel parts are sharded, too (Korthikanti et al. 2022).
         memory_share: share of a device's memory that a plan may use.
     """
 
@@ -131,20 +132,20 @@ def make_training(
     byte_s: float = 0.0,
     own_s: float = 0.0,
 ) -> Training:
-    """What these arguments of the strategy make of a step.
+    """Make the Training of a run from the strategy's arguments.
 
     Args:
-        shapes: of the parameters that are trained.
+        shapes: of the trained parameters.
         batch_samples: of a step, over all replicas.
         device: "cpu" or "cuda".
-        update_s_per_byte: as it was measured, for fp32 parameters.
+        update_s_per_byte: as measured, for fp32 parameters.
         byte_s, own_s: as in Training.
     """
     weight = model.parameter_itemsize
     wanted = {"fp32": _FP32, "bf16": _HALF, None: weight}[options.grad_dtype]
-    gradient = weight if weight > _FP32 else wanted  # double precision stays
+    gradient = weight if weight > _FP32 else wanted  # gradients of double-precision weights keep their type
     master = options.master_weights and weight < _FP32  # fp32 weights are their own masters
-    in_shards = options.sharded_parameters is True or options.optimizer_nodes > 0  # "auto" is the search's to decide
+    in_shards = options.sharded_parameters is True or options.optimizer_nodes > 0  # the search decides "auto"
     return Training(
         batch_samples=batch_samples,
         gradient_ratio=gradient / weight,
@@ -155,7 +156,7 @@ def make_training(
         sharded_optimizer=True if master or in_shards else options.sharded_optimizer,
         sharded_parameters=in_shards,
         optimizer_nodes=options.optimizer_nodes,
-        keeps_parameters=options.keep_parameters is True,  # "auto" is for a run to decide, which knows what is free
+        keeps_parameters=options.keep_parameters is True,  # the run decides "auto", since it knows the free memory
         overlap_reduce=True,
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),
@@ -166,7 +167,7 @@ def make_training(
 
 
 def _sent_bytes(options: TrainingOptions, shapes: Sequence[Sequence[int]], gradient: float) -> float:
-    """Bytes that compression sends for an element of a gradient of so many, over all parameters alike."""
+    """The mean number of bytes that compression sends per gradient element. ``gradient``: bytes of an uncompressed element."""
     if options.compression != "powersgd":
         return min(_HALF, gradient)
     elements = sent = 0

@@ -1,8 +1,8 @@
-"""Which network card each group of ranks uses. Pure: a topology in, a choice with its reason out. Which cards hosts have in common
-is host_cards.py's, for planner and run alike.
+"""Chooses the network card for each group of ranks, with a reason, from a topology. Pure. host_cards.py finds the cards that hosts
+have in common, for planner and run alike.
 
 A group whose hosts share one RDMA fabric uses it; any other group uses Ethernet (Holmes, arXiv 2312.03549, automatic
-NIC selection). InfiniBand and RoCE cannot talk to each other, and a card that is down is none.
+NIC selection). InfiniBand and RoCE cannot talk to each other, and a card that is down does not count.
 
     chooser = TransportChooser(topology)
     choice = chooser.choose((0, 1, 4, 5))
@@ -25,14 +25,14 @@ GroupTransportKind = Literal["local", "infiniband", "roce", "ethernet"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportChoice:
-    """What a group uses and why.
+    """The transport of a group, and the reason.
 
     Attributes:
         kind: "local" for ranks of one host.
-        nics: by rank: the card it uses; ranks are left out where none is known.
+        nics: by rank, the card it uses; ranks without a known card are left out.
         reason: in one line.
-        rails: by rank, where it is RDMA: all cards of the kind on fabrics that all hosts share. NCCL takes those near a GPU.
-        fallback: the group stays inside a fabric, but a card is down.
+        rails: by rank, for RDMA: all cards of the kind on fabrics that all hosts share. NCCL uses those near a GPU.
+        fallback: whether a group inside one cluster uses Ethernet because an RDMA card is down.
         has_rdma: whether any of the hosts has a working RDMA card.
     """
 
@@ -49,14 +49,14 @@ class TransportChoice:
 
     @property
     def is_rdma(self) -> bool:
-        """Whether the group has an RDMA fabric of its own."""
+        """Whether the group uses an RDMA fabric."""
         return self.kind in RDMA
 
 
 class TransportChooser:
-    """Chooses for any group of the ranks of ``topology``.
+    """Chooses the transport for any group of the ranks of ``topology``.
 
-    ``sockets``: groups use the cards by sockets (gloo does), which needs an interface with an address behind each.
+    ``sockets``: groups use the cards through sockets (gloo), so that each card needs an interface with an IP address.
     """
 
     def __init__(self, topology: Topology, *, sockets: bool = False) -> None:
@@ -70,7 +70,7 @@ class TransportChooser:
         self._cards = HostCards(hosts, sockets=self._sockets)
 
     def without(self, down: Collection[tuple[str, str]] | None) -> TransportChooser:
-        """One that takes these fast cards, host and name, to be down; None: all."""
+        """A copy for which these RDMA cards, (host name, card name), are down; None: all RDMA cards."""
         made = copy.copy(self)
         made._set_hosts(
             [
@@ -92,7 +92,7 @@ class TransportChooser:
         return made
 
     def choose(self, ranks: Sequence[int]) -> TransportChoice:
-        """The best card that all ``ranks`` share."""
+        """Choose the best transport that all ``ranks`` share."""
         host_of = {rank: self._host_of_rank[rank] for rank in ranks}
         hosts = sorted(set(host_of.values()))
         if len(hosts) == 1:
@@ -124,7 +124,7 @@ class TransportChooser:
         )
 
     def _why_ethernet(self, places: Sequence[tuple[Cluster, Host]]) -> str:
-        """Why no RDMA fabric serves these hosts."""
+        """The reason why no RDMA fabric connects these hosts."""
         kinds: dict[str, set[str]] = {}
         for cluster, host in places:
             for nic in host.nics:
@@ -153,8 +153,8 @@ class TransportChooser:
         return self._hosts[self._host_of_rank[rank]][1]
 
     def reaching(self, rank: int, ranks: Sequence[int]) -> tuple[Nic, ...]:
-        """The working cards of the rank's host over which it reaches the hosts of ``ranks``: Ethernet, and those of fabrics
-        that all of them share."""
+        """The working cards of the rank's host over which it reaches the hosts of ``ranks``: Ethernet cards, and RDMA cards on
+        fabrics that all of these hosts share."""
         shared = self._cards.shared(sorted({self._host_of_rank[other] for other in ranks}))
         cluster, host = self._hosts[self._host_of_rank[rank]]
         return tuple(
@@ -169,7 +169,7 @@ class TransportChooser:
 
 
 def _down_cards(places: Sequence[tuple[Cluster, Host]]) -> list[str]:
-    """Why hosts of one cluster cannot use its fabric: what is down on those that have no working card of its kind."""
+    """Messages for the RDMA cards that are down, on hosts of one cluster without another working card of that kind."""
     kinds = [kind for kind in RDMA if all(any(nic.kind == kind for nic in host.nics) for _, host in places)]
     return [
         f"{nic.name} of {host.name} is down"

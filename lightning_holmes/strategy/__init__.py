@@ -1,4 +1,4 @@
-"""Lightning's side: the strategy, what a job and a run consist of, and what they refuse."""
+"""The Lightning strategy: HolmesStrategy, the job and the runs behind it, and the checks of what they support."""
 
 from lightning_holmes.strategy.strategy import HolmesStrategy
 

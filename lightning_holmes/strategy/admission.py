@@ -1,4 +1,4 @@
-"""What the strategy admits: modules, trainers and optimizers that can be run exactly, or a reason why not.
+"""Checks of what the strategy supports: modules, trainers and optimizers that cannot be run exactly are refused with a reason.
 
 Every check here is made before training, on all ranks alike.
 """
@@ -23,10 +23,10 @@ from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm,
 
 
 def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool) -> None:
-    """Refuse what a trainer is to do with a module in fit, where the pipeline could not do it exactly.
+    """Refuse settings and callbacks of a fit that a pipeline cannot run exactly.
 
     Raises:
-        UnsupportedModuleError: names what it is and the cure.
+        UnsupportedModuleError: the message names the setting or callback, and the fix.
     """
     name = type(module).__name__
     if trainer.accumulate_grad_batches > 1 and is_overridden("optimizer_zero_grad", module):
@@ -43,11 +43,11 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
 
 
 def check_tensor_parallel(module: "pl.LightningModule", trainer: "pl.Trainer", tensor_parallel_size: int) -> None:
-    """Refuse tensor groups that share nothing, and what cannot be done with sharded parameters; warn of dropout.
+    """Refuse tensor-parallel groups that shard nothing, and callbacks that do not work with DTensors; warn of dropout.
 
     Raises:
         ConfigurationError: configure_model has not sharded anything.
-        UnsupportedModuleError: a callback that averages weights.
+        UnsupportedModuleError: a callback averages weights.
     """
     name = type(module).__name__
     if not dtensor.has_dtensor_parameters(module):
@@ -77,7 +77,7 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
     """Refuse a LightningModule that a pipeline cannot run as plain Lightning would.
 
     Raises:
-        UnsupportedModuleError: names what it does and the cure.
+        UnsupportedModuleError: the message names what the module does, and the fix.
     """
     name = type(module).__name__
     if is_compiled_module(module):
@@ -106,10 +106,10 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
 
 
 def refuse_accumulation_hooks(module: "pl.LightningModule") -> None:
-    """Refuse hooks after the accumulation of a gradient, where a batch goes in parts.
+    """Refuse post-accumulate-grad hooks, which would run for each microbatch.
 
     Raises:
-        UnsupportedModuleError: names the parameter and the cure.
+        UnsupportedModuleError: the message names the parameter and the fix.
     """
     for name, parameter in module.named_parameters():
         if has_accumulation_hook(parameter):
@@ -122,7 +122,7 @@ def refuse_accumulation_hooks(module: "pl.LightningModule") -> None:
 
 @contextmanager
 def refusing_several_optimizers(module: "pl.LightningModule") -> Iterator[None]:
-    """Inside, Lightning sets up optimizers; where it refuses several, its advice, manual optimization, is no way out here."""
+    """Inside, replace Lightning's error for several optimizers: it suggests manual optimization, which this strategy refuses."""
     try:
         yield
     except RuntimeError as error:
@@ -135,7 +135,11 @@ def refusing_several_optimizers(module: "pl.LightningModule") -> Iterator[None]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that need to see the whole model at once, as far as their class tells."""
+    """Refuse optimizers that are known by their class to need the whole model at once.
+
+    Raises:
+        UnsupportedModuleError: an optimizer is torch's LBFGS.
+    """
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedModuleError(
@@ -145,13 +149,13 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
 
 
 def compare_facts(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that differ.
+    """Refuse ranks whose facts differ.
 
     Args:
-        everyone: what each global rank says of itself, by name.
+        everyone: for each global rank its facts, by name.
 
     Raises:
-        ConfigurationError: names the first differences and the ranks.
+        ConfigurationError: the facts differ; the message names the first differences and the ranks.
     """
     first = everyone[0]
     differences = []

@@ -1,4 +1,4 @@
-"""What all ranks agree on before they train: versions, arguments and modules compared, weights and random state shared.
+"""What all ranks agree on before they train: versions, arguments and modules are compared, weights and random states are shared.
 
 Every rank must call each function, in the same order.
 """
@@ -24,21 +24,21 @@ from lightning_holmes.strategy.admission import compare_facts
 from lightning_holmes.version import __version__
 
 TOPIC_RANDOM_STATE = 7
-_CHUNK = 1 << 26  # bytes that are on their way to the digest at a time
+_CHUNK = 1 << 26  # bytes of a tensor that are copied to the host at a time
 
 
 def compare_ranks(facts: Mapping[str, str], world_size: int) -> None:
-    """Stop on all ranks if their ``facts`` differ.
+    """Compare ``facts`` over all ranks.
 
     Raises:
-        ConfigurationError: names the differences and the ranks.
+        ConfigurationError: they differ, on all ranks alike; the message names the differences and the ranks.
     """
     if world_size > 1:
         compare_facts(all_gather_values(facts))
 
 
 def version_facts() -> dict[str, str]:
-    """The versions that must be the same everywhere."""
+    """Return the versions that must be the same on all ranks."""
     return {
         "lightning_holmes": __version__,
         "torch": str(torch.__version__),
@@ -48,11 +48,12 @@ def version_facts() -> dict[str, str]:
 
 
 def module_facts(module: nn.Module) -> dict[str, str]:
-    """The class of each submodule, shape, type and freezing of each parameter, shape and type of each buffer; of torch's
+    """Return the class of each submodule, shape, dtype and requires_grad of each parameter, shape and dtype of each buffer, and for torch's
     own submodules also their settings, such as the probability of a dropout."""
     facts = {"module": type(module).__qualname__}
     for name, submodule in module.named_modules():
-        own = type(submodule).__module__.startswith("torch.nn.modules.")  # another's text may hold addresses
+        # the extra_repr of other classes may contain memory addresses
+        own = type(submodule).__module__.startswith("torch.nn.modules.")
         if name:
             settings = f"({submodule.extra_repr()})" if own else ""
             facts[f"submodule {name}"] = f"{type(submodule).__qualname__}{settings}"
@@ -67,19 +68,19 @@ def module_facts(module: nn.Module) -> dict[str, str]:
 
 
 def choose_seed() -> int:
-    """The seed given to ``seed_everything``, or one of this process's own."""
+    """Return the seed given to ``seed_everything``, or a random one."""
     return int(os.environ.get("PL_GLOBAL_SEED", random.SystemRandom().getrandbits(31)))
 
 
 def broadcast_module(module: nn.Module, world_size: int, groups: ProcessGroups, source: tuple[int, int]) -> None:
-    """Give all ranks rank 0's weights and buffers, so that replicas never start unequal.
+    """Broadcast rank 0's weights and buffers to all ranks, so that replicas start equal. All ranks must call.
 
-    Only what differs is sent: with ``seed_everything`` nothing does, and a large module need not cross slow links.
-    Tensors that have no values yet are left alone; they must be the same on all ranks. The parts of a sharded tensor
-    come from the tensor group of rank 0, each over replicas and then over stages.
+    Only tensors that differ are sent: with ``seed_everything`` none do, and a large module need not cross slow links.
+    Tensors that have no values yet are skipped; they must be the same on all ranks. The parts of a DTensor
+    are broadcast from the tensor-parallel group of rank 0, each over the data-parallel group and then over the pipeline group.
 
     Args:
-        groups: this rank's.
+        groups: this rank's process groups.
         source: the pipeline rank and the data-parallel rank of rank 0.
     """
     if world_size == 1:
@@ -111,7 +112,7 @@ def _broadcast_part(tensor: Tensor, groups: ProcessGroups, source: tuple[int, in
 
 
 def content_of(tensor: Tensor) -> str:
-    """A digest of a tensor's bits on this rank."""
+    """Return a digest of the bits of a tensor, or of this rank's part of a DTensor."""
     digest = hashlib.blake2b(digest_size=16)
     flat = dtensor.local_part(tensor).detach().contiguous().flatten().view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK):
@@ -120,7 +121,7 @@ def content_of(tensor: Tensor) -> str:
 
 
 def share_generators() -> None:
-    """Give all ranks rank 0's generators; for what is drawn before the ranks of a pipeline know each other."""
+    """Give all ranks the random states of rank 0, for numbers that are drawn in ``configure_model``."""
     python, numpy_state, host = broadcast_value((random.getstate(), np.random.get_state(), torch.get_rng_state()))
     random.setstate(python)
     np.random.set_state(numpy_state)
@@ -128,7 +129,7 @@ def share_generators() -> None:
 
 
 def share_random_state(groups: ProcessGroups) -> None:
-    """Give all ranks of a replica the same generators, those of its first stage, so that their data loaders draw alike."""
+    """Give all ranks of a replica the random states of its first rank, so that their data loaders draw the same numbers."""
     for p2p in (groups.tensor_p2p, groups.p2p):
         if p2p is not None:
             _share_random_state(p2p)

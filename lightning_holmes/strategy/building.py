@@ -1,7 +1,7 @@
-"""Modules larger than one process: built without memory, filled where a rank needs them.
+"""Modules larger than the memory of one process: built without memory, and materialized part by part on the ranks that need them.
 
-Decides when a module is built so, and keeps what a rank holds from one run to the next; how is
-:mod:`lightning_holmes.pipeline.deferred`'s.
+Decides when a module is built so, and keeps a rank's parameters from one run to the next; the building itself is in
+:mod:`lightning_holmes.pipeline.deferred`.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -18,8 +18,9 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline.deferred import DeferredModule, has_fake_tensors
 from lightning_holmes.pipeline.stage import PipelineModule
 
-_HELD = "_holmes_held_parameters"  # on a module built without memory, after a run: the parameters that this rank has
-_UNFILLED = "_holmes_unfilled"  # on one whose run came to no batch: its DeferredModule
+# attributes that are set on a module built without memory
+_HELD = "_holmes_held_parameters"  # after a run: the names of the parameters that this rank holds
+_UNFILLED = "_holmes_unfilled"  # after a run that ended before its first batch: the DeferredModule
 
 WAITS = (
     "configure_model built the module without memory, and a rank gets the values of its parameters with the first batch: read or "
@@ -32,7 +33,8 @@ class ModuleBuilder:
     """Builds the module of one run.
 
     Args:
-        seed: gives a seed that all ranks share; a collective, called by all ranks at the same places.
+        seed: returns a seed that all ranks share; a collective, which all ranks call at the same places.
+        device: the device of this rank's parameters.
     """
 
     def __init__(self, seed: Callable[[], int], device: torch.device) -> None:
@@ -41,15 +43,15 @@ class ModuleBuilder:
         self._deferred: DeferredModule | None = None
         self._kept: dict[str, nn.Parameter] = {}
         self.waits = False
-        """The module's parameters have no values yet."""
+        """Whether the module's parameters have no values yet."""
 
     @contextmanager
     def configuring(
         self, module: "pl.LightningModule", initialising: Callable[[], AbstractContextManager[None]]
     ) -> Generator[None, None, None]:
-        """Run ``configure_model`` without giving its tensors memory.
+        """Inside, run ``configure_model`` without allocating its tensors.
 
-        Where it cannot run so (it reads weights by code of its own, say) it runs again, for real, in ``initialising()``.
+        If it cannot run so (for example, because it reads weights by its own code), it runs again with real tensors, in ``initialising()``.
         """
         deferred = DeferredModule(self._seed(), self._device)
         before = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
@@ -69,7 +71,7 @@ class ModuleBuilder:
             self._deferred = deferred
 
     def adopt(self, module: "pl.LightningModule") -> None:
-        """Take over parameters without values: of ``configure_model``, on the meta device, or left out by a run before."""
+        """Take over parameters without values: from ``configure_model``, on the meta device, or not held by this rank in an earlier run."""
         held, unfilled = vars(module).get(_HELD), vars(module).pop(_UNFILLED, None)
         if self._deferred is None and unfilled is not None:
             self._deferred = unfilled
@@ -79,7 +81,7 @@ class ModuleBuilder:
         if self._deferred is not None:
             self._deferred.adopt(module)
         if held is not None and self._deferred is not None:
-            # all of them for now, so that every rank compares the same tensors; what is held comes back
+            # make all parameters placeholders for now, so that every rank compares the same tensors; fill() puts the held ones back
             self._kept = {n: p for n, p in module.named_parameters() if n in held}
             self._deferred.forget({n for n, _ in module.named_parameters()})
 
@@ -90,12 +92,19 @@ class ModuleBuilder:
 
     @property
     def defers(self) -> bool:
-        """Whether the module was built without memory, and ranks hold parts of it."""
+        """Whether the module was built without memory, so that ranks hold parts of it."""
         return self._deferred is not None
 
     def begin(self, pipeline: PipelineModule, *, is_pipeline: bool, overwritten: bool) -> None:
-        """Without a pipeline, have the whole module: each rank will hold all of it. Else let its parameters be placeholders until
-        :meth:`fill`. Arguments and errors as there."""
+        """If ranks hold parts of the module (``is_pipeline``), make its parameters placeholders until :meth:`fill`; else materialize the whole
+        module.
+
+        Args:
+            overwritten: a checkpoint will be read into the parameters.
+
+        Raises:
+            ConfigurationError: this rank did not hold the whole module in an earlier run.
+        """
         if self._deferred is None:
             return
         if is_pipeline:
@@ -108,22 +117,22 @@ class ModuleBuilder:
             self._deferred = None
 
     def building(self) -> AbstractContextManager[None]:
-        """Inside: what is made of the module's tensors has no memory either."""
+        """Inside, tensors that are made from the module's tensors have no memory either."""
         return nullcontext() if self._deferred is None else self._deferred.building()
 
     def stand_ins(self) -> AbstractContextManager[None]:
-        """Inside: the module can be run on this rank, on stand-ins for its values."""
+        """Inside, the module can be run on this rank, with stand-ins for its values."""
         return nullcontext() if self._deferred is None else self._deferred.stand_ins()
 
     def fill(self, pipeline: PipelineModule, *, overwritten: bool) -> set[str] | None:
-        """Give memory and values to what this rank's stages need.
+        """Materialize the parameters that this rank's stages need.
 
         Args:
             overwritten: a checkpoint will be read into them.
 
         Returns:
-            For a module of which a run before has left each rank its part: the names of the parameters that this rank has now;
-            what else its stages need is to be brought. Else None.
+            If each rank holds a part of the module from an earlier run: the names of the parameters that this rank has now;
+            other parameters that its stages need must still be brought from other ranks. Else None.
         """
         if self._deferred is None:
             return None
@@ -140,13 +149,14 @@ class ModuleBuilder:
         return set(kept)
 
     def bring_parts(self, pipeline: PipelineModule, *, overwritten: bool) -> Callable[[Sequence[str]], None]:
-        """In place of :meth:`fill`: what gives values to some of the parameters at a time, whole for a moment.
+        """Return a function that materializes the parameters of given names, to be used instead of :meth:`fill` for one part of the module at a
+        time.
 
         Args:
             overwritten: all values come from elsewhere.
 
         Raises:
-            ConfigurationError: the run before has left this rank a part only.
+            ConfigurationError: in an earlier run this rank held only a part of the parameters that its stages need.
         """
         assert self._deferred is not None
         deferred, kept = self._deferred, self._kept
@@ -160,16 +170,17 @@ class ModuleBuilder:
         return lambda names: deferred.materialise(set(names), None if overwritten else read, overwritten=overwritten)
 
     def leave(self, pipeline: PipelineModule, *, in_shards: bool) -> bool:
-        """After a run: note on the module what this rank holds of it; False if each rank may have it whole.
+        """After a run, note on the module which of its parameters this rank holds. Return False if the module was not built without memory, so that
+        each rank may have it whole.
 
         Args:
-            in_shards: its parameters are in shards, and none of them is whole anywhere.
+            in_shards: the parameters are in shards, so that no rank has a whole one.
         """
         if self._deferred is None:
             return False
         if not self.waits:
             vars(pipeline.module)[_HELD] = frozenset() if in_shards else frozenset(pipeline.local_parameters)
-        elif self._kept:  # there was no batch: as the run before left it
+        elif self._kept:  # there was no batch: restore what the earlier run left
             for name, parameter in pipeline.parameters.items():
                 if name in self._kept:
                     dtensor.replace_local(parameter, dtensor.local_part(self._kept[name]).detach())
@@ -193,14 +204,17 @@ def move_parameters(
     group: dist.ProcessGroup | None,
     rank: int,
 ) -> None:
-    """Bring each rank of the pipeline what another layout lets it hold. All of them must call.
+    """Broadcast to each rank of the pipeline the parameters that it holds in a new layout. All ranks of the pipeline must call.
 
     Args:
-        before: the names that each rank of the pipeline has; ``after``: those that it shall have.
-        ranks: the global ranks of the pipeline; ``rank``: this one's.
+        before: for each rank of the pipeline, the names of the parameters that it has.
+        after: for each rank of the pipeline, the names of the parameters that it shall have.
+        ranks: the global ranks of the pipeline.
+        group: the process group of the pipeline.
+        rank: this process's global rank.
 
     Raises:
-        ConfigurationError: no rank has a parameter.
+        ConfigurationError: no rank has one of the parameters.
     """
     mine = ranks.index(rank)
     for name, parameter in pipeline.parameters.items():

@@ -1,9 +1,9 @@
-"""RunCheckpoints: what a checkpoint holds of a strategy's runs, and where it goes, as Lightning asks for it piece by piece.
+"""RunCheckpoints: the strategy's checkpoint hooks: collect the states of a run, save them, and load them again.
 
     checkpoints = RunCheckpoints(manager=manager, job=job, run=run, fit=fit, resumption=resumption, module=..., io=...)
     checkpoints.save({"state_dict": checkpoints.module_state(), ...}, "last.ckpt")
 
-What is done with states and files is lightning_holmes.checkpoint's.
+States and files are handled by lightning_holmes.checkpoint.
 """
 
 import functools
@@ -48,15 +48,15 @@ _HALF_DONE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCheckpoints:
-    """The strategy's checkpoint hooks at one moment. All ranks must call its methods, but where they say so.
+    """The strategy's checkpoint hooks at one moment. All ranks must call its methods, unless their docstrings say otherwise.
 
     Attributes:
         run: the present run or the last one, if any.
-        fit: the last one that trained, if any: Trainer.save_checkpoint after fit is common.
-        resumption: where what is loaded waits until a layout is known.
-        io: Lightning's; one of the user's own gets files as it expects.
-        leaves_to_nodes: what is saved goes without what optimizer nodes hold.
-        builder: of the module, if it has been configured.
+        fit: the last run that trained, if any: Trainer.save_checkpoint after fit is common.
+        resumption: keeps loaded states until the layout is known.
+        io: the strategy's CheckpointIO; if it is not Lightning's own, it is given single files, as it expects.
+        leaves_to_nodes: leave out of the checkpoint the values that optimizer nodes hold.
+        builder: the module's builder, if the module has been configured.
     """
 
     manager: checkpoints.CheckpointManager
@@ -71,7 +71,7 @@ class RunCheckpoints:
 
     @property
     def version_on_nodes(self) -> int | None:
-        """Of the values that optimizer nodes hold and will keep when workers are lost."""
+        """The version of the values that optimizer nodes hold, if they will keep them when workers are lost; else None."""
         shards = self._stage_shards
         return shards.version if isinstance(shards, RemoteParameters) and shards.is_kept else None
 
@@ -85,24 +85,25 @@ class RunCheckpoints:
 
     @property
     def _has_failed_beside_others(self) -> bool:
-        """A callback saves because of an exception (save_on_exception), but other ranks do not answer any more."""
+        """Whether a run with several ranks has failed, so that other ranks do not answer any more; a callback may still save
+        (save_on_exception)."""
         return self.job.connection.failed and self.job.connection.world_size > 1
 
     @property
     def _is_interrupted(self) -> bool:
-        """A callback saves because of an exception."""
+        """Whether the trainer was interrupted: a callback saves because of an exception."""
         return self.module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
     def _is_half_done(self) -> bool:
-        """Optimizer nodes hold some layers after a step, and others before it; true of a run that has failed then, for good."""
+        """Whether optimizer nodes have stepped some layers and not others; stays True if the run has failed in that state."""
         shards = None if self.fit is None else self.fit.shards
         return isinstance(shards, RemoteOptimizer) and shards.is_half_done
 
     # what a checkpoint holds
 
     def module_state(self) -> dict[str, Any]:
-        """The module's state: with folders, what counts on this rank; else all of it on rank 0."""
+        """Return the module's state: for a checkpoint folder, the part that this rank writes; for one file, all of it on rank 0."""
         self.manager.reading = None
         if self._is_half_done:
             if self._is_interrupted:
@@ -133,13 +134,13 @@ class RunCheckpoints:
 
     @property
     def _stage_shards(self) -> StageShards | None:
-        """Where parameters live, if that is in shards."""
+        """The shards of the parameters; None if they are whole."""
         runs = [run for run in (self.run, self.fit) if run is not None and run.stage_shards is not None]
         return runs[0].stage_shards if runs else None
 
     def _collected_parameters(self) -> Mapping[str, Any] | None:
-        """Whole parameters, each on the replica that writes it, where they live in shards; for a folder they are brought when they
-        are written."""
+        """If parameters are sharded, return whole ones, each on the replica that writes it; for a folder they may be gathered as they are
+        written."""
         shards = self._stage_shards
         if shards is None:
             return None
@@ -149,7 +150,7 @@ class RunCheckpoints:
             here, values = shards.collect_in_steps(shards.destination)
             return {n: _deferred(values, n, "", shards.num_bytes(n), shards.writer_of(n)) for n in here}
         first = self.job.place_of_rank_0[1]
-        # they stay in shards after a run, and nobody else ends what this has begun
+        # parameters stay in shards after a run, and nothing else closes the queue that this call uses then
         close = shards.queue.close if self._open_run is None else lambda: None
         if not (self._writes_folders and self._reads_when_written and type(shards) is StageShards):
             with self.job.explaining():
@@ -161,10 +162,10 @@ class RunCheckpoints:
         return {name: _deferred(parameters, name, "") for name in names}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
-        numbered as plain Lightning does."""
+        """Return the optimizer's state: for a checkpoint folder, the part that this rank writes, by parameter names; for one file, all of it on
+        rank 0, numbered as plain Lightning does."""
         fit = self.fit
-        if fit is None or self._is_half_done:  # of which the module's state has told
+        if fit is None or self._is_half_done:  # module_state has raised for that
             return {}
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         hide = self.resumption.show_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
@@ -193,7 +194,7 @@ class RunCheckpoints:
             )
 
     def _collected_states(self, fit: Fit) -> dict[str, dict[str, Any]] | None:
-        """Optimizer states, each on the replica that writes it, if the optimizer is sharded."""
+        """If the optimizer is sharded, return its states, each on the replica that writes it; else None."""
         shards = fit.shards
         if shards is None:
             return None
@@ -221,7 +222,7 @@ class RunCheckpoints:
 
     @property
     def _reads_when_written(self) -> bool:
-        """Whether a folder's values may be brought when they are written."""
+        """Whether the values of a folder may be gathered as they are written."""
         return not self.manager.background and self._are_for_the_folder_only
 
     @property
@@ -231,24 +232,24 @@ class RunCheckpoints:
 
     @property
     def _are_for_the_folder_only(self) -> bool:
-        """Nobody looks at a checkpoint's values before they are written."""
+        """Whether no code reads a checkpoint's values before they are written."""
         if self.job.placement.tensor_parallel_size > 1 or not collects_checkpoint():
             return False
         return not looks_at_checkpoints(self.module)
 
     def _gathering_rank(self) -> int | None:
-        """The pipeline rank of global rank 0, which writes files, for the ranks of its replica; None for others."""
+        """Return, on the ranks of global rank 0's replica, the pipeline rank of global rank 0, which writes files; None on other ranks."""
         pipeline_rank, replica, _ = self.job.place_of_rank_0
         return pipeline_rank if self.job.groups.data_parallel_rank == replica else None
 
     @property
     def _keeps_gathered(self) -> bool:
-        """Whether this rank's pipeline is that of rank 0; the others of its replica only help to make tensors whole."""
+        """Whether this rank's pipeline is that of rank 0; the other ranks of that replica only take part in making tensors whole."""
         return self.job.groups.tensor_parallel_rank == self.job.place_of_rank_0[2]
 
     @property
     def num_microbatches(self) -> int:
-        """Of a replica's training batch; 0 where nothing is known."""
+        """The number of microbatches of a replica's training batch; 0 if it is not known yet."""
         if self.fit is None or self.fit.planned is None:
             return self.resumption.num_microbatches or 0
         return self.fit.plan.num_microbatches
@@ -256,13 +257,17 @@ class RunCheckpoints:
     # saving
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save what Lightning has collected. With ``async_checkpoint``, returns once it is copied."""
+        """Save the checkpoint that Lightning has collected. With ``async_checkpoint``, return once it is copied.
+
+        If the run has failed and this rank cannot save, warn instead.
+        """
         failed, member = self._has_failed_beside_others, self.job.membership
         is_sharded = self.fit is not None and self.fit.shards is not None
         if failed and (not self._writes_folders or is_sharded):
             warnings.warn(f"{path} is not saved: a rank has failed, and each rank holds only its part of the module")
             return
-        if failed and self.job.connection.told:  # that rank does not come, and may take the job's store with it
+        # the failed rank does not take part, and may take the job's store with it
+        if failed and self.job.connection.told:
             warnings.warn(f"{path} is not saved: {self.job.connection.told}")
             return
         if self._is_half_done:
@@ -280,7 +285,7 @@ class RunCheckpoints:
                 num_microbatches=self.num_microbatches,
                 failed=failed,
             )
-        if run is not None and member.rank == 0:  # hyperparameters may be modules, which are parts of this one
+        if run is not None and member.rank == 0:  # hyperparameters may be modules that are parts of this one
             pipeline, state = run.pipeline, checkpoint.get("state_dict", {})
             checkpoint |= {k: pipeline.standalone(v, state) for k, v in checkpoint.items() if k not in _STATES}
         plan = "" if self.run is None or self.run.planned is None else self.run.plan.to_yaml()
@@ -300,7 +305,7 @@ class RunCheckpoints:
         if self.job.placement.pipeline_parallel_size > 1:
             warn_of_parts(self.module)
         assigned = ["optimizer"] * is_sharded + ["state_dict"] * (self._stage_shards is not None)
-        if run is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's there
+        if run is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's state there
             checkpoint["state_dict"] = checkpoints.owned(checkpoint["state_dict"], run.pipeline)
         about = _names(self.module) | {"plan": plan, "assigned": frozenset(assigned)}
         if failed:
@@ -321,20 +326,20 @@ class RunCheckpoints:
             self.io.remove_checkpoint(path)
 
     def is_ours(self, path: Any) -> bool:
-        """Whether we write and read a path ourselves: no CheckpointIO of the user's and no URL."""
+        """Whether this package reads and writes the path itself: it is no URL, and there is no CheckpointIO of the user's."""
         return type(self.io) is TorchCheckpointIO and checkpoints.is_local(path)
 
     # loading
 
     def load(self, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
-        """Lightning's checkpoint, of either format and any layout."""
+        """Load a checkpoint of either format and any layout."""
         if not self.is_ours(path) and not finding.is_folder(path):
             torch.cuda.empty_cache()
             return self.io.load_checkpoint(path, weights_only=weights_only)
         return self.load_folder(path, weights_only=weights_only)
 
     def load_folder(self, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
-        """Likewise of what we have written, which this host may not have."""
+        """Load a checkpoint that this package has written, in either format and any layout; this host may lack its files."""
         member = self.job.membership
         with self.job.explaining():
             loaded = self.manager.load(member, path, weights_only=weights_only)
@@ -345,11 +350,11 @@ class RunCheckpoints:
         return loaded
 
     def add_kept(self, loaded: dict[str, Any]) -> None:
-        """To a snapshot without parameters add those that optimizer nodes have kept; each rank asks for all. Not where the module is built part by part
-        when the first batch comes: then the nodes are the only ones that have them.
+        """Add to a snapshot without parameters those that optimizer nodes have kept; each rank fetches all of them. Do nothing if the module is built
+        part by part when the first batch comes: then only the nodes have the parameters.
 
         Raises:
-            CheckpointDamagedError: one is missing.
+            CheckpointDamagedError: the nodes lack a parameter.
         """
         if self.builder is not None and self.builder.waits:
             return
@@ -363,11 +368,11 @@ class RunCheckpoints:
         loaded["state_dict"].update(values)
 
     def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-        """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""
+        """Load weights: now if the layout is known, else as soon as it is, so that a rank reads only its part."""
         saved, trainer = checkpoint["state_dict"], self.module.trainer
         averages = any(isinstance(c, WeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
         if averages and trainer.state.fn == TrainerFn.FITTING:
-            saved = checkpoint.get("current_model_state", saved)  # training goes on from these, not from the average
+            saved = checkpoint.get("current_model_state", saved)  # training continues from these, not from the average
         self.resumption.weights = (saved, strict)
         if self._open_run is None:
             return
@@ -378,18 +383,18 @@ class RunCheckpoints:
             self._stage_shards.put(put)
 
     def load_optimizers(self, saved: Mapping[str, Any], fit: Fit) -> None:
-        """Load the states of the optimizers of ``fit``, now or when its layout is known, and those of stateful loaders."""
+        """Load the states of the optimizers of ``fit``, now or as soon as its layout is known, and the states of stateful loaders."""
         optimizers = fit.trainer.strategy.optimizers
         self.resumption.hold_optimizers(optimizers, saved["optimizer_states"])
         if fit.planned is not None:
             self.resumption.put_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
-        # Lightning does it when it makes the loaders, but wherever ``estimated_stepping_batches`` is asked for they were made,
-        # and their first pass begun, before it knew the states
+        # Lightning restores loaders when it makes them; but if ``estimated_stepping_batches`` was read, they were made, and their first
+        # pass begun, before Lightning knew the states
         restore_loaders(fit.trainer.fit_loop)
 
 
 def save_folder_alone(checkpoint: dict[str, Any], path: Any, module: pl.LightningModule) -> None:
-    """Save a module of which nothing has been run yet, and which this process has whole, as a folder."""
+    """Save a module that has not been run yet, and that this process has whole, as a checkpoint folder."""
     manager = checkpoints.CheckpointManager(distributed=True, background=False)
     manager.save_folder(
         checkpoints.Job(), checkpoint, path, **_names(module), plan="", assigned=frozenset(), background=False
@@ -404,6 +409,6 @@ def _deferred(
 
 
 def _names(module: pl.LightningModule) -> dict[str, Any]:
-    """What a folder says of a module's state: the names in order, and which are parameters."""
+    """Return the names in a module's state for a folder's manifest: all in order, and which of them are parameters."""
     state = module.state_dict(keep_vars=True)
     return {"order": list(state), "parameters": frozenset(n for n, v in state.items() if isinstance(v, nn.Parameter))}

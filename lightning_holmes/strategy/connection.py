@@ -1,11 +1,11 @@
-"""Connection: this process among all processes of its job: WORLD, what it is joined by, and what broke where it breaks.
+"""Connection: this process's membership in WORLD: how it joins, how failures are watched, and how a broken connection is explained.
 
     connection = Connection(environment, device, num_nodes=2, options=options)
     connection.open()                            # every rank, when a run begins
-    with connection.explaining(): ...            # a lost connection becomes the failure that has caused it
+    with connection.explaining(): ...            # a lost connection is replaced by the failure that has caused it
     connection.report(error); connection.close()
 
-The groups inside WORLD are job.py's; what waits for failures is comm/failure.py's.
+The process groups inside WORLD are made by job.py; failures are watched by comm/failure.py.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ from lightning_holmes.torch_private import default_store
 
 
 class Connection:
-    """A process's place in WORLD.
+    """This process's membership in WORLD.
 
     Args:
-        environment: knows the ranks.
-        device: of this process.
-        num_nodes: hosts of the job, as given to the Trainer.
+        environment: the cluster environment, which knows the ranks.
+        device: the device of this process.
+        num_nodes: the number of hosts of the job, as given to the Trainer.
+        options: the strategy's arguments.
 
     Attributes:
-        backend: of all groups of tensors.
-        inventory: of this host; None where all ranks are on one host, or :meth:`open` has not been called.
-        user: the settings of libraries that the user has made in the environment.
-        failed: this rank has failed since :meth:`open`, or been told so: others do not come to collectives any more.
-        told: which rank had failed before, and why, where this one has ended because of it; else empty.
-        moves: brings groups to other cards; None: no rank has such.
-        watch: talks to the other ranks beside their collectives; None between runs and after a failure.
+        backend: the backend of all process groups for tensors.
+        inventory: the hardware of this host; None if all ranks are on one host, or before :meth:`open`.
+        user: the settings of communication libraries that the user has made in the environment.
+        failed: whether this rank has failed, or ended because another rank has failed, since :meth:`open`; other ranks then do not take part in
+            collectives any more.
+        told: which rank had failed before, and why, if this rank has ended because of it; else empty.
+        moves: moves process groups to other cards; None: no rank has such groups.
+        watch: communicates with the other ranks outside of collectives; None between runs and after a failure.
     """
 
     def __init__(
@@ -82,10 +84,10 @@ class Connection:
         return numeric_address(self._environment.main_address)
 
     def open(self) -> None:
-        """Join WORLD where this process has not yet, and watch for failures. Every rank must call.
+        """Join WORLD, if this process has not joined yet, and watch for failures. Every rank must call.
 
         Raises:
-            ConfigurationError: the settings of this host do not allow it; the other ranks are told.
+            ConfigurationError: the settings of this host do not allow it; the other ranks are notified.
         """
         self.failed, self.told = False, ""
         if self.world_size == 1:
@@ -120,11 +122,12 @@ class Connection:
             self._watch_cards(self.watch)
             if not self._has_groups:
                 self.watch.on_doubt = functools.partial(tell_blocked, rank=self.rank, world_size=self.world_size)
-        if refusal is not None:  # now that the others, which may have nothing to refuse, will be told
+        # raised only now, when the watch can notify the other ranks, whose settings may be fine
+        if refusal is not None:
             raise refusal
 
     def _refusal_of_this_host(self, host: str) -> ConfigurationError | None:
-        """What is wrong with the settings of this host alone, as other hosts cannot know."""
+        """Return the error in the settings of this host, which other hosts cannot see; None if there is none."""
         try:
             if self.options.ports is not None:
                 check_port_range(self.options.ports)
@@ -136,13 +139,13 @@ class Connection:
     def settle(
         self, cards: dict[str, str], moves: Moves | None, addresses: Iterable[str], alike: Sequence[Sequence[int]]
     ) -> None:
-        """All groups are connected: whatever breaks from now on was reachable.
+        """Note that all process groups are connected: a connection that breaks from now on was reachable before.
 
         Args:
-            cards: the fast ones that they use, as :class:`CardWatch` takes them.
-            moves: brings groups to other cards; None: no rank has such.
-            addresses: of all hosts' cards, as far as they are known.
-            alike: the ranks of each stage.
+            cards: the fast cards that the groups use, as :class:`CardWatch` takes them.
+            moves: moves groups to other cards; None: no rank has such groups.
+            addresses: the addresses of all hosts' cards, as far as they are known.
+            alike: the ranks that do the same work, for each stage and tensor-parallel rank.
         """
         self._addresses, self._alike = frozenset(addresses), alike
         self._has_groups, self._cards, self.moves = True, CardWatch(cards) if cards else None, moves
@@ -158,23 +161,23 @@ class Connection:
             watch.move_by(self.moves)
 
     def close(self) -> None:
-        """Watch no more; WORLD stays, for a later run."""
+        """Stop watching for failures; WORLD stays, for a later run."""
         if self.watch is not None:
             self.watch.stop()
             self.watch = None
 
-    # plain values over WORLD
+    # Python values over WORLD
 
     def all_gather(self, value: Any) -> list[Any]:
-        """What each rank gives; all must call."""
+        """Return ``value`` of each rank, by rank; all ranks must call."""
         return all_gather_values(value)
 
     def broadcast(self, value: Any) -> Any:
-        """What rank 0 gives; all must call."""
+        """Return ``value`` of rank 0; all ranks must call."""
         return broadcast_value(value)
 
     def ask_rank_0(self, find: Callable[[], Any]) -> Any:
-        """What ``find()`` returns on rank 0, or raises there, on every rank; all must call."""
+        """Call ``find`` on rank 0, and return its result, or raise its error, on every rank; all ranks must call."""
         answer: tuple[Any, Exception | None] = None, None
         if self.rank == 0:
             try:
@@ -190,10 +193,13 @@ class Connection:
 
     @contextmanager
     def explaining(self, where: Callable[[], str] | None = None) -> Generator[None, None, None]:
-        """Replace a broken connection by the failure of the rank that broke it, or name the group that is used inside.
+        """Inside, replace the error of a broken connection by the failure of the rank that broke it, or name the group that was used.
 
         Args:
-            where: names the group; None before there are groups.
+            where: returns a description of the group; None before there are groups.
+
+        Raises:
+            ConnectionLostError: a connection was lost, and no rank has reported why.
         """
         try:
             yield
@@ -214,7 +220,7 @@ class Connection:
             raise ConnectionLostError(f"{words}. {stall}" if stall else words) from exception
 
     def _explain_blocked(self, exception: Exception) -> None:
-        """Raise what is known of connections that cannot be made, where WORLD has failed before there are other groups."""
+        """If WORLD has failed before there are other groups, raise UnreachableError with the connections that are known to be blocked, if any."""
         if self.watch is None or self.num_nodes == 1:
             return
         self.watch.doubt()
@@ -226,12 +232,12 @@ class Connection:
             ) from exception
 
     def report(self, exception: BaseException, explaining: Callable[[], AbstractContextManager[None]]) -> None:
-        """Tell the other ranks that this one has failed, and why, as ``explaining`` says it."""
+        """Report to the other ranks that this one has failed, and why; ``explaining`` replaces the exception by its cause."""
         self.failed = True
         said = exception
         if isinstance(exception, Exception) and not isinstance(exception, HolmesError):
             try:
-                with explaining():  # what broke in Lightning's own collectives, or a hook's
+                with explaining():  # the failure may be in a collective of Lightning's or of a hook
                     raise exception
             except HolmesError as explained:
                 said = explained
@@ -244,7 +250,7 @@ class Connection:
         self.watch = None
         line = f"[rank {self.rank}] {one_line(said)}"
         if isinstance(said, KeyboardInterrupt):
-            if self.rank:  # Lightning says so on rank 0, and ends all by sys.exit
+            if self.rank:  # on rank 0 Lightning prints it, and ends the process by sys.exit
                 print(line, file=sys.stderr, flush=True)
         elif first is not None and first.rank != self.rank:
             own, others = one_line(said), first.words.splitlines()[0]
@@ -255,7 +261,7 @@ class Connection:
                 line = f"{line}; here {own}"
             show_as(exception, line)
         elif first is None and isinstance(said, HolmesError) and is_lost(said):
-            show_as(exception, line)  # nobody answers: the place in the code says less than this
+            show_as(exception, line)  # no other rank answers: this line says more than the traceback
         elif said is not exception:
             print(line, file=sys.stderr, flush=True)
         on_end(line)

@@ -1,10 +1,10 @@
-"""Fit: a run that trains: the user's optimizer over what this rank holds, its gradients, and training steps.
+"""Fit: a run that trains: the user's optimizer over this rank's parameters, its gradients, and training steps.
 
     fit = Fit(trainer, context)                     # every rank must make it
     output = fit.training_step(batch, batch_idx)    # forward and backward
-    fit.hand_over()                                 # inside Strategy.backward: p.grad is what the optimizer shall see
+    fit.hand_over()                                 # inside Strategy.backward: sets p.grad for the optimizer
 
-An ended fit still knows its optimizer's names and shards, for Trainer.save_checkpoint.
+The optimizer's names and shards stay readable after a fit has ended, for Trainer.save_checkpoint.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,24 +64,24 @@ class Fit(Run):
     """A run that trains. All ranks make one, and call its methods together.
 
     Attributes:
-        parameter_groups: the optimizer's, by the names of all stages' parameters.
-        gradients: from backward to the optimizer's step; there from the first training batch to the end of the fit.
-        has_gradients: it is so.
-        unchanged: refuses hooks that change parameters when the backward has been run already; there with the gradients.
-        shards: the sharded optimizer, or None.
-        accumulates: more batches come before the optimizer's step.
+        parameter_groups: the optimizer's parameter groups, by the names of all stages' parameters.
+        gradients: handles gradients from the backward to the optimizer's step; exists from the first training batch to the end of the fit.
+        has_gradients: whether ``gradients`` exists.
+        unchanged: refuses hooks that change parameters between forward and backward; exists from the first training batch on.
+        shards: the sharded optimizer, or the one on optimizer nodes; None if every replica has the whole optimizer.
+        accumulates: whether more batches come before the optimizer's step.
     """
 
     has_gradients = False
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
-        self._found: Separability | None = None  # of the optimizer, once there is one
-        self._num_tested = 0  # of its groups
-        self._on_nodes: RemoteParameters | None = None  # that stay there when the run has ended
+        self._found: Separability | None = None  # how the optimizer can be sharded, once it is tested
+        self._num_tested = 0  # the optimizer's groups that were tested
+        self._on_nodes: RemoteParameters | None = None  # parameters that stay on optimizer nodes when the run has ended
         super().__init__(trainer, context)
-        context.resumption.optimizers = []  # of a run that came to no batch
+        context.resumption.optimizers = []  # drop those of an earlier run that ended before its first batch
         self.accumulates = False
-        self._has_stepped = False  # in this batch
+        self._has_stepped = False  # whether the training step has run for this batch
         self._clock: StepClock | None = None
         self._trial: SplitTrial | None = None
         self.gradients: Gradients
@@ -95,7 +95,7 @@ class Fit(Run):
         self._begin(self.parameter_groups)
 
     def _make_optimizers(self) -> None:
-        """The user's optimizers, over the whole module or what this rank holds."""
+        """Make the user's optimizers, over the whole module or over the parameters that this rank holds."""
         trainer, connection, strategy = self.trainer, self.job.connection, self.trainer.strategy
         place, waiting = f"{type(self.module).__name__}.configure_optimizers", self.context.builder.waiting
         with refusing_reads(self.pipeline, waiting, place) if waiting else nullcontext():
@@ -115,7 +115,7 @@ class Fit(Run):
         optimizers_to_device(optimizers, connection.device)
 
     def _test_optimizer(self, optimizers: Sequence[Optimizer]) -> None:
-        """How the optimizer can be sharded, where it may be; again where it has been given groups before the first batch."""
+        """Test how the optimizer can be sharded, if that is needed; test again if groups were added before the first batch."""
         placement, connection = self.job.placement, self.job.connection
         wanted = sharding.wants_shards(self.options.sharding_options, placement.data_parallel_size)
         if not optimizers or not (wanted or sharding.may_couple(optimizers[0], placement.pipeline_parallel_size)):
@@ -127,7 +127,7 @@ class Fit(Run):
             sharding.refuse_coupling(self._found, placement.pipeline_parallel_size)
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """After the hooks before a training batch: the first one teaches the step, and makes the plan."""
+        """Called after the hooks before a training batch: at the first batch, trace the step and make the plan."""
         self._has_stepped = False
         if self.has_gradients:
             return
@@ -139,7 +139,7 @@ class Fit(Run):
                 self._take_part()
 
     def _take_part(self) -> None:
-        """Keep this rank's part of module and optimizer, with the gradients that the optimizer is given."""
+        """Reduce module and optimizer to this rank's part, and set up gradients."""
         job, options, undo, strategy = self.job, self.options, self.context.undo, self.trainer.strategy
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         self._install()
@@ -189,9 +189,9 @@ class Fit(Run):
         return self.options.optimizer_nodes > 0 and training is not None and is_new
 
     def _values(self) -> Iterable[tuple[str, Tensor]]:
-        """This rank's parameters by name, whole. All ranks call."""
+        """Return this rank's parameters by name, whole. All ranks must call."""
         on_nodes = self.has_gradients and self.options.optimizer_nodes
-        shards = self.stage_shards if on_nodes else None  # others know no groups of whole parameters
+        shards = self.stage_shards if on_nodes else None  # with other shards, finetuning callbacks are refused
         return self.pipeline.parameters.items() if shards is None else shards.each_whole()
 
     def _why_not_sharded(self) -> str | None:
@@ -231,7 +231,8 @@ class Fit(Run):
         del self.gradients  # and the buffers
 
     def _tell_lost_values(self) -> None:
-        """After a failure no replica can ask the others for their shares."""
+        """After a failure, note that the module has lost values if its parameters were sharded over replicas, or on optimizer nodes for
+        several workers."""
         shards = self.stage_shards
         if isinstance(shards, RemoteParameters):
             if shards.num_replicas > 1:
@@ -240,7 +241,7 @@ class Fit(Run):
             note_lost(self.module, f"each of {shards.size} replicas held a share of the parameters")
 
     def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
-        """Parameters in shards from now on."""
+        """Move the parameters into shards, and set up their gradients."""
         connection, options = self.job.connection, self.options
         found, optimizer = self._admitted(found, "sharded_parameters=True")
         refusal = sharding.refusal_of_shards(found, optimizer, self.trainer, self.known.structure)
@@ -265,7 +266,7 @@ class Fit(Run):
         )
 
     def _make_remote_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
-        """Parameters on optimizer nodes from now on."""
+        """Move the parameters to optimizer nodes, and set up their gradients."""
         job, count = self.job, self.options.optimizer_nodes
         found, optimizer = self._admitted(found, f"optimizer_nodes={count}")
         refusal = sharding.refusal_of_nodes(found, optimizer, self.trainer, self.known.structure)
@@ -310,7 +311,7 @@ class Fit(Run):
         )
 
     def _fill_nodes(self, remote: RemoteParameters) -> None:
-        """Give optimizer nodes the module; where it was built without memory they are the only ones that have all of it, from now on."""
+        """Send the module's values to the optimizer nodes; if it was built without memory, only the nodes have all of it from then on."""
         context = self.context
         former = context.resting.take(self.module)
         if context.builder.waits:
@@ -325,7 +326,7 @@ class Fit(Run):
         self._on_nodes = remote if remote.stays else None
 
     def _admitted(self, found: Separability | None, asked: str) -> tuple[Separability, Optimizer]:
-        """The optimizer, and how it can be sharded, where ranks shall not hold whole parameters between steps."""
+        """Return how the optimizer can be sharded, and the optimizer; refuse a fit that has none."""
         if found is None:
             raise UnsupportedModuleError(
                 f"{asked} needs an optimizer, to whose parameters gradients belong: configure_optimizers gives none"
@@ -334,18 +335,18 @@ class Fit(Run):
         return found, optimizer
 
     def _local_group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """For each group of the optimizer, this rank's parameters."""
+        """Return for each group of the optimizer the names of this rank's parameters."""
         local = self.pipeline.local_parameters
         return [[n for n in names if n in local] for names in self.parameter_groups.names_of(optimizer)]
 
     @property
     def stage_shards(self) -> StageShards | None:
-        """Likewise where optimizer nodes hold them."""
+        """This rank's shards of the parameters, also those that optimizer nodes hold; None if the parameters are whole."""
         remote = self.gradients.stage_shards if self.has_gradients and self.options.optimizer_nodes else self._on_nodes
         return super().stage_shards if remote is None else remote
 
     def abandon(self) -> None:
-        """The run has failed: wait for nothing any more."""
+        """Stop waiting for other ranks, after the run has failed."""
         if self.has_gradients:
             self.gradients.host.abandon()
         if self._averages is not None:
@@ -372,7 +373,7 @@ class Fit(Run):
         return shards
 
     def _make_board(self) -> SyncBoard | None:
-        """Where groups of replicas tell rank 0 how they sum their gradients."""
+        """Make the board on which groups of replicas tell rank 0 how they sum their gradients; None if there is one replica."""
         placement = self.job.placement
         if placement.data_parallel_size == 1:
             return None
@@ -381,7 +382,7 @@ class Fit(Run):
         return SyncBoard(store, run=run, groups=[str(s) for s in range(placement.pipeline_parallel_size)])
 
     def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup | None) -> None:
-        """Let averages of weights cover all stages and shares, and norms of gradients all stages."""
+        """Let averages of weights cover all stages and shards, and norms of gradients all stages."""
         undo, groups = self.context.undo, self.job.groups
         if stages is not None or self.options.sharded_parameters is not False:
             first = self.job.place_of_rank_0[1]
@@ -393,7 +394,7 @@ class Fit(Run):
             undo.enter_context(GradNormExchange(self.pipeline, stages, self.lifted))
 
     def load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Put what this rank holds of a saved state into one of the optimizers; all ranks must call."""
+        """Load this rank's part of a saved state into one of the optimizers; all ranks must call."""
         names = self.parameter_groups.names_of(optimizer)
         with self.job.explaining():
             checkpoint.load_optimizer_state(optimizer, saved, names, self.pipeline.local_parameters, self.shards)
@@ -404,10 +405,11 @@ class Fit(Run):
     # steps
 
     def training_step(self, batch: Any, *arguments: Any) -> Any:
-        """Run the whole batch, forward and backward, through the pipeline; gradients stay here. Its output on every rank.
+        """Run the whole batch, forward and backward, through the pipeline, and return its output, on every rank. Gradients are kept until
+        :meth:`hand_over`.
 
         Raises:
-            UnsupportedModuleError: the optimizer evaluates its closure once more.
+            UnsupportedModuleError: the optimizer evaluates its closure more than once for a batch.
         """
         with self.job.explaining(self.job.groups.data_parallel):
             return self._training_step(batch, arguments)
@@ -442,7 +444,7 @@ class Fit(Run):
         self.gradients.reducer.end()
         if (
             output is None
-        ):  # Lightning calls no backward then; what the window has gathered before stays the optimizer's
+        ):  # Lightning then calls no backward; the optimizer still gets the gradients that earlier batches have accumulated
             self.hand_over(skipped=True)
             self.absorb()
         if self._trial is not None:
@@ -462,7 +464,7 @@ class Fit(Run):
         return reducer.start_loss_scales(weights, self.trainer.accumulate_grad_batches, host.loss_factor)
 
     def _observer(self) -> StepObserver:
-        """Who watches a training step: the clock of a monitored run, the trial's meter, or nobody."""
+        """Return the observer of a training step: the clock of a monitored run, the meter of the split trial, both, or none."""
         observer = self._clock or UNOBSERVED
         meter = None if self._trial is None else self._trial.meter
         if meter is None:
@@ -471,36 +473,36 @@ class Fit(Run):
         return meter
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
-        if self.has_gradients:  # some of torch's modules run evaluation otherwise while anything watches parameters
+        if self.has_gradients:  # some torch modules evaluate on another code path while parameters are watched
             self.gradients.host.settle()
         if self._clock is not None:
             self._clock.interrupt()
         return super().evaluation_step(step_name, batch, *arguments)
 
     def hand_over(self, *, skipped: bool = False) -> None:
-        """Make what the pipeline has gathered ``p.grad``, reduced unless more batches are to come; ``skipped``: this batch had
-        no backward."""
+        """Set ``p.grad`` to the gradients that the pipeline has accumulated, reduced unless more batches are to come; ``skipped``: this batch
+        had no backward."""
         noting = nullcontext() if self._clock is None else self._clock.noting("reduce")
         with self.job.explaining(self.job.groups.data_parallel), noting:
             self.gradients.reducer.finish(last=not self.accumulates)
             self.gradients.host.take_gradients(last=not self.accumulates, skipped=skipped)
 
     def absorb(self) -> None:
-        """Take over what hooks after the backward have made of ``p.grad``."""
+        """Take over changes that hooks after the backward have made to ``p.grad``."""
         if not self.accumulates:
             self.gradients.host.absorb()
 
     # monitoring
 
     def start_monitoring(self) -> StepClock:
-        """Note from now on when this rank computes, waits and communicates."""
+        """Record from now on when this rank computes, waits and communicates."""
         self._clock = StepClock(self.job.connection.device, self.job.groups.pipeline_rank)
         if self.has_gradients:
             self.gradients.reducer.watch(self._clock.add_beside)
         return self._clock
 
     def stop_monitoring(self) -> None:
-        """Note nothing any more."""
+        """Stop recording."""
         self._clock = None
         if self.has_gradients:
             self.gradients.reducer.watch(None)
@@ -509,5 +511,5 @@ class Fit(Run):
         return nullcontext() if self._clock is None else self._clock.noting("wait")
 
     def noting_update(self, closure: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any]]:
-        """Around an optimizer's step with the closure that this gives: where somebody measures, its time is noted."""
+        """Return a context that yields the closure for the optimizer's step; a monitored run records the time of the update inside."""
         return nullcontext(closure) if self._clock is None else self._clock.noting_update(closure)

@@ -1,4 +1,4 @@
-"""What a fit does with gradients, made together: the reducer, the exchange that a step's schedule calls, and the host."""
+"""Gradients of a fit: the functions that make a reducer, the exchange that a step's schedule calls, and the optimizer's host together."""
 
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -36,7 +36,8 @@ from lightning_holmes.strategy.sharding import keeps_parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Of one fit on one rank: gathered and reduced by ``reducer``, when ``exchange`` is told, for the optimizer of ``host``."""
+    """The gradients of one fit on one rank: ``reducer`` accumulates and reduces them when the schedule calls ``exchange``, for the optimizer of
+    ``host``."""
 
     reducer: GradientReducer | LayeredReducer
     exchange: ParameterExchange
@@ -44,7 +45,7 @@ class Gradients:
     stage_shards: StageShards | None = None
 
     def close(self) -> None:
-        """Give the optimizer back what it had, and let go of buffers, hooks and the queue."""
+        """Undo the changes to the optimizer and the parameters, and release buffers, hooks and the queue."""
         self.host.close()
         self.reducer.close()
 
@@ -61,13 +62,13 @@ def make_gradients(
     board: SyncBoard | None,
     flat: bool,
 ) -> Gradients:
-    """All ranks must call.
+    """Make the gradients for whole parameters. All ranks must call.
 
     Args:
-        scaler: of ``precision="16-mixed"``, or None.
-        shard: shards the optimizer over the replicas, if that is asked for or better.
-        board: where groups of replicas tell how they sum; None where there are none.
-        flat: keep flat buffers even where nothing is reduced.
+        scaler: the GradScaler of ``precision="16-mixed"``, or None.
+        shard: shards the optimizer over the replicas, if that is asked for or better; else returns None.
+        board: the board on which groups of replicas report how they sum gradients; None if there is one replica.
+        flat: keep flat buffers even if nothing is reduced.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
     reducer = GradientReducer(
@@ -93,7 +94,7 @@ def make_gradients(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How a rank's parameters are sharded over the replicas: their shards, what reduces and gathers, and why that was chosen."""
+    """How a rank's parameters are sharded over the replicas: the shards, the collective that reduces and gathers, and why it was chosen."""
 
     shards: StageShards
     collective: Collective | None
@@ -103,7 +104,7 @@ class Sharing:
 def make_sharing(
     pipeline: PipelineModule, groups: ProcessGroups, plan: Plan, device: torch.device, *, gradient_sync: str
 ) -> Sharing:
-    """For this rank's stages, whose shards are not laid out yet. All ranks must call."""
+    """Make the shards of this rank's stages, not laid out yet, and choose the collective. All ranks must call."""
     parameters = StageParameters.of(pipeline, plan.rank_of)
     queue = make_comm_queue(device)
     by_stage = [
@@ -142,13 +143,14 @@ def make_layered_gradients(
     master_weights: bool,
     all_gather: Callable[[Any], list[Any]],
 ) -> Gradients:
-    """The same with parameters in shards: from here on a rank holds its share of them. All ranks must call.
+    """Make the gradients for sharded parameters. All ranks must call.
 
     Args:
-        sharing: of these stages; its shards may be laid out already.
-        names: for each of the optimizer's groups, those of this rank's parameters.
+        sharing: the shards of this rank's stages; they may be laid out already.
+        scaler: the GradScaler of ``precision="16-mixed"``, or None.
+        names: for each of the optimizer's groups, the names of this rank's parameters.
         found: how the optimizer can be sharded.
-        all_gather: what each rank of WORLD gives, on every rank.
+        all_gather: all-gathers a Python value over WORLD.
     """
     stage_shards, choice = sharing.shards, sharing.choice
     shards = ShardedOptimizer(
@@ -205,20 +207,21 @@ def make_remote_gradients(
     precision: str,
     with_states: Collection[str],
 ) -> Gradients:
-    """The same with parameters and optimizer states on optimizer nodes: from here on a rank holds none. All ranks must call.
+    """Move parameters and optimizer states to optimizer nodes, and make the gradients for them: from here on a rank holds no parameters. All
+    ranks must call.
 
     Args:
-        names: for each of the optimizer's groups, those of this rank's parameters.
-        clusters, hosts: of each global rank.
-        state_bytes: of the optimizer's states for each element of a parameter.
+        names: for each of the optimizer's groups, the names of this rank's parameters.
+        clusters, hosts: the names of each global rank's cluster and host.
+        state_bytes: bytes of the optimizer's states for each element of a parameter.
         master_weights: nodes step fp32 weights, from which parameters are rounded.
-        keep_parameters: from the forward to the backward.
-        fill: lays out parameters that know their nodes, and gives these the values.
-        all_gather: what each rank of WORLD gives, on every rank.
+        keep_parameters: whether workers keep parameters from the forward to the backward.
+        fill: lays out the parameters, which are connected to their nodes by then, and gives the nodes the values.
+        all_gather: all-gathers a Python value over WORLD.
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
-        scaler: of ``precision="16-mixed"``, or None.
+        scaler: the GradScaler of ``precision="16-mixed"``, or None.
         run, adopt, precision: see OptimizerNodes.open.
-        with_states: parameters of which states are loaded afterwards.
+        with_states: the names of parameters whose optimizer states are loaded afterwards.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
     dtype = GRAD_DTYPES[options.grad_dtype]
@@ -302,7 +305,7 @@ def make_remote_gradients(
 def _tell_choices(
     reducer: LayeredReducer, choice: SyncChoice | None, groups: ProcessGroups, all_gather: Callable[[Any], list[Any]]
 ) -> None:
-    """Bring what each pipeline rank has chosen to all, and print it. All ranks must call."""
+    """Gather the choices of all pipeline ranks into ``reducer.choices`` on all ranks, and print them on rank 0. All ranks must call."""
     told = [] if choice is None or groups.data_parallel_rank > 0 else [choice]
     reducer.choices = sorted((c for of_rank in all_gather(told) for c in of_rank), key=lambda c: c.stages)
     if groups.builder.rank == 0:
@@ -311,6 +314,6 @@ def _tell_choices(
 
 
 def _about(pipeline: PipelineModule, scaler: Any) -> dict[str, Any]:
-    """What any host is told of this rank's part."""
+    """Return the arguments that every kind of host takes about this rank's part of the module."""
     stages = ", ".join(map(str, pipeline.stages))
     return {"is_owner": pipeline.is_owner, "scaler": scaler, "place": f"stage {stages}"}

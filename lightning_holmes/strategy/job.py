@@ -1,10 +1,10 @@
-"""Job: what this process and the others stand on before any module is looked at: clusters, placement and groups.
+"""Job: the clusters, the placement of ranks and the process groups of this job, known before any module.
 
     job = Job(connection, options)               # every rank must call, once; later runs use it again
     job.placement.data_parallel_size, job.groups.pipeline
     with job.explaining(job.groups.data_parallel): ...
 
-How it is laid out is job_layout.py's, who is joined by what connection.py's.
+The layout is made by job_layout.py, the connection to other processes by connection.py.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from lightning_holmes.strategy.options import Options
 
 
 class Job:
-    """The job that this process is part of. Its groups end with it, not with a run: metrics and checkpoints use them after.
+    """The job that this process is part of. Its process groups live as long as the job, since metrics and checkpoints use them after a run.
 
     Attributes:
-        layout: topology, placement, transports and groups.
-        device_mesh: the ranks by the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``; None for one process.
+        layout: topology, placement, transports and process groups.
+        device_mesh: the DeviceMesh with the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``; None for one process.
 
     Raises:
-        ConfigurationError: the options do not fit the clusters, or ranks were given different ones.
+        ConfigurationError: the options do not fit the clusters, or ranks were given different options.
     """
 
     def __init__(self, connection: Connection, options: Options) -> None:
         self.connection = connection
         asked = options.plan_options
-        # groups are laid out without speeds; what is chosen by predicted cost needs them
+        # the layout of groups needs no link speeds, but choices by predicted cost do
         measures_links = asked.leaves_open and asked.pipeline_parallel_size != 1
         topology = find_topology(options.topology, connection, measures_links=measures_links)
         options.check_given_plan(topology, world_size=connection.world_size)
         chosen = {"topology": topology.to_yaml(), "process_group_backend": connection.backend}
-        # compared before groups are built, which differing ones would make hang
+        # compared before groups are built: that would hang if they differed
         facts = {f"HolmesStrategy({name}=)": repr(value) for name, value in (options.arguments() | chosen).items()}
         self.layout = lay_out_job(
             topology,
@@ -75,7 +75,7 @@ class Job:
         self._nodes: OptimizerNodes | None = None
 
     def optimizer_nodes(self, count: int) -> OptimizerNodes:
-        """The job's, started when they are first asked for. All ranks must call, with the same count."""
+        """Return the job's optimizer nodes, which are started at the first call. All ranks must call, with the same count."""
         if self._nodes is None:
             connection = self.connection
             self._nodes = OptimizerNodes(
@@ -92,7 +92,8 @@ class Job:
         return self._nodes
 
     def leave(self, exception: BaseException) -> None:
-        """``exception`` ends this process by an exit code that it names, or 0."""
+        """If ``exception`` is a signal that ends this process, note for the optimizer nodes its exit code, and whether the process will be started
+        again."""
         if self._nodes is not None and isinstance(exception, SIGTERMException | KeyboardInterrupt):
             code = 1 if isinstance(exception, KeyboardInterrupt) else int(exception.code or 0)
             again = isinstance(exception, SIGTERMException) and dist.is_torchelastic_launched()
@@ -100,15 +101,15 @@ class Job:
 
     @property
     def place_of_rank_0(self) -> tuple[int, int, int]:
-        """Pipeline rank, data-parallel rank and tensor rank of global rank 0, which reads and writes for all.
+        """Pipeline rank, data-parallel rank and tensor-parallel rank of global rank 0, which reads and writes files.
 
-        With nodes numbered at random it can stand anywhere.
+        If a launcher numbers the hosts at random, these can be any.
         """
         return self.placement.coordinate(0)
 
     @property
     def membership(self) -> checkpoint.Job:
-        """Who this rank is where checkpoints are concerned."""
+        """This rank's place in the job, as the checkpoint package takes it."""
         connection, groups, placement = self.connection, self.groups, self.placement
         return checkpoint.Job(
             rank=connection.rank,
@@ -122,6 +123,6 @@ class Job:
         )
 
     def explaining(self, group: Any = None) -> AbstractContextManager[None]:
-        """Replace a broken connection by its cause, or name ``group`` (None: all ranks), which is the one used inside where
+        """Inside, replace the error of a broken connection by its cause, or name ``group`` (None: all ranks) as the process group that was used, if
         nothing has named another."""
         return self.connection.explaining(functools.partial(self.groups.builder.describe, group))

@@ -1,4 +1,4 @@
-"""JobLayout: what a job stands on, before any module is looked at: topology, placement, transports and groups.
+"""JobLayout: the topology, placement, transports and process groups of a job, known before any module.
 
 layout = lay_out_job(topology, options.plan_options, connection, facts=facts)      # every rank must call
 layout.placement, layout.groups, layout.transports
@@ -34,9 +34,13 @@ from lightning_holmes.torch_private import default_store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLayout:
-    """``pairs``: the ordered pairs of pipeline ranks between which tensors may travel; ``notes``: what was chosen and why.
+    """The layout of a job.
 
-    ``num_hosts``: of the job, whatever hosts a topology file has; ``is_gloo``: tensors go by gloo, over sockets.
+    Attributes:
+        pairs: the ordered pairs of pipeline ranks between which tensors may be sent.
+        notes: the choices that were made, and why.
+        num_hosts: the number of hosts of the job, whatever hosts a topology file lists.
+        is_gloo: tensors are sent by gloo, over sockets.
     """
 
     topology: Topology
@@ -50,12 +54,13 @@ class JobLayout:
 
 
 def find_topology(argument: str | Topology, connection: Connection, *, measures_links: bool) -> Topology:
-    """What exists: discovered, or given and matched with the hosts of the connection. Every rank must call.
+    """Return the topology: discovered, or given and matched with the hosts of the connection. Every rank must call.
 
-    Where all ranks are on one host nothing is looked for: a file may lay them out as several clusters.
+    If all ranks are on one host, nothing is discovered: a file may lay them out as several clusters.
 
     Args:
-        measures_links: where nobody has done it within a day.
+        argument: HolmesStrategy's ``topology``.
+        measures_links: measure the links, unless they were measured within a day.
     """
     given = None
     if isinstance(argument, Topology):
@@ -88,8 +93,8 @@ def lay_out_job(
     """Place the ranks and build their groups. Every rank must call, with the same arguments.
 
     Args:
-        facts: what must be the same on all ranks; compared before groups are built, which would hang otherwise.
-        sent_dtype: in which tensors between stages travel from one cluster to another; None: as they are.
+        facts: values by name that must be the same on all ranks; compared before groups are built, which would hang otherwise.
+        sent_dtype: the dtype in which tensors between stages are sent from one cluster to another; None: their own.
 
     Raises:
         ConfigurationError: the sizes do not fit, or the user's settings contradict what a group needs.
@@ -179,10 +184,10 @@ def _warn_of_fallbacks(transports: GroupTransports, groups: Sequence[Sequence[in
 
 
 def build_device_mesh(layout: JobLayout, device_type: str) -> DeviceMesh:
-    """The placement as a DeviceMesh with the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``. Every rank
+    """Return the placement as a DeviceMesh with the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``. Every rank
     must call.
 
-    Its groups are those of the layout; an axis of one rank gets a group of one.
+    The mesh uses the process groups of the layout; an axis of one rank gets a group of one.
     """
     groups, placement = layout.groups, layout.placement
     axes = (groups.pipeline, groups.data_parallel, groups.tensor_parallel)

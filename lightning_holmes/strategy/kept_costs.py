@@ -1,13 +1,14 @@
-"""Costs that were measured are kept, so that the next start of the same run chooses the same plan, and begins sooner.
+"""A cache of measured costs, so that the next start of the same run chooses the same plan, and begins sooner.
 
-    key = costs_key(request, structure)                   # of the module, its batch, hosts and links; None: not to be kept
+    key = costs_key(request, structure)                   # from the module, its batch, hosts and links; None: do not cache
     load_costs(key, request.layout.topology)              # Costs, or None
     save_costs(key, costs, request.layout.topology)
 
-Speeds and memory are kept by host, whatever ranks these have: launchers may number the nodes otherwise the next time. They lie beside the links' speeds (cluster/measure.py), in HOLMES_CACHE_DIR or ~/.cache/lightning_holmes, as JSON, for as long.
-``profile="auto"`` takes what is kept. ``"measure"`` and ``"flops"`` find them anew, and that is kept in their place. Where a rank has become slow
-in a run (comm/stragglers.py), the next start on the same hosts finds them anew, too; and so does one at which a short measurement finds that a host
-is not as fast beside the others as it was (:func:`tell_change`). Only rank 0 reads and writes.
+Speeds and memory are cached by host, not by rank: launchers may number the hosts differently the next time. The files are JSON, and lie beside the
+links' speeds (cluster/measure.py), in HOLMES_CACHE_DIR or ~/.cache/lightning_holmes, for as long.
+``profile="auto"`` uses the cache. ``"measure"`` and ``"flops"`` find the costs anew, and replace the cached ones. If a rank has become slow
+in a run (comm/stragglers.py), the next start on the same hosts finds them anew, too; and so does a start at which a short measurement shows that a
+host's speed relative to the others has changed (:func:`tell_change`). Only rank 0 reads and writes.
 """
 
 from __future__ import annotations
@@ -37,14 +38,22 @@ from lightning_holmes.strategy.module_digest import digest_module
 from lightning_holmes.strategy.plan_request import PlanRequest
 
 CHANGE = 1.5
-"""A host's speed may change by so much beside the others' before costs that were kept count no more: short measurements on busy CPUs
-differ by less, and a straggler is told from there on."""
+"""The factor by which a host's speed relative to the others may change before cached costs are discarded: short measurements on busy CPUs
+differ by less, and stragglers are reported from this factor on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A profile, and how it came about; of each rank the work a second by which its unit is sharded, what its device did in the short
-    measurement of then, its memory, and the bytes a second to others of its host."""
+    """The costs of a module's layers, and the speeds of the ranks. Tuples have an entry for each rank.
+
+    Attributes:
+        model: the profile of the layers.
+        speeds: work a second, in the unit of ``model`` (FLOPs, or seconds on rank 0).
+        probed_flops_per_s: the speeds in the short measurement.
+        memory: bytes of memory.
+        local_bytes_per_s: bytes a second to other ranks of the same host.
+        described: how the costs were found, in words.
+    """
 
     model: ModelCost
     speeds: tuple[float, ...]
@@ -59,8 +68,8 @@ class Costs:
 
 
 def costs_key(request: PlanRequest, structure: ModuleStructure) -> str | None:
-    """What costs belong to: a digest of the module with the sources of its classes (module_digest.py), the batch's shapes, in which
-    precision it is profiled, and of the hosts and links. None where a source cannot be found: then nothing is kept."""
+    """Return the cache key of costs: a digest of the module with the sources of its classes (module_digest.py), the shapes of the batch, the
+    precision, the hosts and the links. None if a source cannot be found: then costs are not cached."""
     module, sample, layout = request.module, request.sample, request.layout
     of_module = digest_module(module)
     if of_module is None:
@@ -85,7 +94,7 @@ def costs_key(request: PlanRequest, structure: ModuleStructure) -> str | None:
             fingerprint(layout.topology),
             layout.placement.pipeline_parallel_size,
             request.world_size,
-            # the names of hosts that were found are in the fingerprint, whichever of them has rank 0
+            # names of discovered hosts are in the fingerprint, and any of them may have rank 0
             platform.node() if request.topology_given or layout.num_hosts == 1 else "",
             torch.cuda.get_device_name(request.device) if request.device.type == "cuda" else platform.processor(),
         ],
@@ -94,7 +103,8 @@ def costs_key(request: PlanRequest, structure: ModuleStructure) -> str | None:
 
 
 def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) -> Costs | None:
-    """What was kept for this key, and says so; None if there is nothing, or it is too old or cannot be read."""
+    """Return the cached costs of this key, whose description says that they were cached; None if there are none, or if they are too old, distrusted
+    or not readable."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, ConfigurationError):
         with (cache_folder() / f"costs-{key}.json").open("rb") as file:
             data = json.loads(file.read(MAX_TEXT))
@@ -122,7 +132,7 @@ def load_costs(key: str, topology: Topology, *, max_age_s: float = MAX_AGE_S) ->
 
 
 def save_costs(key: str, costs: Costs, topology: Topology) -> None:
-    """Keep costs for the next start; a warning where that cannot be done."""
+    """Cache costs for the next start; warn if that fails."""
     data = asdict(costs) | {"measured_at_s": time.time()}
     for name in ("speeds", "probed_flops_per_s", "memory", "local_bytes_per_s"):
         data[name] = {
@@ -134,10 +144,11 @@ def save_costs(key: str, costs: Costs, topology: Topology) -> None:
 
 
 def tell_change(kept: Costs, probed_flops_per_s: Sequence[float], topology: Topology) -> str | None:
-    """Who has become slower or faster beside the others than when costs were kept, by more than short measurements differ; None: nobody.
+    """Return a message if a rank's speed relative to the others has changed since the costs were cached, by more than short measurements differ;
+    else None.
 
     Args:
-        probed_flops_per_s: of each rank, now.
+        probed_flops_per_s: the present speed of each rank.
     """
     hosts = [host.name for _, host in topology.places()]
     ratios = [now / then for now, then in zip(probed_flops_per_s, kept.probed_flops_per_s, strict=True)]
@@ -151,7 +162,7 @@ def tell_change(kept: Costs, probed_flops_per_s: Sequence[float], topology: Topo
 
 
 def distrust_costs(topology: Topology) -> None:
-    """A rank has become slow: nothing counts any more that was measured on these hosts until now, of whatever module."""
+    """After a rank has become slow, distrust all costs that were measured on these hosts until now, of any module."""
     problem = write_to_cache(_slow_file(topology), json.dumps(time.time()))
     if problem is not None:
         print(f"the next start may take costs that were measured before a rank became slow: {problem}", file=sys.stderr)
@@ -162,7 +173,7 @@ def _slow_file(topology: Topology) -> str:
 
 
 def _slow_at(topology: Topology) -> float:
-    """When it was last told that a rank of these hosts has become slow, in seconds since the epoch; 0: never."""
+    """Return when a rank of these hosts was last reported to have become slow, in seconds since the epoch; 0: never."""
     with (
         contextlib.suppress(OSError, ValueError, ConfigurationError),
         (cache_folder() / _slow_file(topology)).open("rb") as file,
@@ -172,7 +183,7 @@ def _slow_at(topology: Topology) -> float:
 
 
 def _by_rank(kept: dict[str, list[float]], topology: Topology, what: str) -> tuple[float, ...]:
-    """What was kept of each host's devices, for the ranks that they have now."""
+    """Return the cached values of each host's devices in the order of the present ranks."""
     of_rank = {
         rank: check_number(value, what, positive=True)
         for host in topology.hosts

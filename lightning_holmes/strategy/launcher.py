@@ -1,7 +1,7 @@
-"""HolmesLauncher: what lies around each call of a Trainer, before it asks the strategy for anything else.
+"""HolmesLauncher: starts processes, and wraps each call of a Trainer (fit, validate, ...) from before the first hook of the strategy.
 
-Lightning looks for ``ckpt_path="last"`` before any hook of the strategy, each rank in its own file system, and takes the
-youngest file, whole or not. While a call lasts, torn checkpoints are passed over, and all ranks take what rank 0 finds.
+Lightning resolves ``ckpt_path="last"`` before any hook of the strategy, each rank in its own file system, and takes the
+newest file, complete or not. During a call, incomplete checkpoints are skipped, and all ranks use the path that rank 0 finds.
 """
 
 import functools
@@ -28,12 +28,12 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 
 
 class HolmesLauncher(SubprocessLauncher):
-    """Starts the other processes of this host where nobody else does, and calls what the Trainer runs.
+    """Starts the other processes of this host, if no external launcher does, and calls the Trainer's function.
 
     Args:
-        agree: what its argument returns on rank 0, or raises there, on every rank; all ranks call.
-        find_snapshot: begins a fit's snapshots, and gives the path of one from which the job, started again, goes on, else the
-            checkpoint that it was given, or None; all ranks call.
+        agree: calls its argument on rank 0, and returns its result, or raises its error, on every rank; all ranks must call.
+        find_snapshot: begins a fit's snapshots, and returns the path of the snapshot from which a restarted job continues, else the
+            checkpoint that the fit was given, or None; all ranks must call.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HolmesLauncher(SubprocessLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether this may run in a notebook: where it starts no script again."""
+        """Whether this launcher may run in a notebook: True if it does not start the script again."""
         return self.cluster_environment.creates_processes_externally
 
     def launch(
@@ -59,7 +59,7 @@ class HolmesLauncher(SubprocessLauncher):
         with Replacements() as changes:
             if trainer is not None:
                 self._find_whole(trainer, changes)
-            # Lightning's launcher leaves LOCAL_RANK behind, which the next Trainer takes for the word of another launcher
+            # Lightning's launcher leaves LOCAL_RANK in the environment, which the next Trainer would take as set by an external launcher
             alone = self.num_processes * self.num_nodes == 1
             if alone:
                 return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Modules that have lost values: a run has failed while this process had a part of them, and nobody brings the rest.
+"""Modules that have lost parameter values: a run has failed while this process held only a part of them, and no rank sends the rest.
 
 note_lost(module, "each rank of a pipeline held the parameters of its own stages")      # warns
 refuse_lost(module)                                                                     # at the next run
@@ -16,7 +16,7 @@ _lost: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
 
 
 def note_lost(module: LightningModule, held: str) -> None:
-    """The run has failed while ``held``, in words."""
+    """Mark ``module`` as having lost values in a failed run, and warn. ``held``: where the values were, in words after "the run has failed while"."""
     _lost.add(module)
     rank_zero_warn(
         f"the run has failed while {held}: parameters that this process did not hold are NaN now, where plain Lightning would keep their values. {_CURE}"
@@ -24,10 +24,10 @@ def note_lost(module: LightningModule, held: str) -> None:
 
 
 def refuse_lost(module: LightningModule) -> None:
-    """Whoever has caught the failure's exception runs the same module again.
+    """Refuse to run a module that lost parameter values in an earlier, failed run, whose exception the user has caught.
 
     Raises:
-        UnsupportedModuleError: it has lost values.
+        UnsupportedModuleError: the module has lost values.
     """
     if module in _lost:
         raise UnsupportedModuleError(

@@ -1,11 +1,11 @@
-"""What a module's costs depend on, as a digest that is the same in every process that builds the same module.
+"""A digest of everything that a module's costs depend on, the same in every process that builds the same module.
 
     digest_module(module)        # 32 hex digits; None where the source of a class cannot be found
 
-It has the facts that ranks compare (agreement.py), the hyperparameters and attributes of all submodules, and the files that their classes
-are written in, with their bases, up to torch's and Lightning's, whose versions say as much. An attribute counts by its value where it
-is a number, a text, a type, or holds nothing but such; tensors by shape and type, functions by their name and file, and any other
-object by its class alone. What a module reads elsewhere (globals of other files, the environment) is not known here.
+The digest covers the facts that ranks compare (agreement.py), the hyperparameters and attributes of all submodules, and the source files of their
+classes and bases, except torch's and Lightning's, whose versions are compared instead. An attribute counts by its value if it
+is a number, a string, a type, or contains nothing else; tensors by shape and dtype, functions by their name and file, and any other
+object by its class alone. Values that a module reads elsewhere (globals of other files, the environment) are not covered.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch import Tensor, nn
 
 from lightning_holmes.strategy.agreement import module_facts
 
-_VERSIONED = ("builtins", "torch", "lightning")  # packages of which the version is told elsewhere
+_VERSIONED = ("builtins", "torch", "lightning")  # packages whose versions are compared elsewhere
 _LIGHTNING = ("lightning", "pytorch_lightning")
-_LONG = 1000  # elements of a list: of longer ones so many count, and how many there are
+_LONG = 1000  # of a longer list, only this many elements and the length count
 _PLAIN = (numbers.Number, enum.Enum, bytes, np.dtype, torch.dtype, torch.device, torch.layout, PurePath)
 
 
 def digest_module(module: LightningModule) -> str | None:
-    """A digest; None where the source of a class cannot be found, as at a prompt, or an attribute cannot be read."""
+    """Return the digest; None if the source of a class cannot be found, as for one typed at a prompt, or if an attribute cannot be read."""
     reader = _Reader()
     try:
         attributes = {
@@ -46,14 +46,14 @@ def digest_module(module: LightningModule) -> str | None:
         }
         classes = reader.classes.union(type(submodule) for submodule in module.modules())
         sources = sorted({*map(_source, _with_bases(classes)), *map(_source, reader.functions)})
-    except Exception:  # whatever a user's object does not like, the run goes on: its costs are not kept
+    except Exception:  # if a user's object raises any error here, the run continues, and its costs are not cached
         return None
     facts = [module_facts(module), attributes, sources]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _own_attributes(module: nn.Module) -> dict[str, Any]:
-    """Attributes beside those that torch and Lightning give to every module."""
+    """Return the attributes other than those that torch and Lightning give to every module; ``training`` is included."""
     kinds = [cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule" and _package(cls) in _LIGHTNING]
     common = vars((kinds or [nn.Module])[0]())
     return {name: value for name, value in vars(module).items() if name == "training" or name not in common}
@@ -70,7 +70,7 @@ def _package(made: type | FunctionType) -> str:
 
 
 def _source(made: type | FunctionType) -> tuple[str, str]:
-    """A class or function, and a digest of its file."""
+    """Return the name of a class or function, and a digest of its file."""
     path = inspect.getsourcefile(made) or inspect.getfile(made)
     return made.__qualname__, hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
@@ -80,15 +80,15 @@ class _NoValue(Exception):
 
 
 class _Reader:
-    """Reads values; keeps the classes and functions among them, whose files count, too."""
+    """Reads values, and collects the classes and functions among them, whose files count, too."""
 
     def __init__(self) -> None:
         self.classes: set[type] = set()
         self.functions: set[FunctionType] = set()
-        self._inside: list[int] = []  # the objects that are being read, so that none is read within itself
+        self._inside: list[int] = []  # ids of the objects that are being read, to stop at cycles
 
     def read(self, value: Any, *, strict: bool = False) -> Any:
-        """``value`` as JSON can hold it, the same in every process. ``strict``: raises _NoValue where part of it counts by its class."""
+        """Return ``value`` in a form for JSON, the same in every process. ``strict``: raise _NoValue if a part of it counts by its class."""
         if value is None or (isinstance(value, bool | int | str) and not isinstance(value, enum.Enum)):
             return value
         if isinstance(value, _PLAIN):
@@ -117,7 +117,7 @@ class _Reader:
         return kind
 
     def _content(self, value: Any, strict: bool) -> Any:
-        """What a container or a record holds; None of an object that counts by its class."""
+        """Return the content of a container or a record; None for an object that counts by its class."""
         if isinstance(value, Mapping):
             pairs = [[self.read(key, strict=strict), self.read(entry, strict=strict)] for key, entry in value.items()]
             return sorted(pairs, key=json.dumps)
@@ -140,7 +140,8 @@ class _Reader:
 
 
 def _record_of(value: Any) -> dict[str, Any] | None:
-    """The fields of an object, such as a config; None of a module, whose own are looked at elsewhere, and of torch's own."""
+    """Return the fields of an object, such as a config; None for a module, whose attributes are read elsewhere, and for torch's and Lightning's
+    objects."""
     if isinstance(value, nn.Module) or _package(type(value)) in _VERSIONED:
         return None
     if dataclasses.is_dataclass(value):

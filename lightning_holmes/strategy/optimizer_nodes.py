@@ -1,9 +1,11 @@
 """OptimizerNodes: the optimizer nodes of a job, from the first fit that needs them to the end of the job.
 
-Rank 0 starts them beside itself, or, where HOLMES_NODE_SECRET is set, waits for those that are started elsewhere by `lightning-holmes
-optimizer-node` with the same secret; and tells the other ranks where they are.
+Rank 0 starts the nodes on its own host, or, if HOLMES_NODE_SECRET is set, waits for nodes that are started elsewhere by `lightning-holmes
+optimizer-node` with the same secret. Then it tells the other ranks the nodes' addresses.
 
-    nodes = OptimizerNodes(1, num_hosts=1, is_rank_0=True, master=None, ask_rank_0=ask, timeout=None)      # every rank must call
+    nodes = OptimizerNodes(
+        1, num_hosts=1, is_rank_0=True, master=None, ask_rank_0=ask, timeout=None, topology=topology
+    )                                                            # every rank must call
     by_rank = nodes.share(clusters)                              # every rank, in each fit
     links = nodes.open(units, place_of, told, ...)
 """
@@ -11,7 +13,6 @@ optimizer-node` with the same secret; and tells the other ranks where they are.
 import itertools
 import os
 import secrets
-import shlex
 import subprocess
 import sys
 import threading
@@ -32,21 +33,22 @@ from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, Liste
 from lightning_holmes.plan.node_routes import near_addresses
 
 _START_S = 120.0  # a node imports torch and this package
-_COME_S = 1800.0  # it may be started later than rank 0
-_SHARE = 0.8  # of the time for which other ranks wait for rank 0: they are told what rank 0 has waited for
+_COME_S = 1800.0  # a node may be started later than rank 0
+# rank 0 waits for this share of the time for which other ranks wait for it, so that its error reaches them
+_SHARE = 0.8
 EVERYWHERE = ""
-"""Among a node's addresses, by the host of a worker: the one for all other hosts."""
+"""The key, in a node's addresses by worker host, of the address for all hosts that have no entry of their own."""
 
 
 class OptimizerNodes:
-    """``count`` nodes of a job of ``num_hosts``. All ranks make one, together; nodes begin to start.
+    """``count`` optimizer nodes of a job of ``num_hosts`` hosts. All ranks must make one, together; the nodes then begin to start.
 
     Args:
-        master: the address of rank 0, where it waits for nodes of other hosts; None: of this host only.
-        ask_rank_0: gives every rank what its argument returns on rank 0, or raises there.
-        timeout: of waits for a node.
-        topology: of the workers, of which this is ``rank``.
-        hosts: those of a topology file that are nodes.
+        master: the address at which rank 0 waits for nodes of other hosts; None: for nodes of this host only.
+        ask_rank_0: calls its argument on rank 0, and returns its result, or raises its error, on every rank.
+        timeout: how long to wait for a node; None: without limit.
+        topology: the topology of the workers, among which this process is ``rank``.
+        hosts: the hosts of a topology file that are optimizer nodes.
 
     Raises:
         ConfigurationError: the ranks are on several hosts, and there is no secret for nodes that are started elsewhere.
@@ -74,7 +76,7 @@ class OptimizerNodes:
         self._timeout_s = None if timeout is None else timeout.total_seconds()
         self._ask_rank_0 = ask_rank_0
         self.outlive = given is not None
-        """Whether nodes are started elsewhere, and stay when this job's processes end."""
+        """Whether the nodes are started elsewhere, and stay when this job's processes end."""
         self._secret, self._addresses, self._clusters = "", list[Mapping[str, Address]](), list[str | None]()
         self._kept: list[list[Any]] = []
         self._hosts, self._topology = hosts, topology
@@ -93,12 +95,13 @@ class OptimizerNodes:
                 self._registry.start()
 
     def end_with(self, code: int, *, again: bool) -> None:
-        """The process is about to end: with this code, and whether it is known that it will be started again."""
+        """Note, before this process ends, its exit code, and whether it will be started again."""
         if self._registry is not None:
             self._registry.ending = code, again
 
     def _find(self) -> tuple[str, list[Mapping[str, Address]], list[str | None], list[list[Any]]]:
-        """On rank 0: the secret, and of each node its addresses, by the worker's host, its cluster, and the commits of which it has kept units."""
+        """Wait for the nodes, on rank 0. Return the secret, and for each node its addresses by worker host, its cluster, and the commits of which
+        it has kept units."""
         assert self._registry is not None
         told = self._registry.wait()
         clusters = [node["cluster"] or cluster_of(node["host"], self._hosts) for node in told]
@@ -118,13 +121,13 @@ class OptimizerNodes:
             self._secret, self._addresses, self._clusters, self._kept = self._ask_rank_0(self._find)
 
     def have_kept(self, run: str, version: int) -> bool:
-        """Whether all nodes still hold what they held when the workers of a start before had made ``version - 1`` steps of ``run``. All ranks must
-        call."""
+        """Return whether all nodes still hold the values that they had when the workers of an earlier start had made ``version - 1`` steps of
+        ``run``. All ranks must call."""
         self._meet()
         return all(kept and all(tuple(commit) == (run, version) for commit in kept) for kept in self._kept)
 
     def kept_values(self) -> dict[str, Tensor]:
-        """All parameters that the nodes have kept, by name, on the host. Any rank may call after :meth:`have_kept`.
+        """Fetch all parameters that the nodes have kept, by name, on the CPU. Any rank may call after :meth:`have_kept`.
 
         Raises:
             ConnectionLostError: a node is gone.
@@ -143,17 +146,17 @@ class OptimizerNodes:
         return found
 
     def _address(self, number: int) -> Address:
-        """Of a node, for this rank's host."""
+        """Return the address of a node for this rank's host."""
         addresses = self._addresses[number]
         return addresses.get(self._host, addresses[EVERYWHERE])
 
     def share(self, clusters: Sequence[str | None]) -> list[list[int]]:
-        """For each pipeline rank, in these clusters, the nodes of its stages. All ranks must call."""
+        """Return for each pipeline rank the nodes that hold its stages; ``clusters``: of each pipeline rank. All ranks must call."""
         self._meet()
         return share_nodes(clusters, self._clusters)
 
     def clusters_of(self, by_rank: Sequence[Sequence[int]]) -> list[list[str | None]]:
-        """Those of nodes that :meth:`share` has given, as far as they are known."""
+        """Return the clusters of the nodes that :meth:`share` has returned; None for nodes whose cluster is not known."""
         return [[self._clusters[number] for number in numbers] for numbers in by_rank]
 
     def open(
@@ -172,16 +175,17 @@ class OptimizerNodes:
         run: str = "",
         adopt: int = 0,
     ) -> list[NodeLink]:
-        """Links to the nodes of this rank's stages. All ranks must call.
+        """Connect to the nodes of this rank's stages. All ranks must call.
 
         Args:
-            place_of: which of these nodes, as :meth:`share` gives them, holds each unit.
-            clusters: of each pipeline rank, the one in which all of its workers are, if there is one.
+            units: the layout of each unit that the nodes hold, by number.
+            place_of: for each unit, the index of its node among those that :meth:`share` returns for this rank.
+            clusters: for each pipeline rank, the cluster that contains all of its workers, or None.
             states: HolmesStrategy's optimizer_states.
-            module: the name of its class.
-            precision: the Trainer's.
-            run: a name for this fit's values, under which the nodes keep them when the workers are lost; empty: they do not.
-            adopt: the version that they have kept and shall go on with; 0: they are given values.
+            module: the name of the module's class.
+            precision: the Trainer's precision.
+            run: a name for this fit's values, under which the nodes keep them when the workers are lost; empty: the nodes do not keep them.
+            adopt: the version of the kept values from which the nodes shall continue; 0: the nodes are given values.
 
         Raises:
             HolmesError: a node cannot be reached, or does not know the optimizer.
@@ -218,14 +222,14 @@ class OptimizerNodes:
 
 
 def cluster_of(name: str, hosts: Sequence[OptimizerHost]) -> str | None:
-    """Of the node on host ``name``; a domain may be left out."""
+    """Return the cluster of the node on host ``name``, compared without domains if no host has exactly this name; None if not known."""
     same = [host.cluster for host in hosts if host.name == name]
     return next(iter(same or [h.cluster for h in hosts if h.name.split(".")[0] == name.split(".")[0]]), None)
 
 
 def share_nodes(of_ranks: Sequence[str | None], of_nodes: Sequence[str | None]) -> list[list[int]]:
-    """For each pipeline rank the nodes that hold its stages, by the clusters of both: those of its own cluster, which share its ranks;
-    where it has none, those that are in no rank's cluster, or else all."""
+    """Return for each pipeline rank the nodes that hold its stages, from the clusters of both. The nodes of a cluster are shared among the ranks of
+    that cluster; ranks of clusters without nodes share the nodes that are in no rank's cluster, or all nodes if there are none."""
     own = {
         c: [n for n, other in enumerate(of_nodes) if other == c] for c in of_ranks if c is not None and c in of_nodes
     }
@@ -240,16 +244,17 @@ def share_nodes(of_ranks: Sequence[str | None], of_nodes: Sequence[str | None]) 
 
 
 def nodes_of(pipeline_rank: int, num_pipelines: int, num_nodes: int) -> list[int]:
-    """The nodes that hold the stages of a pipeline rank: with fewer nodes than ranks they take turns, with more a rank has several."""
+    """Return the nodes that hold the stages of a pipeline rank: with fewer nodes than ranks, ranks share nodes in turn; with more, a rank has
+    several."""
     own = [number for number in range(num_nodes) if number % num_pipelines == pipeline_rank]
     return own or [pipeline_rank % num_nodes]
 
 
 class _Registry:
-    """On rank 0: knows the nodes, which connect to it, and ends them.
+    """Accepts the nodes' connections on rank 0, and ends the nodes.
 
     Args:
-        wait_s: how long they may take to come.
+        wait_s: how long the nodes may take to connect, in seconds.
     """
 
     def __init__(self, host: str, secret: str, count: int, *, wait_s: float, port: int = 0) -> None:
@@ -260,7 +265,7 @@ class _Registry:
         self._changed = threading.Condition()
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ending: tuple[int, bool] | None = None
-        """This process's exit code, and whether it will be started again, where they are known before it ends."""
+        """This process's exit code, and whether it will be started again, if they are known before it ends; else None."""
         self._listener = Listener(host, secret, "an optimizer node", self._join, port=port)
 
     def _join(self, channel: Channel, hello: dict[str, Any]) -> None:
@@ -279,7 +284,7 @@ class _Registry:
             self._changed.notify_all()
 
     def start(self) -> None:
-        """Let the nodes start on this host."""
+        """Start the nodes on this host."""
         host, port = self._listener.address
         python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
         environment = os.environ | {
@@ -292,25 +297,23 @@ class _Registry:
             self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
 
     def wait(self) -> list[dict[str, Any]]:
-        """What they tell: address, host and cluster.
+        """Wait for all nodes, and return what each has reported: its address, host, cluster and more.
 
         Raises:
-            HolmesError: one does not come.
-            ConfigurationError: one is of other versions, or there are too many.
+            HolmesError: a node does not connect in time, or has ended.
+            ConfigurationError: a node has other versions, or there are too many nodes.
         """
         end = time.monotonic() + self._wait_s
+        address = ":".join(map(str, self._listener.address))
         if not self._processes:
-            print(
-                f"waiting for {self._count} optimizer nodes at {':'.join(map(str, self._listener.address))}", flush=True
-            )
+            print(f"waiting for {self._count} optimizer nodes at {address}", flush=True)
         with self._changed:
             while len(self._nodes) < self._count:
                 ended = [p for p in self._processes if p.poll() is not None]
                 if ended or time.monotonic() > end:
-                    address = ":".join(map(str, self._listener.address))
                     come = f"{len(self._nodes)} of {self._count} optimizer nodes have come to {address}"
                     why = (
-                        f"{shlex.join(map(str, ended[0].args))} ended with code {ended[0].returncode}; what it has printed says why"
+                        f"process {ended[0].pid} ended with code {ended[0].returncode}; what it has printed says why"
                         if ended
                         else f"within {self._wait_s:.0f} s; start the others by lightning-holmes optimizer-node, with this job's {SECRET}"
                     )
@@ -326,7 +329,7 @@ class _Registry:
         return [told for _, (_, told) in sorted(self._nodes.items())]
 
     def listen(self, number: int, hosts: Sequence[str]) -> dict[str, Address]:
-        """Let a node listen at further addresses of its own; which ports it has there."""
+        """Let a node listen at further addresses of its own, and return the full addresses, with ports, by ``hosts``."""
         channel, _ = self._nodes[number]
         channel.send({"listen": list(hosts)})
         found: dict[str, Address] = channel.receive()["addresses"]
@@ -346,25 +349,26 @@ class _Registry:
                 raise ConfigurationError(said)
 
     def end(self, why: str = "") -> None:
-        """Let the nodes end, when the other ranks have no more use for them either; or, where this process will be started again, wait for
-        that. They are not waited for.
+        """Tell the nodes to end as soon as the other ranks do not need them either, or, if this process will be started again, to wait for
+        that. Does not wait for the nodes.
 
         Args:
-            why: what keeps the job from beginning.
+            why: what keeps the job from beginning; empty if nothing does.
         """
         self._listener.close()
-        failed = bool(why) or getattr(sys, "last_value", None) is not None  # the exception that ends a process
+        # last_value: the exception that ends a process
+        failed = bool(why) or getattr(sys, "last_value", None) is not None
         code, again = self.ending or (int(failed), failed and _restarts())
         for channel, _ in self._nodes.values():
             try:
                 channel.send({"end": {"code": code, "again": again, "why": why}})
             except HolmesError:
-                pass  # it is gone
+                pass  # the node is gone
             channel.close()
         self._processes.clear()
 
 
 def _restarts() -> bool:
-    """Whether torchrun will start this job again if it fails."""
+    """Return whether torchrun will start this job again if it fails."""
     started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(started) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))

@@ -1,10 +1,10 @@
-"""Options: HolmesStrategy's arguments, checked, and the views of them that plans, gradients and groups are made from.
+"""Options: HolmesStrategy's arguments, checked, and the subsets of them from which plans, gradients and groups are made.
 
     options = Options(schedule="zero_bubble_v", num_chunks="auto", plan=None, ...)
     options.plan_options.num_chunks         # 2: what the schedule asks for
     options.arguments()                     # by name, to be compared between ranks
 
-The defaults stand in HolmesStrategy's signature, where users read them.
+The defaults are in HolmesStrategy's signature, where users read them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _View = TypeVar("_View", GradientOptions, ShardingOptions, TrainingOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments as they were given; HolmesStrategy's docstring says what each means.
+    """The arguments as they were given; HolmesStrategy's docstring documents each.
 
     Raises:
-        ConfigurationError: an argument that is impossible by itself, or beside another; names both and the fix.
+        ConfigurationError: an argument is impossible by itself, or together with another; the message names both and the fix.
     """
 
     topology: str | Topology
@@ -132,11 +132,11 @@ class Options:
         if hosts and self.optimizer_nodes == 0:
             object.__setattr__(
                 self, "optimizer_nodes", hosts
-            )  # the file asks for them, and what is kept below must know
+            )  # the topology file asks for them, and the cached views below read this field
         nodes = self.optimizer_nodes
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
             raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
-        # what checks itself when it is made; a plan file is read here
+        # these views check themselves when they are made; a plan file is read here
         _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
         if hosts and nodes != hosts:
             raise ConfigurationError(
@@ -158,7 +158,7 @@ class Options:
             self._check_sharded_parameters()
 
     def _check_optimizer_nodes(self, asked: str) -> None:
-        """Refuse what optimizer nodes cannot be had with."""
+        """Refuse arguments that do not go together with optimizer nodes."""
         self._check_layered(asked)
         for name, value, reason in (
             (
@@ -195,7 +195,7 @@ class Options:
             )
 
     def _check_sharded_parameters(self) -> None:
-        """Refuse what parameters in shards cannot be had with."""
+        """Refuse arguments that do not go together with sharded parameters."""
         self._check_layered("sharded_parameters=True")
         if self.tensor_parallel_size > 1:
             raise ConfigurationError(
@@ -220,7 +220,7 @@ class Options:
 
     @functools.cached_property
     def optimizer_hosts(self) -> tuple[OptimizerHost, ...]:
-        """Those of the topology that is given. A file that cannot be read has none here: the job says what is wrong with it."""
+        """The optimizer hosts of the given topology. Empty if its file cannot be read: that error is raised when the job reads the file."""
         topology = self.topology
         if not isinstance(topology, Topology) and topology != "auto":
             try:
@@ -231,7 +231,7 @@ class Options:
 
     @functools.cached_property
     def plan_options(self) -> PlanOptions:
-        """What the arguments, or the plan file, ask for of what a plan decides."""
+        """The plan options that the arguments, or the plan file, ask for."""
         asked = PlanOptions(
             pipeline_parallel_size=self.pipeline_parallel_size,
             tensor_parallel_size=self.tensor_parallel_size,
@@ -246,23 +246,23 @@ class Options:
 
     @property
     def _schedule(self) -> str:
-        """What is asked for; parameters in shards ask for a layered one where neither argument nor plan file names one."""
+        """The requested schedule; with sharded parameters or optimizer nodes it is "breadth_first" if neither argument nor plan file names one."""
         implied = self.is_layered and self.schedule == "auto" and self.plan is None
         return "breadth_first" if implied else self.schedule
 
     @property
     def chooses_schedule(self) -> bool:
-        """Whether nobody has settled a schedule, neither an argument nor a plan file."""
+        """Whether the schedule is still open: neither an argument nor a plan file decides it."""
         return self.schedule == "auto" and self.plan is None and not self.is_layered
 
     @property
     def is_layered(self) -> bool:
-        """Whether it is settled that parameters are whole only while their stage is computed."""
+        """Whether the arguments decide that parameters are whole only while their stage is computed."""
         return self.sharded_parameters is True or self.optimizer_nodes > 0
 
     def without_measuring(self) -> Options:
-        """The same where nothing may hang on a measurement: ``Trainer(deterministic=True)``. What a plan decides is for
-        runtime_plan.py to settle."""
+        """Return a copy in which nothing depends on a measurement, for ``Trainer(deterministic=True)``. Settings that a plan decides are left
+        to runtime_plan.py."""
         needed = self.master_weights or self.sharded_parameters is True
         settled = "star" if self.optimizer_nodes else "all_reduce"
         return dataclasses.replace(
@@ -274,22 +274,22 @@ class Options:
 
     @functools.cached_property
     def gradient_options(self) -> GradientOptions:
-        """How gradients gather and are summed."""
+        """The options of how gradients are accumulated and summed."""
         return _taken(GradientOptions, self)
 
     @functools.cached_property
     def sharding_options(self) -> ShardingOptions:
-        """Whether the optimizer is sharded, and steps fp32 weights."""
+        """The options of sharding the optimizer and the parameters, and of fp32 master weights."""
         return _taken(ShardingOptions, self)
 
     @functools.cached_property
     def training_options(self) -> TrainingOptions:
-        """What decides what a step sends and holds, as predictions take it."""
+        """The options that decide what a step sends and holds, as input for predictions."""
         return _taken(TrainingOptions, self)
 
     @property
     def sent_dtype(self) -> torch.dtype | None:
-        """Of activations that cross between clusters; None for their own."""
+        """The dtype of activations that cross between clusters; None for their own dtype."""
         return None if self.activation_dtype is None else torch.bfloat16
 
     @functools.cached_property
@@ -308,7 +308,7 @@ class Options:
         )
 
     def make_monitor(self) -> TimelineMonitor | None:
-        """The callback that ``monitor`` asks for."""
+        """Return the callback that ``monitor`` asks for, or None."""
         return make_monitor(self.monitor)
 
     def check_given_plan(
@@ -322,7 +322,7 @@ class Options:
         """Refuse a plan file that was made for other clusters or, when the module is known, another module.
 
         Raises:
-            ConfigurationError: names the differences.
+            ConfigurationError: the plan does not fit; the message names the differences.
         """
         if self.given_plan is None:
             return
@@ -338,14 +338,15 @@ class Options:
         )
 
     def arguments(self) -> dict[str, Any]:
-        """By name what all ranks must have alike: a plan file by what it asks for, the topology apart."""
+        """Return by name the arguments that must be the same on all ranks, without the topology; a plan file is replaced by the options that it
+        asks for."""
         given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         del given["topology"], given["plan"]
         return given | dataclasses.asdict(self.plan_options) | {"port_range": self.ports}
 
 
 def _taken(kind: type[_View], options: Options) -> _View:
-    """A dataclass of the options of the same names."""
+    """Return an instance of the dataclass ``kind``, whose fields are the options of the same names."""
     return kind(**{entry.name: getattr(options, entry.name) for entry in dataclasses.fields(kind)})
 
 
@@ -375,10 +376,10 @@ def check_layout(
     schedules: Sequence[str],
     partition: Any = "self_adapting",
 ) -> None:
-    """Refuse arguments that lay out a pipeline where they are wrong by themselves. ``schedules``: those there are.
+    """Refuse pipeline layout arguments that are wrong by themselves. ``schedules``: the known names.
 
     Raises:
-        ConfigurationError: names the argument, and what it may be.
+        ConfigurationError: the message names the argument and the values that it may have.
     """
     for name, value, may_be_auto in (
         ("pipeline_parallel_size", pipeline_parallel_size, True),

@@ -1,4 +1,4 @@
-"""What a run's plan is made from, and what comes of it: plain records that runtime_plan.py and profiling.py share."""
+"""PlanRequest and RuntimePlan: the input and the result of planning a run; plain records that runtime_plan.py and profiling.py share."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,8 +22,8 @@ from lightning_holmes.strategy.tracing import TraceResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimePlan:
-    """The plan of a run, how it was chosen, and the prediction of a step, where costs are known; and whether its parameters
-    live in shards."""
+    """The plan of a run, how it was chosen, the prediction of a step, if costs are known, and whether the parameters are
+    sharded."""
 
     plan: Plan
     choice: PipelinePlan | None
@@ -32,25 +32,25 @@ class RuntimePlan:
 
     @property
     def prediction(self) -> Prediction | None:
-        """What a step is predicted to cost."""
+        """The predicted cost of a step; None if costs are not known."""
         return None if self.choice is None else self.choice.prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What :func:`~lightning_holmes.strategy.runtime_plan.decide` works from.
+    """The input of :func:`~lightning_holmes.strategy.runtime_plan.decide`.
 
     Attributes:
-        sample: of the training step; None where nothing is trained.
-        stand_ins: gives values to a module that was built without memory, while it is profiled.
-        defers: it was built so.
-        context: of a training step (precision).
-        former: the plan and choice of the run before of this strategy, whose layout is kept.
-        predicts: a prediction is wanted even where everything is settled.
-        why_not_sharded: why parameters cannot live in shards where that is left to us; None: they can.
-        topology_given: the user has described the clusters and their links.
-        measures: what is measured may decide something.
-        resumed_microbatches: of the run that is gone on from; None where there is none, or it does not say.
+        sample: a batch of the training step; None if nothing is trained.
+        stand_ins: returns a context in which a module that was built without memory has stand-in values, to be profiled.
+        defers: whether the module was built without memory.
+        context: returns the context manager of a training step (precision).
+        former: the plan and choice of the strategy's previous run, whose layout is kept.
+        predicts: whether a prediction is wanted even if the options leave nothing to choose.
+        why_not_sharded: why parameters cannot live in shards with ``sharded_parameters="auto"``; None: they can.
+        topology_given: whether the user has described the clusters and their links.
+        measures: whether measurements may decide something.
+        resumed_microbatches: the number of microbatches of the run that is resumed; None if no run is, or if it is not known.
     """
 
     module: pl.LightningModule

@@ -1,9 +1,9 @@
-"""The plan of a run that begins: what runs where, from the module, its batches and the clusters.
+"""The plan of a run that begins, from the module, its batches and the clusters.
 
     traced = learn_steps(trainer, context, TraceResult(), samples)       # every rank must call
     planned = plan_run(trainer, context, traced, samples[0])
 
-How a plan is chosen is runtime_plan.py's and plan/'s business, what becomes of it run.py's.
+A plan is chosen by runtime_plan.py and plan/, and carried out by run.py.
 """
 
 import dataclasses
@@ -38,16 +38,16 @@ from lightning_holmes.strategy.tracing import TraceResult, trace_module
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What a run is made from, beside its trainer.
+    """What a run is made from, in addition to its trainer.
 
     Attributes:
-        builder: of the module, which may have no memory yet.
-        resumption: what a checkpoint has brought.
-        splitter: of batches; it learns from those of all runs.
-        former: the plan of the run before, whose layout is kept where it fits.
-        resting: where a module lives in shards between runs.
-        snapshots: of a fit that takes some.
-        undo: takes back, last change first, what a run changes, also where its set-up fails half-way.
+        builder: builds the module, which may have no memory yet.
+        resumption: the states that were loaded from a checkpoint.
+        splitter: splits batches; it learns from the batches of all runs.
+        former: the plan of the previous run, whose layout is kept if it fits.
+        resting: the shards of a module that stays sharded between runs.
+        snapshots: the snapshots of a fit; None if it takes none.
+        undo: undoes the run's changes, last change first, even if its set-up fails half-way.
     """
 
     job: Job
@@ -69,11 +69,12 @@ def plan_run(
     *,
     why_not_sharded: str | None = None,
 ) -> RuntimePlan:
-    """The plan of a run of a module of which so much is known. Every rank must call.
+    """Make the plan of a run of a traced module. Every rank must call.
 
     Args:
-        training: a batch of the training step; None where nothing is trained.
-        why_not_sharded: why its parameters cannot live in shards, where that is left to us.
+        traced: what tracing has found out about the module.
+        training: a batch of the training step; None if nothing is trained.
+        why_not_sharded: why the parameters cannot live in shards with ``sharded_parameters="auto"``; None if they can.
 
     Raises:
         HolmesError: the options are refused, on every rank alike.
@@ -119,7 +120,7 @@ def learn_steps(
     known: TraceResult,
     samples: Sequence[StepSample],
 ) -> TraceResult:
-    """``known``, and what these batches teach about the module. Every rank must call.
+    """Trace the steps of ``samples``, and return the results merged into ``known``. Every rank must call.
 
     Raises:
         HolmesError: the module or the options are refused, on every rank alike.
@@ -142,7 +143,7 @@ def learn_steps(
 
 
 def step_context(trainer: "pl.Trainer", step_name: str) -> Any:
-    """The context manager of the precision plugin under which a step runs."""
+    """Return the context manager of the precision plugin under which a step runs."""
     plugin = trainer.precision_plugin
     contexts = {
         "training_step": plugin.train_step_context,
@@ -154,7 +155,7 @@ def step_context(trainer: "pl.Trainer", step_name: str) -> Any:
 
 
 def show_plan(plan: Plan, pipeline: PipelineModule, job: Job) -> None:
-    """Print the plan on rank 0 of several, or of several stages, with the parameters of each stage."""
+    """Print the plan, with the number of parameters of each stage, on rank 0; not for one process with one stage."""
     if job.connection.rank != 0 or (job.connection.world_size == 1 and plan.num_stages == 1):
         return
     counts, structure = None, pipeline.structure

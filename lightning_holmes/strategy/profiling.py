@@ -1,9 +1,9 @@
-"""Costs of a module on the hosts of a job: what its layers cost, and how fast each rank works; found by all ranks together.
+"""Costs of a module on the hosts of a job: the cost of its layers, and the speed of each rank; found by all ranks together.
 
-Costs come from a profile of one or two microbatches (pipeline/profile.py): counted on rank 0 (``profile="flops"``), with
-the speed of each host from a short measurement that all ranks make at the same time, in the type that a step multiplies in; or timed by every rank
-(``profile="measure"``, and ``"auto"`` on several hosts without GPUs). What an earlier start has found is kept (kept_costs.py), and taken on several hosts
-where the short measurement gives what it gave then.
+Costs come from a profile of one or two microbatches (pipeline/profile.py). Either FLOPs are counted on rank 0 (``profile="flops"``), and
+the speed of each host comes from a short measurement that all ranks make at the same time, in the dtype of the step's matrix products; or every
+rank times the layers (``profile="measure"``, and ``"auto"`` on several hosts without GPUs). Costs are cached for later starts (kept_costs.py); on
+several hosts cached costs are used if the short measurement gives about the same result as then.
 """
 
 from __future__ import annotations
@@ -32,30 +32,32 @@ from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.strategy.kept_costs import Costs, costs_key, load_costs, save_costs, tell_change
 from lightning_holmes.strategy.plan_request import PlanRequest
 
-_ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # of probing; several hosts may be unlike, and have shares of a core
-_PROBES = 2  # must say that a host's speed has changed: other work passes by
-_MEASURE_S = 3.0  # of timing the layers, at the least, in all sizes of microbatches together
+_ONE_HOST_S, _SEVERAL_HOSTS_S = 0.03, 1.0  # seconds of probing; several hosts may differ, and may have shares of a core
+_PROBES = 2  # this many probes must show that a host's speed has changed: other load may be temporary
+_MEASURE_S = 3.0  # the minimum seconds of timing the layers, in all microbatch sizes together
 LARGEST_RUN = 50_000_000
-"""Parameters of a module that may be run whole on one rank for its profile."""
-# Speeds nearer to the fastest than this count as alike: a short measurement tells no more, above all not on CPUs that
-# others use, too.
+"""The largest number of parameters of a module that may be run whole on one rank for its profile."""
+# A rank whose speed is at least this fraction of a faster rank's counts as equally fast: a short measurement is no more accurate, least of
+# all on CPUs that other processes use, too.
 _ALIKE = {"cpu": 0.85, "cuda": 0.97}
-_NOISE = 1.25  # timed seconds of alike layers differ by so much at the most, as a factor
-# Those of the last layer, slower than the others: its backward is the first, where memory is at its peak, and presumably gets from
-# the system what the others find again. In a pipeline's steps it is as fast as they are.
+# the largest factor between the timed seconds of a layer and of the median of its kind that counts as noise
+_NOISE = 1.25
+# The same for the last layer, if it is slower: its backward is the first one, when memory is at its peak, and presumably allocates from
+# the system memory that the other layers reuse. In a pipeline's steps it is as fast as the others.
 _LAST_NOISE = 1.75
-# Of a rank's own time in a step that is neither of a microbatch nor the optimizer's (the trainer's loops, data, logs, checks), as
-# so many tiny operators: about 15 ms where one takes 3 us. From the timelines of small runs on an idle link.
+# A rank's time in a step outside of microbatches and the optimizer (the trainer's loops, data, logs, checks), in times of a tiny
+# operator: about 15 ms if one takes 3 us. From the timelines of small runs on an idle link.
 _STEP_OPERATORS = 5000
-# And what a processor takes to send or receive a byte by sockets, the time in which computing is slower for it included, as so many
-# tiny operators: 2 ns where one takes 2 us. From processes that compute beside a steady exchange, and from whole steps (docs/log.md).
+# A processor's time to send or receive a byte by sockets, including the slowdown of computing meanwhile, in times of a tiny
+# operator: 2 ns if one takes 2 us. From processes that compute during a steady exchange, and from whole steps (docs/log.md).
 _BYTE_OPERATORS = 1e-3
 
 
 def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str | None:
-    """What the ranks find out together: costs (on rank 0 whole), why there are none, or None where nobody asks.
+    """Find costs on all ranks together. Every rank must call.
 
-    Every rank must call.
+    Returns:
+        On rank 0 the costs, a text why there are none, or None if costs are not needed. Other ranks must not use the value.
     """
     size = request.layout.placement.pipeline_parallel_size
     asks_sharding = request.training.sharded_parameters == "auto" and request.why_not_sharded is None
@@ -76,7 +78,7 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
     if broadcast_value(known is not None) and not _has_changed(request, known):
         return known
     if request.world_size > 1:
-        dist.barrier()  # so that all measure at the same time
+        dist.barrier()  # so that all ranks measure at the same time
     found = _measure(request, structure)
     if isinstance(found, Costs) and key is not None:
         save_costs(key, found, request.layout.topology)
@@ -84,12 +86,13 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
 
 
 def _has_changed(request: PlanRequest, known: Costs | None) -> bool:
-    """Whether some host is not as fast beside the others as when costs were kept, which rank 0 tells. Every rank must call."""
+    """Return whether some host's speed relative to the others differs from when the cached costs were measured; rank 0 decides, and logs it. Every
+    rank must call."""
     if request.layout.num_hosts == 1:
         return False
     fastest = [0.0] * request.world_size
     for _ in range(_PROBES):
-        dist.barrier()  # so that all measure at the same time
+        dist.barrier()  # so that all ranks measure at the same time
         speeds: list[float] = all_gather_values(_probe(request).flops_per_s)
         fastest = list(map(max, fastest, speeds))
         told = None if known is None else tell_change(known, fastest, request.layout.topology)
@@ -142,8 +145,8 @@ def _measure(request: PlanRequest, structure: ModuleStructure) -> Costs | str | 
 
 
 def _product_dtype(request: PlanRequest) -> torch.dtype | None:
-    """The type of a step's matrix products; None where it is none that is probed: Transformer Engine and bitsandbytes multiply in
-    types that the tensors at hand do not tell."""
+    """Return the dtype of a step's matrix products; None if it cannot be probed: the dtypes in which Transformer Engine and bitsandbytes multiply
+    do not show in the tensors."""
     trainer = trainer_of(request.module)
     plugin = None if trainer is None else trainer.precision_plugin
     if isinstance(plugin, TransformerEnginePrecision | BitsandbytesPrecision):
@@ -152,14 +155,14 @@ def _product_dtype(request: PlanRequest) -> torch.dtype | None:
 
 
 def _may_be_timed(request: PlanRequest) -> bool:
-    """Whether "auto" times the layers: on CPUs, of which FLOPs do not tell how small microbatches slow them down, and where a
-    whole step beside the run's own memory is no matter. On one host ranks would time each other's load."""
+    """Return whether "auto" may time the layers: on CPUs, where FLOPs do not show how small microbatches slow them down, and if the module is so
+    small that a whole step fits beside the run's own memory. On one host, ranks would time each other's load."""
     small = sum(p.numel() for p in request.module.parameters()) <= LARGEST_RUN
     return request.device.type == "cpu" and small and not request.defers
 
 
 def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpeed) -> Costs | str:
-    """Every rank times all layers; the costs are rank 0's, the speeds of the others are relative to it."""
+    """Time all layers on every rank; the costs are rank 0's, the speeds of the other ranks are relative to it. Return a text if that fails."""
     timed = _profiled(request, structure, samples=_timed_sizes(request), mode="measure", operator_s=0.0)
     problem = timed if isinstance(timed, str) else None
     found = [] if isinstance(timed, str) else [alike_layers(cost) for cost in timed]
@@ -187,8 +190,8 @@ def _measured(request: PlanRequest, structure: ModuleStructure, speed: DeviceSpe
 
 
 def _timed_sizes(request: PlanRequest) -> tuple[int, ...]:
-    """Samples of the microbatches that are timed: the run's; or, where their number is open, half and twice those of four
-    microbatches for each stage: far apart, for the sake of the line through them, and between what may be chosen."""
+    """Return the microbatch sizes (in samples) to time: the run's; or, if the number of microbatches is open, half and twice the size
+    for four microbatches a stage: far enough apart to fit a line, and within the range of sizes that may be chosen."""
     whole, count = request.traced.batch_size or 1, request.options.num_microbatches
     if count != "auto":
         return (-(-whole // min(count, whole)),)
@@ -197,7 +200,7 @@ def _timed_sizes(request: PlanRequest) -> tuple[int, ...]:
 
 
 def _with_fixed_seconds(small: ModelCost, large: ModelCost) -> ModelCost:
-    """Costs from two sizes of microbatch: what does not grow with the samples is fixed."""
+    """Return costs from two microbatch sizes: seconds that do not grow with the number of samples are fixed seconds."""
     ratio = large.microbatch_samples / small.microbatch_samples
 
     def join(one: LayerCost, other: LayerCost) -> LayerCost:
@@ -229,7 +232,7 @@ def _profiled(
     mode: Literal["fake", "measure"],
     operator_s: float,
 ) -> list[ModelCost] | str:
-    """The costs of microbatches of at most so many samples each on this rank; or why they cannot be had."""
+    """Return the costs of microbatches of at most ``samples`` samples each on this rank; or a text why they cannot be found."""
     module, sample, whole = request.module, request.sample, request.traced.batch_size or 1
     assert sample is not None
     own = getattr(module, "split_batch", None)
@@ -266,23 +269,24 @@ def _profiled(
                 )
                 for number, arguments in given.items()
             ]
-    except Exception as error:  # a profile is a help: whatever the user's step does not like, the run goes on without
+    except Exception as error:
+        # the profile is optional: if the user's step raises any error in it, the run continues without
         text = str(error).splitlines()[0] if str(error) else "no message"
         return f"its step could not be profiled ({type(error).__name__}: {text[:200]})"
 
 
 def own_step_s(operator_s: float) -> float:
-    """Seconds of a rank's own in a step, outside of microbatches and the optimizer, where a tiny operator takes so many."""
+    """Return a rank's seconds in a step outside of microbatches and the optimizer, if a tiny operator takes ``operator_s``."""
     return _STEP_OPERATORS * operator_s
 
 
 def carried_byte_s(operator_s: float) -> float:
-    """Seconds of a processor's time for each byte that it sends or receives by sockets, where a tiny operator takes so many."""
+    """Return a processor's seconds for each byte that it sends or receives by sockets, if a tiny operator takes ``operator_s``."""
     return _BYTE_OPERATORS * operator_s
 
 
 def time_update(device: torch.device) -> float:
-    """Seconds of AdamW's step for each byte of parameters: what optimizers of its kind cost."""
+    """Return the seconds of AdamW's step for each byte of parameters, as a typical cost of an optimizer."""
     parameter = torch.nn.Parameter(torch.zeros(1 << 19, device=device))
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.AdamW([parameter])
@@ -296,7 +300,8 @@ def time_update(device: torch.device) -> float:
 
 
 def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
-    """Measured speeds, with those that a measurement cannot tell apart made the same: each group's mean, the fastest first."""
+    """Return the measured speeds, in which speeds that a measurement cannot distinguish are replaced by their group's mean; groups are formed from
+    the fastest down."""
     threshold = _ALIKE.get(device_type, 0.85)
     order = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])
     result = list(speeds)
@@ -310,9 +315,9 @@ def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]
 
 
 def alike_layers(model: ModelCost) -> ModelCost:
-    """Timed layers that hold and send as many bytes, with the mean of their seconds where these differ by no more than a
-    measurement's noise. The last one may take longer, and adds nothing to the mean then. Layers that are alike are assigned
-    exactly and at once; others with several chunks a rank are not."""
+    """Return the model in which timed layers that hold and send the same number of bytes have the mean of their seconds, if these differ by no
+    more than measurement noise. The last layer may be slower, and is then left out of the mean. Equal layers are assigned
+    exactly and fast; unequal layers with several chunks a rank are not."""
     kinds: dict[tuple[float, ...], list[int]] = {}
     for index, layer in enumerate(model.layers):
         key = (layer.parameter_bytes, layer.trained_bytes, layer.activation_bytes, layer.held_bytes)
@@ -332,7 +337,7 @@ def alike_layers(model: ModelCost) -> ModelCost:
 
 
 def _described(request: PlanRequest, speeds: Sequence[float]) -> str:
-    """How fast the clusters are, in words."""
+    """Return a description of the relative speeds of the clusters."""
     fastest = max(speeds)
     if min(speeds) == fastest:
         return "all ranks alike"

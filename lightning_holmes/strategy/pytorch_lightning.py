@@ -1,8 +1,8 @@
-"""Trainers of pytorch_lightning, the other name under which Lightning is published: refused by a sentence that helps.
+"""Refuses trainers of pytorch_lightning, the other name under which Lightning is published, with a message that says what to change.
 
-It is a copy of lightning.pytorch with classes of its own, so that a trainer, module or callback of one is none to the other. Its
-trainer would call a HolmesStrategy an invalid name. So its trainers are let take the strategy for one of their own, and get as far
-as the refusal.
+pytorch_lightning is a copy of lightning.pytorch with its own classes, so that neither accepts a trainer, module or callback of the other. Its
+trainer would refuse a HolmesStrategy as an invalid strategy name. Therefore the strategy is registered with pytorch_lightning, so that its
+trainers accept the strategy, and reach the refusal here.
 
     introduce(HolmesStrategy)              # when this package is imported
     refuse_trainer(strategy.accelerator)   # when a trainer takes the strategy
@@ -22,7 +22,7 @@ _STRATEGIES = f"{_NAME}.strategies"
 
 
 def introduce(strategy: type) -> None:
-    """Let trainers of pytorch_lightning take ``strategy``, also as "holmes": now, or as soon as somebody imports that package."""
+    """Register ``strategy`` with pytorch_lightning, also as "holmes": now, or as soon as that package is imported."""
     if _STRATEGIES in sys.modules:
         _register(sys.modules[_STRATEGIES], strategy)
     else:
@@ -36,7 +36,7 @@ class _Introduction(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Nothing but pytorch_lightning's strategies, as the other finders find them."""
+        """Return the spec of pytorch_lightning's strategies, as the other finders find it, with the registration added; None for other modules."""
         if fullname != _STRATEGIES:
             return None
         sys.meta_path.remove(self)
@@ -61,7 +61,7 @@ def refuse_trainer(accelerator: object) -> None:
     """Refuse a trainer by its accelerator.
 
     Raises:
-        ConfigurationError: it is pytorch_lightning's.
+        ConfigurationError: the accelerator is pytorch_lightning's.
     """
     if any(base.__module__.split(".")[0] == _NAME for base in type(accelerator).__mro__):
         raise ConfigurationError(

@@ -1,6 +1,6 @@
-"""RestingShards: a module that is built without memory, in shards from the moment that it has values, and between runs.
+"""RestingShards: keeps a module that was built without memory in shards, from when it has values, and between runs.
 
-It is never whole: a part at a time is built, or read from a checkpoint, cut, and let go of. One object serves a strategy.
+The module is never whole: one part at a time is built, or read from a checkpoint, sharded, and released. A strategy has one RestingShards.
 
     resting.fill(shards, builder, resumption, pipeline, connection.all_gather)
     ...
@@ -21,23 +21,23 @@ from lightning_holmes.strategy.resuming import Resumption
 
 
 class RestingShards:
-    """Of the last module that was filled so; none at the start."""
+    """The shards of the last module that stays in shards; none at the start."""
 
     def __init__(self) -> None:
         self._shards: StageShards | None = None
         self._module: nn.Module | None = None
 
     def of(self, module: nn.Module) -> StageShards | None:
-        """The shards in which ``module`` lives, if it does."""
+        """Return the shards in which ``module`` lives, or None."""
         return self._shards if self._module is module else None
 
     def keep(self, shards: StageShards, module: nn.Module) -> None:
-        """``module`` lives in ``shards`` from now on."""
+        """Keep ``shards`` as those of ``module`` from now on, also between runs."""
         shards.stays = True
         self._shards, self._module = shards, module
 
     def take(self, module: nn.Module) -> StageShards | None:
-        """Those of ``module``, which are not kept any more."""
+        """Return the shards of ``module``, or None, and do not keep them any more."""
         found, self._shards, self._module = self.of(module), None, None
         return found
 
@@ -49,23 +49,23 @@ class RestingShards:
         pipeline: PipelineModule,
         all_gather: Callable[[Any], list[Any]],
     ) -> None:
-        """Let ``shards`` of the ``pipeline``'s parameters have their first values, a checkpoint's or those that the module starts
-        from. All ranks must call.
+        """Fill ``shards`` of the ``pipeline``'s parameters with their first values: a checkpoint's, or the module's initial ones. All ranks must
+        call.
 
         Raises:
-            UnsupportedModuleError: nothing gives a parameter a value.
-            ConfigurationError: a run before has left it where it cannot be had.
+            UnsupportedModuleError: a parameter gets no value from anywhere.
+            ConfigurationError: in an earlier run this rank held only a part of the parameters that it needs now.
         """
         saved = resumption.take_weights()
         bring_part = builder.bring_parts(pipeline, overwritten=saved is not None)
         at_once = saved is not None and checkpoint.renames(
             pipeline.module
-        )  # which of the names make which is not known
+        )  # if names are changed, it is not known which saved entries belong to a part
         count = 0
 
         def bring(names: Sequence[str]) -> None:
             nonlocal count
-            give_back_freed_memory()  # of the part before, which is large
+            give_back_freed_memory()  # of the previous part, which is large
             bring_part(names)
             if saved is not None and not at_once:
                 count += 1
@@ -76,6 +76,7 @@ class RestingShards:
         self.keep(shards, pipeline.module)
         if saved is not None and at_once:
             shards.put(lambda: checkpoint.load_module_state(pipeline, saved[0], strict=saved[1]))
-        elif saved is not None:  # and the buffers; ranks that read from each other's disks read as often
+        elif saved is not None:
+            # load the buffers, and call as often as the other ranks: ranks may read from each other's disks
             for _ in range(max(all_gather(count)) - count + 1):
                 checkpoint.load_module_state(pipeline, saved[0], strict=saved[1], only=())

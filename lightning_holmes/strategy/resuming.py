@@ -1,4 +1,4 @@
-"""Resumption: what a checkpoint has brought, from when Lightning opens it until the run that goes on from it is set up.
+"""Resumption: keeps the states of a checkpoint, from when Lightning loads it until the run that continues from it is set up.
 
 resumption.weights = (state_dict, strict)      # the layout is not known yet
 resumption.put_weights(pipeline)               # now it is: each rank reads its part; all ranks must call
@@ -21,14 +21,14 @@ Load = Callable[[Optimizer, Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A state that has been read, and how many groups its optimizer had then: hooks may add some."""
+    """An optimizer state that was loaded, and the number of groups that its optimizer had then: hooks may add some later."""
 
     optimizer: Optimizer
     state: Mapping[str, Any]
     num_groups: int
 
     def state_for(self, names: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-        """The state for the groups of today, with these parameters: those that were added have none."""
+        """Return the state for the optimizer's present groups, with the parameters ``names``: groups that were added have no states."""
         groups = list(self.state["param_groups"])
         numbered = any(isinstance(name, int) for group in groups for name in group["params"])
         for group, own in list(zip(self.optimizer.param_groups, names, strict=True))[self.num_groups :]:
@@ -39,13 +39,13 @@ class _Waiting:
 
 
 class Resumption:
-    """Of the next run of a strategy; what is taken is gone.
+    """The loaded states for the next run of a strategy; each is removed when it is taken.
 
     Attributes:
-        weights: a module's state by names, and whether it must fit exactly.
-        seed: of the run that was saved, from which dropout goes on.
-        num_microbatches: with which it draws for the same samples.
-        optimizers: states that wait until it is known which of them this rank holds.
+        weights: the module's state by names, and whether it must fit exactly.
+        seed: the base seed of the saved run, with which dropout continues.
+        num_microbatches: the saved run's number of microbatches, with which the same samples get the same random numbers.
+        optimizers: optimizer states that wait until it is known which parameters this rank holds.
     """
 
     def __init__(self) -> None:
@@ -55,37 +55,37 @@ class Resumption:
         self.optimizers: list[_Waiting] = []
 
     def put_weights(self, pipeline: PipelineModule) -> None:
-        """Put the weights, where there are any, into what this rank holds. All ranks must call."""
+        """Load the weights, if there are any, into the parameters that this rank holds. All ranks must call."""
         if self.weights is not None:
             (saved, strict), self.weights = self.weights, None
             checkpoint.load_module_state(pipeline, saved, strict=strict)
 
     def take_weights(self) -> tuple[Mapping[str, Any], bool] | None:
-        """The weights, once, for who puts them in himself, and whether all must fit."""
+        """Take the weights, and whether they must fit exactly, for a caller that loads them itself; None if there are none."""
         weights, self.weights = self.weights, None
         return weights
 
     def take_seed(self) -> int | None:
-        """The seed, once."""
+        """Take the seed; None if there is none."""
         seed, self.seed = self.seed, None
         return seed
 
     def take_num_microbatches(self) -> int | None:
-        """The number, once."""
+        """Take the number of microbatches; None if there is none."""
         count, self.num_microbatches = self.num_microbatches, None
         return count
 
     def hold_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-        """Keep states for later; learning rates and other settings are theirs at once."""
-        for optimizer, state in zip(optimizers, states, strict=False):  # none, or fewer, as Lightning
+        """Keep states for later; set the groups' learning rates and other settings at once."""
+        for optimizer, state in zip(optimizers, states, strict=False):  # there may be fewer states, as in Lightning
             _put_settings(optimizer, state)
             self.optimizers.append(_Waiting(optimizer, state, len(optimizer.param_groups)))
 
     def put_groups(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give optimizers the groups that they had when their states were saved, where no hook has given them again; all with the settings of then.
+        """Add the groups that optimizers had when their states were saved, if no hook has added them again; restore all groups' settings.
 
         Args:
-            parameters: the module's, by name.
+            parameters: the module's parameters by name.
         """
         for place, each in enumerate(self.optimizers):
             saved, optimizer = each.state["param_groups"], each.optimizer
@@ -97,7 +97,7 @@ class Resumption:
             self.optimizers[place] = replace(each, num_groups=max(each.num_groups, len(saved)))
 
     def names_of_states(self, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]) -> set[str]:
-        """The parameters of which states wait; ``names_of``: as below."""
+        """Return the names of the parameters whose states wait; ``names_of``: see :meth:`put_optimizers`."""
         found = set()
         for each in self.optimizers:
             saved = set(map(str, each.state["state"]))  # names, or numbers
@@ -106,10 +106,11 @@ class Resumption:
         return found
 
     def put_optimizers(self, load: Load, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]) -> None:
-        """Put the states, where some wait, into what this rank holds; settings that have changed meanwhile stay.
+        """Load the waiting states into the optimizers of this rank; settings that have changed since they were loaded are kept.
 
         Args:
-            names_of: the names of all parameters in an optimizer's groups.
+            load: loads a state into an optimizer.
+            names_of: returns the names of all parameters in an optimizer's groups.
         """
         waiting, self.optimizers = self.optimizers, []
         for each in waiting:
@@ -121,7 +122,7 @@ class Resumption:
     def show_optimizers(
         self, load: Load, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]
     ) -> Callable[[], None]:
-        """Put waiting states in for a moment, say to save them; what this returns takes them out again."""
+        """Load the waiting states temporarily, for example to save them; the returned function takes them out again."""
         waiting = list(self.optimizers)
         self.put_optimizers(load, names_of)
 
@@ -134,7 +135,7 @@ class Resumption:
 
 
 def _put_settings(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Learning rates and their like of the groups that both have."""
+    """Set the learning rates and other settings of the groups that both have."""
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         group.update(_settings(saved))
 

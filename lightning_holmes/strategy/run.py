@@ -1,10 +1,10 @@
-"""Run: a fit or an evaluation on this rank, from Strategy.setup to teardown: its plan, its pipeline and its batches' steps.
+"""Run: a fit or an evaluation on this rank, from Strategy.setup to teardown: its plan, its pipeline and the steps of its batches.
 
-    run = Evaluation(trainer, context)           # every rank must make it; Fit (fit.py) where the module trains
+    run = Evaluation(trainer, context)           # every rank must make it; Fit (fit.py) if the module trains
     output = run.evaluation_step("validation_step", batch, batch_idx)
-    context.undo.close()                         # the module is whole again, and what was changed as it was
+    context.undo.close()                         # the module is whole again, and the run's changes are undone
 
-An ended run still tells its plan and its pipeline: the next run and a checkpoint that is saved later ask for them.
+The plan and the pipeline of an ended run stay readable: the next run and a checkpoint that is saved later read them.
 """
 
 import functools
@@ -59,22 +59,22 @@ _EVALUATION = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
 class Run:
-    """What a fit and an evaluation have in common. All ranks make one, and call its methods together.
+    """Base class of fits and evaluations. All ranks make one, and call its methods together.
 
-    It begins with the whole module on every rank. Steps are learnt from the batches that Lightning brings, so that all hooks
-    that come before a step have been called: evaluation steps when they first run, on the whole module if that is before the
-    plan; the first training batch of a fit, the first batch of an evaluation, makes the plan, and each rank keeps its part.
+    A run begins with the whole module on every rank. Steps are traced on the batches that Lightning passes, so that all hooks
+    before a step have been called: an evaluation step is traced when it first runs, and runs on the whole module if there is no plan
+    yet. The first training batch of a fit, or the first batch of an evaluation, makes the plan, and each rank keeps its part.
     A module that was built without memory is never whole: its parameters have no values before a plan is made, and a sanity
-    check makes one of its own, which the first training batch replaces.
+    check makes a plan of its own, which the first training batch replaces.
 
     Attributes:
-        known: what has been learnt of the module's steps.
-        planned: the plan as it was chosen, and what it was chosen from; None before.
-        plan: the plan that is followed; a fit may change its schedule.
+        known: what tracing has found out about the module's steps.
+        planned: the plan as it was chosen, and what it was chosen from; None before that.
+        plan: the plan in use; a fit may change its schedule.
         pipeline: this rank's part of the module.
-        sharing: how parameters are sharded over the replicas, while they live in shards.
-        base_seed: of all random numbers in steps; the same on all ranks.
-        is_open: it has begun, and not ended.
+        sharing: how parameters are sharded over the replicas; None if they are not.
+        base_seed: the seed of all random numbers in steps; the same on all ranks.
+        is_open: whether the run has begun and not ended.
     """
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
@@ -96,7 +96,7 @@ class Run:
         self._state = ModuleState(self.pipeline, groups.p2p, device)
         self._whole_driver = self._make_driver(PipelineModule.whole(self.module, device), "gpipe", 1)
         self.driver = self._whole_driver
-        self._whole_steps: set[str] = set()  # which the plan does not suit
+        self._whole_steps: set[str] = set()  # steps that the stages of the plan cannot run
         context.undo.callback(self._end)
         divides = self.job.placement.pipeline_parallel_size > 1 or self.options.optimizer_nodes > 0
         divides = divides or self.options.sharded_parameters is not False
@@ -117,16 +117,17 @@ class Run:
             tensor_p2p=groups.tensor_p2p,
         )
 
-    # learning
+    # tracing steps and planning
 
     @contextmanager
     def _learning(self) -> Iterator[None]:
-        """Around what is tried in mid-run: random numbers go on as if nothing had been, and tensors may be trained later."""
+        """Context for set-up work in mid-run: preserves the random state, and leaves inference mode, so that tensors made inside can be
+        trained later."""
         with preserved_random_state(self.job.connection.device), torch.inference_mode(False):
             yield
 
     def _learn(self, sample: StepSample) -> None:
-        """Learn an evaluation step before it first runs. All ranks must call."""
+        """Trace an evaluation step before it first runs. All ranks must call."""
         if self.known.knows(sample.step_name) or sample.step_name in self._whole_steps:
             return
         if self.planned is not None:
@@ -139,7 +140,7 @@ class Run:
                 self.known = learn_steps(self.trainer, self.context, self.known, [sample])
 
     def _learn_beside_plan(self, sample: StepSample) -> None:
-        """Learn a step that the plan was made without. Where the stages lack what it needs, it runs on the whole module."""
+        """Trace a step that was not known when the plan was made. If the stages cannot run it, it runs on the whole module."""
         around = self._without_gates if self.context.builder.defers else self.with_whole_module
         with self._learning():
             found = around(lambda: learn_steps(self.trainer, self.context, self.known, [sample]))
@@ -158,7 +159,7 @@ class Run:
             self.pipeline.structure = replace(found.structure, readers=self.pipeline.structure.readers)
 
     def _problem_of(self, structure: ModuleStructure | None) -> str | None:
-        """Why the stages, as they are, cannot run a module with this structure; None if they can."""
+        """Return why the present stages cannot run a module with this structure; None if they can."""
         mine, partition = self.pipeline.structure, self.plan.partition
         if mine is None:
             return None
@@ -176,7 +177,7 @@ class Run:
         return None
 
     def _make_plan(self, samples: Sequence[StepSample]) -> None:
-        """Learn the module from these batches, plan, and be this rank's stages. All ranks must call."""
+        """Trace the module on these batches, make the plan, and fill this rank's stages. All ranks must call."""
         self.pipeline.uninstall()
         with self._learning():
             self.known = learn_steps(self.trainer, self.context, self.known, samples)
@@ -209,20 +210,21 @@ class Run:
         self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
 
     def _lives_in_shards(self, planned: RuntimePlan) -> bool:
-        """Whether a module that is built without memory gets its values in shards: by the plan, or since it has them there."""
+        """Whether a module that was built without memory gets its values in shards: because the plan says so, or because its values are already
+        in shards."""
         is_resting = self.context.resting.of(self.module) is not None
         divides = planned.sharded_parameters or self.options.optimizer_nodes > 0
         return self.context.builder.defers and (divides or is_resting)
 
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
-        """Whether optimizer nodes, which are not known yet, are given the values of a module that was built without memory."""
+        """Whether the values of a module that was built without memory go to optimizer nodes, to which there is no connection yet."""
         return False
 
     def _fill_shards(self, held: Sequence[set[str]] | None) -> None:
-        """Have this rank's shares of the parameters, which no rank has whole.
+        """Fill this rank's shards of the parameters, which no rank has whole.
 
         Args:
-            held: the names of the parameters that each rank of the pipeline has by the plan before, if there is one.
+            held: the names of the parameters that each rank of the pipeline has by the previous plan, if there is one.
         """
         context, job = self.context, self.job
         resting = context.resting
@@ -231,7 +233,7 @@ class Run:
         self.context.undo.callback(self.sharing.shards.queue.close)
         shards, former = self.sharing.shards, resting.take(self.module)
         if former is not None:
-            context.builder.bring_parts(self.pipeline, overwritten=True)  # it has values
+            context.builder.bring_parts(self.pipeline, overwritten=True)  # the former shards have the values
             everyone = job.connection.all_gather(set(former.parameters))
             held = [everyone[rank] for rank in self._ranks]
         if held is None or context.resumption.weights is not None:
@@ -248,11 +250,11 @@ class Run:
         self.exchange = Fetched(shards)
 
     def _why_not_sharded(self) -> str | None:
-        """Why parameters cannot live in shards, where that is left to us, in words."""
+        """Return why parameters cannot live in shards with ``sharded_parameters="auto"``; None if they can."""
         return "nothing is trained"
 
     def _held(self) -> list[set[str]]:
-        """The names of the parameters that each rank of the pipeline holds by the plan."""
+        """Return the names of the parameters that each rank of the pipeline holds by the plan."""
         structure, plan = self.pipeline.structure, self.plan
         if structure is None:
             return [set(self.pipeline.parameters)]
@@ -267,13 +269,13 @@ class Run:
         return self.plan.placement.pipeline_group(groups.data_parallel_rank, groups.tensor_parallel_rank)
 
     def _install(self) -> None:
-        """Let go of what other stages hold."""
+        """Release the parameters of other stages."""
         with torch.inference_mode(False):
             self.pipeline.install()
             self._state.watch()
 
     def with_whole_module(self, act: Callable[[], _T]) -> _T:
-        """What ``act()`` gives while every rank of the pipeline has the whole module; all must call."""
+        """Return ``act()``, called while every rank of the pipeline has the whole module; all ranks must call."""
         shards = self.stage_shards
         if shards is None:
             return self._with_whole_pipeline(act)
@@ -299,7 +301,7 @@ class Run:
                 self.pipeline.install()
 
     def _without_gates(self, act: Callable[[], _T]) -> _T:
-        """What ``act()`` gives while no layer stops it."""
+        """Return ``act()``, called while the stages' gates are not installed."""
         self.pipeline.uninstall()
         try:
             return act()
@@ -315,7 +317,7 @@ class Run:
     # set-up and end
 
     def _align_ranks(self) -> int:
-        """Refuse what cannot be run; the same module and random state on every rank, and the same seed, which is given."""
+        """Check that the module can be run, align module and random state over all ranks, and return the seed that all ranks share."""
         trainer, job, context = self.trainer, self.job, self.context
         fitting, is_pipeline = trainer.state.fn == TrainerFn.FITTING, job.placement.pipeline_parallel_size > 1
         refuse_lost(self.module)
@@ -331,7 +333,7 @@ class Run:
             strategy.model_to_device()
         seed: int = job.connection.broadcast(agreement.choose_seed())
         saved = context.resumption.take_seed()
-        if fitting and saved is not None:  # dropout goes on as before the checkpoint
+        if fitting and saved is not None:  # dropout continues as before the checkpoint
             seed = saved
         dtensor.check_axes([*self.module.named_parameters(), *self.module.named_buffers()], job.device_mesh)
         agreement.broadcast_module(self.module, job.connection.world_size, job.groups, job.place_of_rank_0[:2])
@@ -339,10 +341,10 @@ class Run:
         return seed
 
     def _begin(self, groups: ParameterGroups | None = None) -> None:
-        """At the end of set-up: what keeps hooks, metrics, signals, the module's own state and random numbers alike.
+        """At the end of set-up, install what keeps hooks, metrics, signals, the module's own state and random numbers consistent over ranks.
 
         Args:
-            groups: of a fit's optimizers.
+            groups: the parameter groups of a fit's optimizers.
         """
         trainer, job, undo = self.trainer, self.job, self.context.undo
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -383,53 +385,54 @@ class Run:
 
     @property
     def is_inside_part(self) -> bool:
-        """Whether a part of a user's step runs at this moment on this rank: a stage's, or a microbatch's."""
+        """Whether this rank is running a part of a user's step now: for one stage, or for one microbatch."""
         return self.is_open and (self.driver.is_inside_part or self._whole_driver.is_inside_part)
 
     def _hidden_in_hooks(self) -> Mapping[str, str]:
-        """What no rank has whole between steps, for Tripwires."""
+        """Return which of "value" and "grad" no rank has whole between steps, and why, for Tripwires."""
         return {}
 
     @property
     def stage_shards(self) -> StageShards | None:
-        """This rank's shares of the parameters, while they live in shards."""
+        """This rank's shards of the parameters; None if the parameters are whole."""
         return None if self.sharing is None else self.sharing.shards
 
     def _hides_states(self) -> bool:
-        """Whether this rank has a part of the optimizer's states, for Tripwires."""
+        """Whether this rank has only a part of the optimizer's states, for Tripwires."""
         return False
 
     def lifted(self) -> AbstractContextManager[None]:
-        """Inside, all is as the strategy's own work needs it, also where a hook of the user has called for it."""
+        """Return a context in which Tripwires is inactive, for the strategy's own work inside a hook of the user. In such a hook all ranks must
+        call."""
         return nullcontext() if self._tripwires is None else self._tripwires.lifted()
 
     @property
     def ends_together(self) -> bool:
-        """A signal has ended the run on all ranks at the same place, and none has failed."""
+        """Whether a signal has ended the run on all ranks at the same place, and no rank has failed."""
         return self.is_open and self._signals is not None and self._signals.ends_together
 
     def noting_wait(self) -> AbstractContextManager[None]:
-        """Notes, where somebody measures, that this rank waits inside."""
+        """Return a context whose time a monitored run records as waiting."""
         return nullcontext()
 
     def _end(self) -> None:
         """Give every rank the whole trained module again, unless the run has failed."""
-        hurries, self.is_open = self.ends_together, False  # what is left of the time goes to the checkpoint then
+        hurries, self.is_open = self.ends_together, False  # after a signal, the remaining time is for the checkpoint
         self.pipeline.uninstall()
         in_shards = self.context.resting.of(self.module) is not None
         if self.context.builder.leave(self.pipeline, in_shards=in_shards) or self.planned is None:
-            pass  # it is larger than a process, perhaps, and each keeps its part; or nothing was let go of
+            pass  # a module built without memory may not fit one process, and each rank keeps its part; or nothing was released
         elif not hurries and not self.job.connection.failed:
             self._fill_whole_module(keep_local=False)
         elif not hurries and self.job.placement.pipeline_parallel_size > 1 and self.stage_shards is None:
             note_lost(self.module, "each rank of a pipeline held the parameters of its own stages")
-        vars(self).pop("driver", None)  # which may hold a graph, and so the module's tensors
+        vars(self).pop("driver", None)  # it may hold a graph, and so the module's tensors
         vars(self).pop("_whole_driver", None)
 
     # steps
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
-        """Run a batch through the pipeline, forward only; its output on every rank."""
+        """Run a batch through the pipeline, forward only, and return its output, on every rank."""
         place = tuple(a for a in arguments if isinstance(a, int))
         wanted = self.options.plan_options.eval_num_microbatches
         count = 1 if wanted == "auto" else wanted
@@ -451,11 +454,11 @@ class Run:
         loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None,
         observer: StepObserver = UNOBSERVED,
     ) -> Any:
-        """Run a batch through the pipeline, and give its output.
+        """Run a batch through the pipeline, and return its output.
 
         Args:
-            place: of the batch among all, from which its random numbers come.
-            loss_scales: as in StepRequest; None: forward only.
+            place: the batch's place among all batches, from which its random seed is derived.
+            loss_scales: see StepRequest; None: forward only.
         """
         self.receive_module_state()
         request = StepRequest(
@@ -473,7 +476,7 @@ class Run:
             observer=observer,
         )
         if step_name in self._whole_steps:
-            alone = replace(request, exchange=None)  # nothing need be brought
+            alone = replace(request, exchange=None)  # all parameters are here
             result = self.with_whole_module(lambda: self._whole_driver.run(alone))
         else:
             result = self.driver.run(request)
@@ -502,17 +505,17 @@ class Run:
         return bool(arguments) and arguments[0] + 1 >= loop.max_batches[index]
 
     def _receives_later(self, step_name: str) -> bool:
-        """Whether there is work after a step that does not look at the module's state, which is on its way meanwhile."""
+        """Whether the module's state may be received later, because the work after the step does not read it."""
         return False
 
     def receive_module_state(self) -> None:
-        """Wait for what other ranks' last step left on the module, if that is on its way."""
+        """Wait for the state that other ranks' last step has left on the module, if it is on its way."""
         if not self.job.connection.failed:
             with self.job.explaining():
                 self._state.receive()
 
     def synchronise_module_state(self) -> None:
-        """Bring what steps left on the module, and metrics, to every rank of the pipeline; all must call."""
+        """Bring the state that steps have left on the module, and metrics, to every rank of the pipeline; all ranks must call."""
         with self.job.explaining():
             self._state.synchronise()
 
@@ -528,7 +531,7 @@ class Evaluation(Run):
             context.undo.enter_context(WholeAverages(trainer, self._whole))
 
     def _whole(self, act: Callable[[], None]) -> None:
-        if self.planned is None:  # it still is
+        if self.planned is None:  # the module is still whole
             act()
         else:
             self.with_whole_module(act)

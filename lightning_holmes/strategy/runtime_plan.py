@@ -1,11 +1,11 @@
-"""The plan of a run that is about to start: costs of the module and speeds of the hosts, found by all ranks, and what rank 0
-chooses from them.
+"""The plan of a run that is about to start: all ranks find the costs of the module and the speeds of the hosts, and rank 0 chooses a plan from
+them.
 
     live = decide(request)            # every rank must call
     live.plan, live.prediction
 
-Costs are profiling.py's. Links have the speeds that were measured on this topology before (``lightning-holmes
-topology``) or at the start, or those that are stated. Where there are no costs the plan is made without, and says why.
+Costs come from profiling.py. Links have the speeds that were measured on this topology before (``lightning-holmes
+topology``) or at the start, or stated speeds. If there are no costs, the plan is made without them, and says why.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNKNOWN_BYTES_PER_S = 1.25e9
 
 
 def decide(request: PlanRequest) -> RuntimePlan:
-    """The plan. Every rank must call, with the same request but for ``batch`` and ``rank``.
+    """Choose the plan. Every rank must call; requests may differ only in what belongs to the rank (``rank``, ``device``, ``sample``).
 
     Raises:
         HolmesError: the options do not fit the module; on every rank alike.
@@ -75,7 +75,7 @@ def decide(request: PlanRequest) -> RuntimePlan:
 
 
 def _unsaid_of_sharding(request: PlanRequest, choice: PipelinePlan | None) -> list[str]:
-    """Why sharded_parameters="auto" shards nothing, where no costs were compared."""
+    """Return a note why sharded_parameters="auto" shards nothing, if no costs were compared."""
     if request.training.sharded_parameters != "auto" or (choice is not None and choice.prediction is not None):
         return []
     why = "there are no layers to bring one by one" if choice is None else "what a step costs is not known"
@@ -85,7 +85,8 @@ def _unsaid_of_sharding(request: PlanRequest, choice: PipelinePlan | None) -> li
 
 
 def _settle_chunks(request: PlanRequest) -> PlanRequest:
-    """One stage a rank where layers shall or may run breadth-first and the module allows no more; if they shall, with the reason."""
+    """Set num_chunks to 1 if the layers shall or may run breadth-first but the module allows one stage a rank only; if they shall, add a note with
+    the reason."""
     options, traced, layout = request.options, request.traced, request.layout
     if not _may_be_layered(request) or options.num_chunks != "auto" or not isinstance(options.partition, str):
         return request
@@ -102,12 +103,12 @@ def _settle_chunks(request: PlanRequest) -> PlanRequest:
 
 
 def _may_be_layered(request: PlanRequest) -> bool:
-    """Whether a rank alone may come to run its stages breadth-first: as asked for, or with parameters in shards where that is open."""
+    """Return whether a single pipeline rank may run several stages breadth-first: if asked for, or if sharded_parameters is "auto"."""
     return request.options.is_layered or request.training.sharded_parameters == "auto"
 
 
 def _settled(request: PlanRequest) -> PlanRequest:
-    """The request with the number of microbatches where only one is exact."""
+    """Set the number of microbatches if it is "auto" and only one number is exact: that of the run that is resumed, or 1."""
     if request.options.num_microbatches != "auto":
         return request
     saved, dependence, size = request.resumed_microbatches, request.traced.dependence, request.traced.batch_size
@@ -122,7 +123,7 @@ def _settled(request: PlanRequest) -> PlanRequest:
 
 
 def _agree(request: PlanRequest, choose: Callable[[], PipelinePlan]) -> PipelinePlan:
-    """What rank 0 chooses, or why it cannot, on all ranks."""
+    """Return rank 0's choice, or raise its error, on all ranks."""
     answer: list[Any] = [None]
     if request.rank == 0:
         try:
@@ -158,7 +159,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
         plan_by_costs,
         options,
         not_interleaved=_not_interleaved(request, structure),
-        # bears links that are slower than stated
+        # eager schedules tolerate links that are slower than stated
         prefers_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,
         sharded_parameters=request.training.sharded_parameters,
         why_not_sharded=request.why_not_sharded,
@@ -169,7 +170,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
     except ConfigurationError as error:
         if not forbidden or isinstance(error, NothingFitsError):
             raise
-        return without(reason="no split point is free")  # the check of the partition names the value that it would lose
+        return without(reason="no split point is free")  # check_partition will name the value that the split would lose
     notes = [guessed] if guessed else []
     if options.pipeline_parallel_size == "auto" and isinstance(options.partition, str):
         lengths = _other_lengths(request, structure)
@@ -177,26 +178,26 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
             length: _cost_model(_with_pipeline(request, length), costs, _forbidden_cuts(request, structure, length))
             for length in lengths
         }
-        # beside links that are known, a length that needs others would be compared by a guess
+        # if the speeds of the chosen layout's links are known, leave out lengths for which they would have to be guessed, and the reverse
         comparable = {length: found[:2] for length, found in made.items() if bool(found[2]) == bool(guessed)}
         notes += _tell_others(choice, choose, comparable)
     return replace(choice, notes=(*choice.notes, *notes))
 
 
 def _forbidden_cuts(request: PlanRequest, structure: ModuleStructure, pipeline_parallel_size: int) -> list[int]:
-    """The split points that lose a value; one rank has several stages only where they run breadth-first."""
+    """Return the split points that lose a value; a single pipeline rank has several stages only if they run breadth-first."""
     return structure.forbidden_cuts(one_rank=pipeline_parallel_size == 1 and _may_be_layered(request))
 
 
 def _other_lengths(request: PlanRequest, structure: ModuleStructure) -> list[int]:
-    """The next shorter pipeline and the next longer one that the ranks allow."""
+    """Return the next smaller and the next larger pipeline size that the number of ranks allows."""
     size = request.layout.placement.pipeline_parallel_size
     possible = [n for n in range(1, structure.num_layers + 1) if request.world_size % n == 0]
     return [*[n for n in possible if n < size][-1:], *[n for n in possible if n > size][:1]]
 
 
 def _with_pipeline(request: PlanRequest, length: int) -> PlanRequest:
-    """The request as if the ranks were laid out so."""
+    """Return the request with the ranks placed for pipelines of ``length`` ranks."""
     placement = make_placement(request.layout.topology, world_size=request.world_size, pipeline_parallel_size=length)
     return replace(request, layout=replace(request.layout, placement=placement))
 
@@ -206,8 +207,8 @@ def _tell_others(
     choose: Callable[[CostModel, Layout], PipelinePlan],
     others: Mapping[int, tuple[CostModel, Layout]],
 ) -> list[str]:
-    """What other lengths of the pipeline would give. They are not taken by themselves: other numbers of replicas go with
-    them, each with a batch of its own, and what is learnt must not hang on a measurement."""
+    """Return a note with the predicted speed of other pipeline sizes. They are never chosen automatically: they change the number of replicas,
+    and so the global batch, and training results must not depend on a measurement."""
     chosen, shown = choice.prediction, []
     assert chosen is not None
     for length, (cost_model, layout) in others.items():
@@ -224,18 +225,19 @@ def _tell_others(
 
 
 def _not_interleaved(request: PlanRequest, structure: ModuleStructure) -> str | None:
-    """Why several stages on a rank are not to be chosen; None if they may be."""
+    """Return why several stages on a rank must not be chosen; None if they may be."""
     if structure.early_changes:
         return "the module's step does not allow several stages on a rank"
     topology = request.layout.topology
     known = request.layout.num_hosts == 1 or request.topology_given or topology.measured_at_s is not None
-    if not known:  # what a virtual card states says little, and interleaving multiplies what crosses clusters
+    # the speed that a virtual card states is unreliable, and interleaving multiplies the traffic between clusters
+    if not known:
         return "interleaving is tried where links are measured: lightning-holmes topology does that"
     return None
 
 
 def _kept(request: PlanRequest, structure: ModuleStructure) -> PipelinePlan | None:
-    """The choice of the run before, if it was for this module and these ranks."""
+    """Return the choice of the previous run, if it was for the same layers and the same placement of ranks; else None."""
     former = request.former
     if former is None or former.choice is None or not isinstance(request.options.partition, str):
         return None
@@ -248,7 +250,7 @@ def _kept(request: PlanRequest, structure: ModuleStructure) -> PipelinePlan | No
 
 
 def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) -> tuple[CostModel, Layout, str]:
-    """The cost model, the layout as it stands, and a note where links have no known speed."""
+    """Return the cost model, the layout of the ranks, and a note if links have no known speed, else ""."""
     placement, device = request.layout.placement, request.device.type
     topology = request.layout.topology
     layout = Layout(
@@ -261,7 +263,8 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
     note = ""
     one_host = request.layout.num_hosts == 1
     if one_host:
-        topology = Topology.single_cluster(1, request.world_size)  # whatever clusters a file deals the ranks to
+        # whatever clusters a topology file assigns the ranks to
+        topology = Topology.single_cluster(1, request.world_size)
         layout = replace(layout, grid=tuple(tuple(row) for row in placement.grid))
     ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
     local = [
@@ -274,7 +277,7 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
         connect = functools.partial(connect, efficiency=SOCKETS if sockets else REACHED, sockets=sockets)
 
     def device_memory(host: Host) -> float:
-        """Bytes of a host's smallest device; on CPUs its ranks share what each has found."""
+        """Return the bytes of a host's smallest device; on CPUs an equal share of the host's memory."""
         return min(costs.memory[rank] for rank in ranks[host.name]) / (host.devices if device == "cpu" else 1)
 
     devices = tuple(
@@ -313,8 +316,8 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
 
 
 def _with_stated_speeds(topology: Topology) -> Topology:
-    """The topology with 10 Gbit/s for each card of which nothing is known, and such an Ethernet card where a host has none; what is known
-    stays."""
+    """Return the topology with 10 Gbit/s for each card whose speed is not known, and with such an Ethernet card on hosts that have none; known
+    speeds are kept."""
     return replace(
         topology,
         clusters=tuple(

@@ -1,8 +1,8 @@
-"""A batch for a step that is to be tried: what the step is called with.
+"""StepSample: the batch and arguments with which a step is traced.
 
     sample = StepSample(step_name="training_step", batch=batch, arguments=(0,))
 
-A run learns its module from the batches that Lightning brings (tracing.py); ``check`` and ``plan`` are given one.
+A run traces its module on the batches that Lightning passes (tracing.py); ``check`` and ``plan`` are given a batch.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """What a step is called with: a batch, on the device, and the arguments after it."""
+    """The arguments of a call of a step: a batch, on the device, and the arguments after it."""
 
     step_name: str
     batch: Any
@@ -22,6 +22,6 @@ class StepSample:
 
 
 def step_arguments(module: nn.Module, step_name: str) -> tuple[int, ...]:
-    """What Lightning gives a step after its first batch, from the only loader: the index of the batch, if it takes it."""
+    """Return the arguments that Lightning passes after the batch, for the first batch of a single loader: the batch index, if the step takes one."""
     takes_index = is_param_in_hook_signature(getattr(module, step_name), "batch_idx", min_args=2)
     return (0,) if takes_index else ()

@@ -1,7 +1,7 @@
-"""Sharding the optimizer of a run over its replicas: whether that can be done, whether it is, and what is said of it.
+"""Sharding the optimizer of a run over its replicas: whether it is possible, whether it is done, and the reasons that are reported.
 
-found = test_optimizers(optimizers, device)                      # while groups hold the whole module's parameters
-shards, note = shard_optimizer(options, found, ...)              # None: not sharded
+found = test_optimizer(optimizer, device, all_gather)            # while groups hold the whole module's parameters
+shards, choice = shard_optimizer(options, found, ...)            # shards: None if not sharded
 """
 
 import inspect
@@ -44,7 +44,7 @@ class ShardingOptions:
     """HolmesStrategy's arguments of the same names.
 
     Raises:
-        ConfigurationError: one is no such value, or they do not go together.
+        ConfigurationError: a value is not allowed, or two of them do not go together.
     """
 
     sharded_optimizer: bool | Literal["auto"] = "auto"
@@ -70,28 +70,28 @@ class ShardingOptions:
 
 
 def wants_shards(options: ShardingOptions, data_parallel_size: int) -> bool:
-    """Whether it is worth while to test optimizers."""
+    """Return whether the optimizer may be sharded, so that it has to be tested."""
     asked = options.master_weights or options.sharded_parameters is True or options.optimizer_nodes > 0
     return asked or (options.sharded_optimizer is not False and data_parallel_size > 1)
 
 
 def test_optimizer(optimizer: Optimizer, device: torch.device, gather: Callable[[Any], list[Any]]) -> Separability:
-    """How ``optimizer``, whose groups hold all parameters, can be sharded; the same on all ranks, which all call."""
+    """Return how ``optimizer``, whose groups hold all parameters, can be sharded; the same on all ranks. All ranks must call."""
     everyone: list[Separability] = gather(test_separability(optimizer, device))
     order = ("elements", "parameters", "none")
     return max(everyone, key=lambda found: order.index(found.level))
 
 
 def may_couple(optimizer: Optimizer, pipeline_parallel_size: int) -> bool:
-    """Whether it is not known that stages can step for themselves: torch's own optimizers see one parameter at a time."""
+    """Return whether the optimizer's step may couple stages. torch's own optimizers step each parameter by itself."""
     return pipeline_parallel_size > 1 and not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def refuse_coupling(found: Separability, pipeline_parallel_size: int) -> None:
-    """Stop where a stage's step would need parameters of other stages.
+    """Refuse an optimizer whose step on one stage would need parameters of other stages.
 
     Raises:
-        UnsupportedModuleError: with what the test showed.
+        UnsupportedModuleError: the message says what the test showed.
     """
     if found.couples and pipeline_parallel_size > 1:
         raise UnsupportedModuleError(
@@ -100,7 +100,7 @@ def refuse_coupling(found: Separability, pipeline_parallel_size: int) -> None:
         )
 
 
-test_optimizer.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
+test_optimizer.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
 def shard_optimizer(
@@ -118,11 +118,14 @@ def shard_optimizer(
     """Shard ``optimizer`` if that is asked for, or better; all ranks must call.
 
     Args:
-        names: for each group, those of this rank's parameters.
-        gather: what each rank gives, on every rank.
+        names: for each group, the names of this rank's parameters.
+        gather: all-gathers a Python value over all ranks.
+
+    Returns:
+        The sharded optimizer, or None, and the choice with its reason.
 
     Raises:
-        UnsupportedModuleError: it is asked for, and cannot be done exactly; names the reason.
+        UnsupportedModuleError: sharding is asked for, but is not exact for this optimizer or trainer; the message names the reason.
     """
     module = trainer.lightning_module
     master_weights = keeps_masters(options, module)
@@ -171,7 +174,7 @@ def shard_optimizer(
 
 
 def keeps_masters(options: ShardingOptions, module: torch.nn.Module) -> bool:
-    """Whether the optimizer steps fp32 weights beside the parameters."""
+    """Return whether the optimizer steps fp32 master weights; warn if they are asked for but the parameters are fp32 themselves."""
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
     if options.master_weights and not low:
         rank_zero_warn('master_weights=True has nothing to do: parameters are fp32; it is for precision="bf16-true"')
@@ -179,10 +182,10 @@ def keeps_masters(options: ShardingOptions, module: torch.nn.Module) -> bool:
 
 
 def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", *, lets_finetune: bool = False) -> str:
-    """Why the optimizer cannot be sharded with the same numbers; empty if it can.
+    """Return why sharding the optimizer would not give the same numbers; empty if it would.
 
     Args:
-        lets_finetune: callbacks may find whole parameters in its groups, and leave them there.
+        lets_finetune: finetuning callbacks are allowed: they may find whole parameters in the optimizer's groups, and add some.
     """
     if found.level == "none":
         return found.reason
@@ -204,13 +207,13 @@ def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer",
 
 
 def shared_memory(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of a parameter and of another parameter, a buffer or an attribute of ``module``, other objects in the same memory."""
+    """Yield pairs of names of different tensors of ``module`` that share memory: a parameter, and another parameter, a buffer or an attribute."""
     parameters = {id(p): (n, p) for n, p in module.named_parameters()}
     others = {id(t): (n, t) for n, t in [*module.named_buffers(), *_attributes(module)] if id(t) not in parameters}
     spans = sorted(
         (*span, name, index in parameters) for index, (name, t) in (parameters | others).items() for span in _spans(t)
     )
-    before: list[Any] = []  # that reach as far as what comes next
+    before: list[Any] = []  # earlier spans that reach into the present one
     for device, first, end, name, is_parameter in spans:
         before = [b for b in before if b[0] == device and b[2] > first]
         for other in before:
@@ -220,7 +223,7 @@ def shared_memory(module: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that a module keeps, but those that spectral_norm and the like make anew of ``weight_orig`` before each forward."""
+    """Yield the tensor attributes of a module, except those that spectral_norm and the like recompute from ``weight_orig`` before each forward."""
     originals = {
         f"{owner}.{n}" if owner else n
         for owner, part in module.named_modules()
@@ -232,7 +235,7 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _spans(tensor: torch.Tensor) -> Iterator[tuple[str, int, int]]:
-    """Device, first byte and the one after the last of what a tensor reaches in memory; nothing where it has none."""
+    """Yield the device, the first byte and the byte after the last of a tensor's memory; nothing if it has no memory."""
     tensor = dtensor.local_part(tensor).detach()
     if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() and not is_fake(tensor):
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -240,7 +243,7 @@ def _spans(tensor: torch.Tensor) -> Iterator[tuple[str, int, int]]:
 
 
 def refusal_of_changes(structure: ModuleStructure | None) -> str:
-    """Why parameters cannot be elsewhere between their forward and their backward, as far as the traced steps tell; empty if they can."""
+    """Return why parameters cannot be released between their forward and their backward, as far as the traced steps show; empty if they can."""
     if structure is None or not structure.changed_parameters:
         return ""
     name = structure.changed_parameters[0]
@@ -258,11 +261,11 @@ def why_not_sharded(
     compression: str | None,
     structure: ModuleStructure | None,
 ) -> str | None:
-    """Why ``sharded_parameters="auto"`` leaves parameters whole, as far as it can be told before a step; None: nothing is against it.
+    """Return why ``sharded_parameters="auto"`` must leave parameters whole, as far as is known before a step; None if nothing prevents sharding.
 
     Args:
-        found: how ``optimizer`` can be sharded; None where it is not made yet, or there is one replica.
-        structure: what is known of the steps.
+        found: how ``optimizer`` can be sharded; None if the optimizer was not tested.
+        structure: the traced structure of the steps.
     """
     if compression is not None:
         return f"compression={compression!r} is not exact, and each replica would own the only copy of its share"
@@ -274,13 +277,13 @@ def why_not_sharded(
 def refusal_of_shards(
     found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", structure: ModuleStructure | None
 ) -> str:
-    """Likewise why parameters cannot live in shards."""
+    """Return why parameters cannot live in shards; empty if they can."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return refusal_of(found, optimizer, trainer) or refusal_of_averages(callbacks) or refusal_of_changes(structure)
 
 
 def gradient_readers(trainer: "pl.Trainer") -> list[str]:
-    """The hooks of the user between the backward and the step, which may read gradients; in others tripwires.py sees it."""
+    """Return the user's hooks between the backward and the optimizer's step, which may read gradients; tripwires.py watches the other hooks."""
     callbacks = users_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
     found = overridden_hooks(trainer.lightning_module, callbacks, GRADIENT_HOOKS)
     return [f"{type(owner).__name__}.{hook}" for owner, hook in found]
@@ -289,7 +292,7 @@ def gradient_readers(trainer: "pl.Trainer") -> list[str]:
 def refusal_of_nodes(
     found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", structure: ModuleStructure | None
 ) -> str:
-    """Likewise why optimizer nodes cannot hold them."""
+    """Return why optimizer nodes cannot hold the parameters; empty if they can."""
     refusal = _refusal_of_steps(optimizer) or refusal_of(found, optimizer, trainer, lets_finetune=True)
     refusal = refusal or refusal_of_changes(structure)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -304,7 +307,7 @@ def refusal_of_nodes(
 
 
 def _refusal_of_steps(optimizer: Optimizer) -> str:
-    """Why the step of this object is not the one of its class, which is all that a node has of it; empty if it is."""
+    """Return why the step of this object differs from that of its class, which is the only one that nodes can run; empty if it does not."""
     name = type(optimizer).__name__
     if isinstance(optimizer.state, StateOnNodes):
         return f"this {name} was trained with before, when nodes took its parameters and states; make a new one in configure_optimizers"
@@ -312,15 +315,15 @@ def _refusal_of_steps(optimizer: Optimizer) -> str:
     if hooks:
         hook = getattr(hooks[0], "__qualname__", type(hooks[0]).__qualname__)
         return f"{hook} is called with each step of {name} (register_step_pre_hook or the like), on workers, where it would find no parameters"
-    step = inspect.unwrap(vars(optimizer).get("step", type(optimizer).step))  # schedulers wrap that of the class
+    step = inspect.unwrap(vars(optimizer).get("step", type(optimizer).step))  # schedulers wrap the step of the class
     if getattr(step, "__func__", step) is not inspect.unwrap(type(optimizer).step):
         return f"{name}.step was replaced on this optimizer, and nodes know that of its class; override it in a class"
     return ""
 
 
 def why_deferred(trainer: "pl.Trainer") -> str:
-    """Why optimizer nodes must wait for the optimizer's step before they update anything; empty if they need not: nothing between
-    a batch's beginning and the step needs gradients, or may change it or leave it out."""
+    """Return why optimizer nodes must wait for the optimizer's step before they update anything; empty if they need not, because nothing
+    between the beginning of a batch and the step needs gradients, or may change or skip the step."""
     if trainer.gradient_clip_val:
         return f"gradient_clip_val={trainer.gradient_clip_val} needs all gradients first"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -333,8 +336,8 @@ def why_deferred(trainer: "pl.Trainer") -> str:
 def keeps_parameters(
     asked: bool | Literal["auto"], num_bytes: int, device: torch.device, gather: Callable[[Any], list[Any]]
 ) -> tuple[bool, str]:
-    """Whether workers of optimizer nodes keep their ``num_bytes`` of parameters from the forward to the backward, and why; the same on
-    all ranks, which all call."""
+    """Return whether workers of optimizer nodes keep their ``num_bytes`` of parameters from the forward to the backward, and why; the same on
+    all ranks. All ranks must call."""
     if asked != "auto":
         return asked, "asked for"
     largest, free = max(gather(num_bytes)), min(gather(_free_bytes(device, gather)))
@@ -343,7 +346,7 @@ def keeps_parameters(
 
 
 def hidden_in_hooks(shards: OwnedStates | None, *, shards_parameters: bool, optimizer_nodes: int) -> dict[str, str]:
-    """What of parameters ("value", "grad") hooks of the user cannot see whole, and why, for Tripwires."""
+    """Return which of "value" and "grad" hooks of the user cannot read whole, and why, for Tripwires."""
     if optimizer_nodes:
         why = "optimizer nodes hold it between steps; use optimizer_nodes=0"
         return {"value": why, "grad": why}
@@ -367,7 +370,7 @@ def _choose(
     data_parallel_size: int,
     gather: Callable[[Any], list[Any]],
 ) -> ShardingChoice:
-    """By memory, and where that leaves it open, by what is measured; the same on all ranks, which all call."""
+    """Choose whether to shard by memory, and if that leaves it open, by measured times; the same on all ranks. All ranks must call."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     num_elements = sum(p.numel() for p in parameters)
     state_bytes = round(found.state_bytes * num_elements)
@@ -390,7 +393,7 @@ def _choose(
 
 
 def _free_bytes(device: torch.device, gather: Callable[[Any], list[Any]]) -> int:
-    """Memory that this rank may still take; on the host an equal share of what is free."""
+    """Return the bytes of memory that this rank may still take; on the CPU an equal share of the host's free memory. All ranks must call."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     import socket

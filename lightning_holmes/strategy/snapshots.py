@@ -1,13 +1,13 @@
-"""Snapshots of a fit: when they are taken, between which batches, and how a fit that is started again goes on from one.
+"""Snapshots of a fit: when they are taken, and how a restarted fit continues from one.
 
     snapshots = Snapshots(trainer, manager, folder, every=100, joined=...)     # every rank, once a fit
     with snapshots.attached():                           # around the fit's batches
         ...
     snapshots.take()                                     # all ranks, between two batches
 
-A snapshot is what Lightning's checkpoint holds, between two batches, and beside it the random generators of every rank and where its
-loaders are. A loader without a state of its own is brought there by loading again what was loaded in this epoch, with the random
-numbers of then. Folders and files are checkpoint/snapshot_folder.py's.
+A snapshot is taken between two batches. It holds what a Lightning checkpoint holds, the state of the random generators of every rank, and
+the positions of the data loaders. A loader without a state of its own is brought to its position by loading again what was loaded in this
+epoch, with the same random numbers. Folders and files are handled by checkpoint/snapshot_folder.py.
 """
 
 import os
@@ -47,7 +47,7 @@ from lightning_holmes.strategy.switches import Saved, Switches
 
 
 class Due(Enum):
-    """What a snapshot has: all, or all that optimizer nodes have not, which keep the rest when workers are lost."""
+    """The kind of a snapshot: of all values (WHOLE), or without those that optimizer nodes keep when workers are lost (BESIDE_NODES)."""
 
     WHOLE = auto()
     BESIDE_NODES = auto()
@@ -55,34 +55,45 @@ class Due(Enum):
 
 KEY = "lightning_holmes_snapshot"
 BATCH = "lightning_holmes_batch"
-_PAUSE_SHARE, _WRITE_SHARE = 0.01, 0.1  # of the time, with every="auto": for pauses, and for writing beside the steps
+# with every="auto": shares of the time for pauses, and for writing in the background
+_PAUSE_SHARE, _WRITE_SHARE = 0.01, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What a snapshot says beside Lightning's checkpoint."""
+    """What a snapshot records in addition to Lightning's checkpoint; lists are by global rank of the ranks that have taken it.
+
+    Attributes:
+        step: the global step.
+        replicas: each rank's replica.
+        now: each rank's random states when the snapshot was taken.
+        pass_began: each rank's random states at the beginning of the loaders' pass; None if all loaders have states of their own.
+        first_fetch: each rank's random states before the first batch of that pass; None as for ``pass_began``.
+        switches: see switches.py.
+    """
 
     step: int
     replicas: list[int]
     now: list[dict[str, Any]]
     pass_began: list[dict[str, Any]] | None
     first_fetch: list[dict[str, Any]] | None
-    switches: Saved | None = None  # before there were any
+    switches: Saved | None = None  # None in snapshots of versions without switches
 
     def of_rank(self, states: list[dict[str, Any]], rank: int, replica: int, size: int) -> dict[str, Any]:
-        """This rank's, or in another layout that of the first rank that loaded the same samples."""
+        """Return this rank's entry of ``states``, or, in another layout, the entry of the first rank that loaded the same samples."""
         own = rank if len(self.replicas) == size and self.replicas[rank] == replica else self.replicas.index(replica)
         return states[own]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeBatch:
-    """What all replicas together train on in a step, as snapshots and the fit's checkpoints say.
+    """The batch on which all replicas together train in a step, as recorded in snapshots and in the fit's checkpoints.
 
     Attributes:
-        batch_size: of each replica's loader; None: it has none, or there are several.
-        given: what it was before another number of replicas took over; with that the script begins again.
-        num_microbatches: of each replica's batch; 0: not known.
+        replicas: the number of replicas.
+        batch_size: the batch size of each replica's loader; None: the loader has none, or there are several loaders.
+        given: the batch size that the script sets; differs from ``batch_size`` after a restart with another number of replicas.
+        num_microbatches: the number of microbatches of each replica's batch; 0: not known.
     """
 
     replicas: int
@@ -92,14 +103,15 @@ class WholeBatch:
 
 
 class Snapshots:
-    """Takes the snapshots of one fit on this rank, and brings the fit to where one was taken.
+    """Takes the snapshots of one fit on this rank, and restores the fit from one.
 
     Args:
-        every: steps between two; "auto": so that their pauses take a hundredth of the time.
-        device: whose random generator counts beside the host's.
-        member: who this rank is.
-        run: names the values of this fit among those of all starts of the job; the same on all ranks.
-        have_kept: whether optimizer nodes have outlived the workers of a start before, and hold what they held at a commit; None: there are none.
+        every: steps between two snapshots; "auto": so often that their pauses take a hundredth of the time.
+        device: the device whose random generator is saved in addition to the host's.
+        member: this rank's place in the job.
+        run: a name for the values of this fit that is unique among all starts of the job; the same on all ranks.
+        have_kept: whether the optimizer nodes have outlived the workers of an earlier start, and still hold the values of a commit (a run and
+            a version); None: there are no such nodes.
     """
 
     def __init__(
@@ -117,47 +129,49 @@ class Snapshots:
         self.manager, self.folder = manager, folder
         self.run = run
         self.adopted = 0
-        """The version of the values with which optimizer nodes go on that have kept them; 0: they are given values."""
+        """The version of the values that optimizer nodes have kept and continue from; 0: the nodes are given values."""
         self.version_on_nodes: Callable[[], int | None] = lambda: None
-        """Gives that of the values that nodes hold now, where they will keep them and a snapshot can do without."""
-        self.switches: Switches  # of the fit, from whoever makes that
+        """Returns the version of the values that the nodes hold now, if they will keep them, so that a snapshot can leave them out; else None."""
+        self.switches: Switches  # set by the strategy
         self.taking: Due | None = None
         self.is_active = False
-        """The fit has come to its batches: what a callback trains before, in its loops, is none of it."""
+        """Whether the fit has reached its batches: training that a callback does before in the same loops takes no snapshots."""
         self.chosen: str | None = None
-        """The snapshot that the fit begins from."""
+        """The path of the snapshot that the fit begins from."""
         self.own_checkpoint: str | None = None
-        """The checkpoint of the job's own that it begins from in place of a snapshot."""
+        """The path of the job's own checkpoint that the fit begins from instead of a snapshot."""
         self.num_microbatches: int | None = None
-        """Of a replica's batch, where other replicas than before share the samples."""
+        """The number of microbatches of a replica's batch, if the number of replicas has changed since the snapshot; else None."""
         self._trainer = trainer
         self._every = every
         self._device = device
         self._member = member
         self._started = 0  # the step that the fit began from
-        self._step: int | None = None  # of the last snapshot
+        self._step: int | None = None  # the step of the last whole snapshot
         self._taken_at = 0.0
         self._pause_s = 0.0
         self._have_kept = have_kept
-        self._beside = (0, 0.0, 0.0)  # the last snapshot beside nodes: its step, when, and its pause
+        # the last snapshot of kind BESIDE_NODES: its step, when it was taken, and its pause in seconds
+        self._beside = (0, 0.0, 0.0)
         self._made: dict[int, dict[str, Any]] = {}
         self._pass_began: dict[str, Any] | None = None
         self._first_fetch: dict[str, Any] | None = None
         self._epoch: tuple[int, Any] | None = None
         self._resumed: Resumed | None = None
-        self._trains = False  # a batch has been trained
-        self._given: int | None = None  # the data module's batch size, where it is another one now
+        self._trains = False  # whether a batch has been trained
+        self._given: int | None = None  # the data module's original batch size, if this class has changed it
 
     # when
 
     @property
     def is_taking(self) -> bool:
-        """What is saved now is a snapshot."""
+        """Whether the checkpoint that is being saved is a snapshot."""
         return self.taking is not None
 
     @property
     def due(self) -> Due | None:
-        """The snapshot for which the next batch shall wait, if for any; what rank 0 says counts. After the first step, and from then on."""
+        """The kind of snapshot to take before the next batch; None: take none. Rank 0's value decides. The first snapshot is due after the
+        first step."""
         step = self._trainer.global_step
         if not self.is_active or self.is_accumulating:
             return None
@@ -176,7 +190,7 @@ class Snapshots:
         )
 
     def _is_due_beside(self, step: int) -> bool:
-        """As often as their pauses take a hundredth of the time."""
+        """Whether a snapshot of kind BESIDE_NODES is due: so often that their pauses take a hundredth of the time."""
         last, taken_at, pause_s = self._beside
         if step == last or self.manager.is_writing or time.monotonic() - taken_at < pause_s / _PAUSE_SHARE:
             return False
@@ -184,21 +198,21 @@ class Snapshots:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether gradients of batches before wait for more."""
+        """Whether accumulated gradients of earlier batches wait for more batches."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         return progress.current.ready % self._trainer.accumulate_grad_batches > 0 and not progress.is_last_batch
 
     # taking one
 
     def take(self, kind: Due = Due.WHOLE) -> None:
-        """Copy this rank's state, and write it while training goes on. All ranks must call, between two batches."""
+        """Copy this rank's state, and write it while training continues. All ranks must call, between two batches."""
         begin = time.monotonic()
         self.taking = kind
         step, version = self._trainer.global_step, self.version_on_nodes()
         try:
             name = snapshot_name(step, None if kind is Due.WHOLE or version is None else (self.run, version))
             self._trainer.save_checkpoint(self.folder.path / name, weights_only=False)
-            if kind is Due.BESIDE_NODES:  # it is small, and of use only until the next commit
+            if kind is Due.BESIDE_NODES:  # it is small, and only useful until the nodes' next commit
                 self.manager.settle(self._member)
         finally:
             self.taking = None
@@ -209,7 +223,11 @@ class Snapshots:
             self._beside = step, end, end - begin
 
     def take_last(self, why: str) -> None:
-        """Take one and wait until it is whole, before all leave, as they were told."""
+        """Take a last snapshot and wait until it is whole, before all ranks end on a signal. All ranks must call.
+
+        Args:
+            why: the reason, for the history.
+        """
         if self.folder.is_first:
             self.folder.history.note("told", f"all ranks end before the next batch: {why}")
         if self.is_active and not self.is_accumulating and self._trainer.global_step not in (self._started, self._step):
@@ -217,10 +235,13 @@ class Snapshots:
         self.manager.settle(self._member)
 
     def describe(self, checkpoint: dict[str, Any], num_microbatches: int) -> None:
-        """Add to ``checkpoint``, which may be a snapshot, what a resumed fit needs beside. All ranks must call.
+        """Add to ``checkpoint``, which may be a snapshot, what a resumed fit needs in addition. All ranks must call.
 
         Args:
-            num_microbatches: of a replica's batch.
+            num_microbatches: the number of microbatches of a replica's batch.
+
+        Raises:
+            ConfigurationError: some of several training loaders have a state and others do not.
         """
         member = self._member
         if not self.is_active or "loops" not in checkpoint:
@@ -256,14 +277,15 @@ class Snapshots:
             "switches": self.switches.read(),
         }
 
-    # going on from one
+    # resuming
 
     def choose(self, find_checkpoint: Callable[[Any], Any], ckpt_path: Any) -> Any:
-        """What the fit begins from: the newest snapshot that the hosts hold together; else, where the job was started again, the newest
-        checkpoint that it has written; else ``ckpt_path``. All ranks must call, and get the same.
+        """Return the path that the fit begins from: the newest snapshot that the hosts hold together, or a checkpoint of the job that is newer;
+        without a snapshot, if the job was restarted, the newest checkpoint that it has written; else ``ckpt_path``. All ranks must call, and
+        get the same.
 
         Args:
-            find_checkpoint: the path for what ``ckpt_path`` may be, or None.
+            find_checkpoint: resolves a ``ckpt_path`` (such as "last") to a path, or None.
         """
         member, folder = self._member, self.folder
         attempts = member.all_gather((folder.began, folder.reached, folder.newest))
@@ -319,8 +341,14 @@ class Snapshots:
         *,
         known: int,
     ) -> Any:
-        """A checkpoint that is newer than ``snapshot``, where newer snapshots are lost: those of this fit that its hosts know, and the one that
-        SLURM's job has saved before it was requeued, on other hosts than these. All ranks must call."""
+        """Return a checkpoint that is newer than ``snapshot``, if newer snapshots are lost; else None. Candidates are this fit's checkpoints that
+        the hosts know, and the one that a SLURM job saved before it was requeued on other hosts. All ranks must call.
+
+        Args:
+            step: the step of ``snapshot``.
+            saved: the steps of this fit's checkpoints, by path.
+            known: the step of the newest snapshot that is known to have been whole.
+        """
         member = self._member
         newer = [path for path, at in saved.items() if at > step] if known > step else []
         found = member.broadcast(newest_whole(newer))
@@ -335,7 +363,7 @@ class Snapshots:
         return requeued if is_newer else None
 
     def note_saved(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """A checkpoint was saved: one from which a fit can go on is noted."""
+        """Record in the job's folder that a checkpoint was saved, if a fit can continue from it."""
         if not self.is_taking and "optimizer_states" in checkpoint:
             self.folder.note_checkpoint(str(path), checkpoint["global_step"])
 
@@ -350,9 +378,10 @@ class Snapshots:
             print(words, flush=True)
 
     def fail(self, exception: BaseException) -> None:
-        """This rank has failed. A snapshot whose damage has shown when the fit was to go on from it is removed here, so that the next start goes on
-        from copies elsewhere, or from another one."""
-        if self._member.size == 1 and not isinstance(exception, SIGTERMException):  # others have a watch that notes it
+        """Handle a failure of this rank. If the snapshot that the fit begins from has turned out to be damaged, remove it on this host, so that the
+        next start continues from copies elsewhere, or from another snapshot."""
+        # with several ranks, FailureWatch records it
+        if self._member.size == 1 and not isinstance(exception, SIGTERMException):
             self.folder.history.note("failed", one_line(exception))
         if isinstance(exception, CheckpointDamagedError) and self.chosen is not None and not self._trains:
             atomic.delete(Path(self.chosen))
@@ -364,7 +393,7 @@ class Snapshots:
             )
 
     def resume(self, loaded: Mapping[str, Any]) -> None:
-        """Note what the snapshot that the fit begins from says.
+        """Take over the state of the snapshot that the fit begins from.
 
         Raises:
             ConfigurationError: see :meth:`keep_whole_batch`.
@@ -374,13 +403,14 @@ class Snapshots:
         self.keep_whole_batch(loaded)
 
     def keep_whole_batch(self, loaded: Mapping[str, Any]) -> None:
-        """Let fewer or more replicas than have saved ``loaded`` train on the same batches, in as many microbatches in all: of the same samples
-        each.
+        """If the number of replicas differs from that which saved ``loaded``, change the batch size and the number of microbatches of each
+        replica, so that all replicas together train on the same batches and the same microbatches.
 
         Raises:
-            ConfigurationError: the loaders do not say where they are for this number of replicas.
+            ConfigurationError: the data module does not count the samples of all replicas, its batch size has changed, or the batch cannot be
+                divided by this number of replicas.
         """
-        if BATCH not in loaded:  # saved before there were batches
+        if BATCH not in loaded:  # saved before the fit reached its batches
             return
         saved, count = WholeBatch(**loaded[BATCH]), self._member.num_replicas
         if saved.replicas == count and saved.given == saved.batch_size:
@@ -409,12 +439,13 @@ class Snapshots:
         self._say(f"{saved.replicas} replicas took it; {count} go on with batches of {whole // count}{in_parts} each")
 
     def note_loader(self, loader: object) -> None:
-        """A loader has been made: its first pass begins with the random numbers of now."""
+        """Record the present random states for a loader that was just made: its first pass begins with them."""
         self._made[id(loader)] = random_states(self._device)  # loaders live as long as their fit
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Inside, batches of the trainer begin as the snapshots need it."""
+        """Inside, the trainer's loops restore the fit before its first batch, and note the random states and steps that snapshots need; a single
+        process also takes its snapshots there."""
         loop: Any = self._trainer.fit_loop.epoch_loop
         advance, on_run_start, on_advance_end = loop.advance, loop.on_run_start, loop.on_advance_end
 
@@ -439,7 +470,7 @@ class Snapshots:
         def end_batch(fetcher: Any) -> None:
             try:
                 on_advance_end(fetcher)
-            except SIGTERMException:  # several processes end before their next batch, with a snapshot: BatchSignals
+            except SIGTERMException:  # with several processes, BatchSignals takes this snapshot
                 if self._trainer.training and not loop.batch_progress.is_last_batch:
                     self.take_last("SIGTERM")
                 raise
@@ -451,18 +482,18 @@ class Snapshots:
             yield
 
     def _note_pass(self, loop: Any) -> None:
-        """An epoch begins: keep the random numbers that the loaders' pass begins with, which Lightning begins now, or, at first, when
-        it has made them."""
+        """At the beginning of an epoch, keep the random states with which the loaders' pass begins: those of now, or, for the first pass, those
+        of when Lightning made the loaders."""
         fit_loop = self._trainer.fit_loop
         begins_now = self._trainer.current_epoch > 0 and not fit_loop.is_resuming and not loop.restarting
         noted = None if begins_now else self._made.get(id(loaders_of(fit_loop)[-1]))
         self._pass_began, self._first_fetch = noted or random_states(self._device), None
 
     def _go_on(self, loop: Any, resumed: Resumed) -> None:
-        """Bring loaders and random numbers to where they were between two batches."""
+        """Bring loaders and random states to where they were when the snapshot was taken."""
         if resumed.switches is not None:
             self.switches.put(resumed.switches)
-        loop.restarting = False  # what Lightning would guess about a validation that was under way: there was none
+        loop.restarting = False  # else Lightning would assume that a validation was under way: there was none
         member = self._member
 
         def own(states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -483,7 +514,7 @@ class Snapshots:
     # the end
 
     def close(self, *, well: bool) -> None:
-        """At the fit's end. Where it has ended well on all ranks the last snapshot is left, until the process ends well, too."""
+        """End the snapshots at the fit's end. If the fit has ended well on all ranks, keep the last one until the process has ended well, too."""
         self.folder.remove_at_exit(well=well)
         if well:
             self.manager.settle(self._member)
@@ -491,11 +522,11 @@ class Snapshots:
         else:
             try:
                 self.manager.finish(failed=True, alone=self._member.size == 1)
-            except Exception as error:  # the run's own failure is what is told
+            except Exception as error:  # only warn: the run's own failure is reported
                 warnings.warn(f"a snapshot was not written: {error}")
 
 
 def _batch_size(loaders: list[Any]) -> int | None:
-    """Of the training loader, if there is one, and it has one."""
+    """Return the batch size of the training loader; None if it has none, or if there are several loaders."""
     found = getattr(loaders[0], "batch_size", None) if len(loaders) == 1 else None
     return found if isinstance(found, int) else None

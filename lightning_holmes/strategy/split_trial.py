@@ -1,7 +1,7 @@
 """schedule="auto" under a pipeline: the first batches measure what splitting the backward costs, then all ranks choose.
 
 trial = SplitTrial(plan, driver, device)
-driver.run(replace(request, meter=trial.meter))
+driver.run(replace(request, observer=trial.meter))
 plan = trial.after_batch(plan)           # every rank, after every training batch; changes the driver, too
 """
 
@@ -21,7 +21,7 @@ _BATCHES = 2
 
 
 class SplitTrial:
-    """Tries the split backward in the first batches of a fit; ``meter`` is None once it has been decided."""
+    """Measures the split backward in the first batches of a fit; ``meter`` is None once the schedule has been chosen, or if there is no choice."""
 
     def __init__(self, plan: Plan, driver: StepDriver, device: torch.device) -> None:
         self._driver = driver
@@ -34,7 +34,7 @@ class SplitTrial:
         self.meter = SplitMeter(device) if possible and plan.tensor_parallel_size == 1 else None
 
     def after_batch(self, plan: Plan) -> Plan:
-        """The plan to go on with. The ranks of WORLD compare, once, what they have measured."""
+        """Return the plan to continue with. After the last measured batch, compare the measurements of all ranks, and choose; all ranks must call."""
         if self.meter is None:
             return plan
         self._left -= 1

@@ -1,4 +1,4 @@
-"""What a job that is started again goes on from: its newest snapshot, or else its newest checkpoint.
+"""Begins the snapshots of a fit, and so finds what a restarted job continues from: its newest snapshot, or else its newest checkpoint.
 
 snapshots = begin_snapshots(trainer, job, options, environment)      # every rank, before a fit
 path = snapshots.choose(find_checkpoint, ckpt_path)
@@ -24,17 +24,17 @@ from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.snapshots import Snapshots
 
 _fits = itertools.count()
-"""Of this process, whichever trainer's: started again, it begins the same ones in the same order."""
+"""Counts the fits of this process, of all trainers: a restarted process begins the same fits in the same order."""
 
 _START = uuid.uuid4().hex
-"""With the process's number, since a process may have been forked: names this start of the job, where the process is rank 0."""
+"""Names this start of the job on rank 0, together with the process id, since the process may have been forked."""
 
 
 def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environment: ClusterEnvironment) -> Snapshots:
-    """The snapshots of a fit that begins. Every rank must call.
+    """Return the snapshots of a fit that begins. Every rank must call.
 
     Raises:
-        ConfigurationError: there is no place for them; on every rank.
+        ConfigurationError: there is no usable folder for snapshots (raised on every rank), or a callback is a LearningRateFinder or BatchSizeFinder.
     """
     connection, every = job.connection, options.snapshot_every_n_steps
     assert every is not None

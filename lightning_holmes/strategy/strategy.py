@@ -1,11 +1,11 @@
-"""HolmesStrategy: Lightning's hooks, handed to the pieces that do the work. No algorithms here.
+"""HolmesStrategy: implements Lightning's strategy hooks by delegating to Run, Fit and RunCheckpoints. It contains no algorithms.
 
 import lightning_holmes
 Trainer(strategy="holmes", devices=4)
 Trainer(strategy=HolmesStrategy(topology="topology.yaml", num_microbatches=8), devices=4)
 
-It holds, and nobody else does: the Options; the Job and its Connection, from the first run on; the last Run, and the last
-Fit, which tell their plan and their optimizer's names and shards also after they have ended.
+The strategy is the only owner of the Options, of the Job and its Connection (from the first run on), and of the last Run and the last Fit,
+whose plan, optimizer names and shards stay readable after they have ended.
 """
 
 import gc
@@ -84,77 +84,77 @@ _OF_RUNS = (
 
 
 class HolmesStrategy(ParallelStrategy):
-    """Trains an ordinary LightningModule as a pipeline across clusters, replicated inside them.
+    """Trains an ordinary LightningModule as a pipeline across clusters, with data-parallel replicas inside them.
 
     Args:
-        topology: which devices form which cluster: a YAML file (see ``lightning_holmes.cluster.topology``), a
-            ``Topology``, or "auto": found at the start; all devices of one host are one cluster.
+        topology: which devices form which cluster: the path of a YAML file (see ``lightning_holmes.cluster.topology``), a
+            ``Topology``, or "auto": discovered at the start; all devices of one host are one cluster.
         pipeline_parallel_size: ranks of one pipeline; "auto" is the number of clusters.
-        tensor_parallel_size: ranks of a host that share each layer among them. The module shares its layers out in
-            ``configure_model``, by torch's ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``.
-        num_microbatches: into how many parts each training batch of a replica is split; "auto" is the number with the
+        tensor_parallel_size: ranks of a host over which each layer is sharded. The module shards its layers in
+            ``configure_model``, with torch's ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``.
+        num_microbatches: the number of microbatches into which each training batch of a replica is split; "auto" is the number with the
             fastest predicted step, and 1 without a pipeline.
-        eval_num_microbatches: likewise for validation, test and prediction. "auto" is 1: a whole batch at once,
+        eval_num_microbatches: the number of microbatches for validation, test and prediction. "auto" is 1: a whole batch at once,
             exact for any step.
-        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble" (backwards split into that of the input
-            and that of the weights, which fill the bubble), "eager_zero_bubble", "zero_bubble_v" (the same, with two stages a
-            rank, down the ranks and back up), "breadth_first" (all microbatches through a stage before the next one; on one
-            pipeline rank layered gradient accumulation), or "auto": interleaved if ``num_chunks`` is above 1; else the one whose step is
-            predicted to be the fastest, "breadth_first" among them and gpipe not, and from the third batch on with a split backward if the first two
-            show that to be faster.
-        num_chunks: stages of each rank; "auto" is 1 unless a schedule of several is chosen. With "breadth_first" it is a layer a
-            stage on one pipeline rank, and else what is predicted to be the fastest.
-        partition: "self_adapting": layers are assigned so that the slowest stage is as fast as it can be, by the costs of the
-            layers, with what runs before and after them, and the speeds of the hosts, and moved where that makes the
+        schedule: "1f1b", "eager_1f1b", "gpipe", "interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble" (each backward is split into input
+            gradients and weight gradients, and the latter fill the bubble), "eager_zero_bubble", "zero_bubble_v" (the same, with two stages a
+            rank, down the ranks and back up), "breadth_first" (all microbatches pass a stage before the next stage starts; with one
+            pipeline rank this is layered gradient accumulation), or "auto": interleaved if ``num_chunks`` is above 1; else the schedule with the
+            fastest predicted step, where "breadth_first" is a candidate and "gpipe" is not, and from the third batch on with a split backward if
+            the first two batches show that to be faster.
+        num_chunks: stages of each rank; "auto" is 1 unless a schedule with several stages a rank is chosen. With "breadth_first", "auto" is one
+            layer a stage on one pipeline rank, and otherwise the number that is predicted to be the fastest.
+        partition: "self_adapting": layers are assigned so that the slowest stage is as fast as possible, from the costs of the
+            layers and of the code before and after them and the speeds of the hosts, and then moved where that makes the
             simulated step faster; "proportional": in proportion to
             these speeds; "uniform": by count; or a list, the number of layers of each stage.
-        plan: a plan file of another run (its plan.yaml), or its checkpoint, which decides the sizes, the schedule, the chunks and the layers
-            of each stage, and is refused where it was made for other clusters or another module.
-        profile: where the costs come from: "flops" counts them, "measure" times the layers on every rank; "auto" measures
-            on several hosts without GPUs, and counts elsewhere. What was found is kept for a day; "measure" and "flops" find it anew.
+        plan: a plan file of another run (its plan.yaml), or a checkpoint of that run. It decides the sizes, the schedule, the chunks and the
+            layers of each stage, and is refused if it was made for other clusters or another module.
+        profile: where the layer costs come from: "flops" counts them, "measure" times the layers on every rank; "auto" measures
+            on several hosts without GPUs, and counts elsewhere. Costs are cached for a day; "measure" and "flops" find them anew.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
         broadcast_batch: the first stage of a replica loads its batches and sends them to the other stages,
-            for data that cannot be loaded alike on several ranks.
-        save_distributed_checkpoint: write each checkpoint as a folder, every rank its part; False: as one file that
-            plain Lightning reads. "auto" is True for more than one process. Either is read in any layout.
-        async_checkpoint: copy the state, and write it while training goes on.
-        snapshot_every_n_steps: keep each rank's state in the memory of its host and of another one, after the first step and then after so
-            many; "auto": so that it takes a hundredth of the time. A job that is started again goes on from the newest one that the
-            hosts which are left hold together (see docs/faults.md). None: no snapshots.
-        snapshot_folder: where snapshots are kept in place of /dev/shm, the same path on every host.
+            for data that does not load identically on several ranks.
+        save_distributed_checkpoint: True: write each checkpoint as a folder, to which every rank writes its part; False: as one file that
+            plain Lightning reads. "auto" is True for more than one process. Both formats can be loaded in any layout.
+        async_checkpoint: copy the state, and write it while training continues.
+        snapshot_every_n_steps: keep each rank's state in the memory of its host and of another host, after the first step and then every so
+            many steps; "auto": so often that they take a hundredth of the time. A restarted job continues from the newest snapshot that the
+            remaining hosts hold together (see docs/faults.md). None: no snapshots.
+        snapshot_folder: the folder for snapshots instead of /dev/shm, the same path on every host.
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
-            "auto" measures which is the fastest for each group (see docs/gradient-sync.md). With optimizer nodes: "star", each worker
-            sends its own, or "aggregator", one for each cluster sends their sum, where the node is in another one.
-        bucket_bytes: bytes of gradients that one collective sums while the backward goes on; "auto": by a measurement of the link.
-        grad_dtype: the dtype in which gradients are accumulated and summed: "fp32", "bf16", or None for the parameters' own type. Double precision
-            stays.
-        compression: of gradients that cross between clusters: "bf16", "fp16" or "powersgd", with ``powersgd_rank``
+            "auto" measures which is the fastest for each group (see docs/gradient-sync.md). With optimizer nodes: "star" (each worker
+            sends its own gradients), or "aggregator" (one worker of each cluster sends the cluster's sum, if the node is in another cluster).
+        bucket_bytes: bytes of gradients that one collective sums while the backward continues; "auto": from a measurement of the link.
+        grad_dtype: the dtype in which gradients are accumulated and summed: "fp32", "bf16", or None for the parameters' own dtype. Double
+            precision is kept.
+        compression: compression of gradients that cross between clusters: "bf16", "fp16" or "powersgd", with ``powersgd_rank``
             columns; not exact.
-        activation_dtype: "bf16": activations and their gradients cross between clusters rounded to it; not exact.
-        sharded_optimizer: each replica keeps its share of the optimizer's state, and updates its share of the parameters.
-            "auto": where the whole state does not fit, or is slower by what is measured (see docs/sharded-optimizer.md).
-        sharded_parameters: each replica keeps its share of parameters, gradients and optimizer states; a stage is whole while it is
-            computed (see docs/layered.md). The schedule is "breadth_first" then. "auto": where nothing else fits the memory, or a step
-            takes 5 % less by prediction. It is no default, since hooks that read parameters or gradients are refused with it, which
-            shows when they do.
-        optimizer_nodes: so many processes without a device hold parameters and optimizer states, and update them; workers push
-            gradients, and pull a stage's parameters before they compute it (see docs/optimizer-nodes.md). The schedule is
-            "breadth_first" then.
-        optimizer_states: where optimizer nodes keep parameters and states: "memory", or a folder of theirs.
-        keep_parameters: with optimizer nodes, keep parameters from a batch's forward to its backward: they come once, and take memory;
-            "auto": where they take at most a quarter of what is free.
+        activation_dtype: "bf16": activations and their gradients are rounded to bf16 when they cross between clusters; not exact.
+        sharded_optimizer: each replica keeps its shard of the optimizer's state, and updates its shard of the parameters.
+            "auto": if the whole state does not fit, or is measured to be slower (see docs/sharded-optimizer.md).
+        sharded_parameters: each replica keeps its shard of parameters, gradients and optimizer states; a stage is whole while it is
+            computed (see docs/layered.md). The schedule is then "breadth_first". "auto": if nothing else fits the memory, or a step
+            is predicted to take 5 % less. It is not the default, since hooks that read parameters or gradients are refused with it, which
+            only shows when such a hook runs.
+        optimizer_nodes: the number of processes without a device that hold parameters and optimizer states, and update them; workers push
+            gradients, and pull a stage's parameters before they compute it (see docs/optimizer-nodes.md). The schedule is then
+            "breadth_first".
+        optimizer_states: where optimizer nodes keep parameters and states: "memory", or a folder on the nodes' hosts.
+        keep_parameters: with optimizer nodes, workers keep parameters from a batch's forward to its backward: they are pulled once, but take
+            memory; "auto": if they take at most a quarter of the free memory.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
-        repeat_transfers: where a fast card is lost, go on over Ethernet, and over the card when it is back (see docs/faults.md). Transfers
-            over fast cards are copied for it, and under NCCL the host waits for them; that has not been run on GPUs.
-        monitor: note when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
+        repeat_transfers: if a fast card is lost, continue over Ethernet, and over the card when it is back (see docs/faults.md). This
+            copies transfers over fast cards, and under NCCL the host waits for them; that has not been run on GPUs.
+        monitor: record when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
         timeout: how long ranks wait for each other in collectives and transfers.
-        port_range: the first and the last port that a firewall between hosts leaves open. What this package listens on
-            keeps to it; gloo and NCCL take ports of the kernel's range, which must then lie within.
+        port_range: the first and the last port that a firewall between hosts leaves open. The sockets on which this package listens
+            use ports of this range; gloo and NCCL take ports of the kernel's range, which must then lie within.
 
     Raises:
-        ConfigurationError: an argument that is impossible by itself; later, one that does not fit the run.
+        ConfigurationError: an argument is impossible by itself; raised later if one does not fit the run.
     """
 
     strategy_name = "holmes"
@@ -200,11 +200,11 @@ class HolmesStrategy(ParallelStrategy):
         super().__init__()
         self._options = Options(**{entry.name: given[entry.name] for entry in fields(Options)})
         self.num_nodes = 1
-        """Hosts of the job, as given to the Trainer, which sets it."""
+        """The number of hosts of the job; set by the Trainer from its ``num_nodes`` argument."""
         self._begin_without_runs()
 
     def _begin_without_runs(self) -> None:
-        """Make what _OF_RUNS names."""
+        """Create the attributes that _OF_RUNS names."""
         self._connection: Connection | None = None
         self._job: Job | None = None
         self._builder: ModuleBuilder | None = None  # from configure_model to the end of its run
@@ -220,7 +220,7 @@ class HolmesStrategy(ParallelStrategy):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle of a trainer has the arguments and Lightning's state, and joins its job anew."""
+        """Leave out the state of runs: a copy or pickle of a trainer keeps the arguments and Lightning's state, and joins its job anew."""
         state: dict[str, Any] = super().__getstate__()
         return {name: value for name, value in state.items() if name not in _OF_RUNS} | {"_launcher": None}
 
@@ -230,20 +230,20 @@ class HolmesStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self._configure_launcher()
 
-    # what there is
+    # properties
 
     @property
     def is_distributed(self) -> bool:
-        """Whether Lightning shall inject distributed samplers and reduce logged values: where there are replicas.
+        """Whether Lightning shall inject distributed samplers and reduce logged values: True if there are several replicas.
 
-        A pipeline alone reads its data and logs as one process does.
+        A single pipeline reads its data and logs as one process does.
         """
         return self.data_parallel_size > 1
 
     @property
     def global_rank(self) -> int:
-        """This process's among all; in a step that stages run together, the replica's, as it is in DDP: who logs there on
-        rank 0 only would log on the stage that does not come so far."""
+        """This process's global rank; inside a stage's part of a step, the data-parallel rank, as in DDP: a step that logs on rank 0
+        only would otherwise leave that to a stage whose part of the step does not reach the call."""
         run = vars(self).get("_run")
         return self.data_parallel_rank if run is not None and run.is_inside_part else super().global_rank
 
@@ -259,12 +259,12 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def process_group_backend(self) -> str | None:
-        """The backend of tensors' groups; None until chosen."""
+        """The backend of the process groups for tensors; None until it is chosen."""
         return self._options.process_group_backend if self._connection is None else self._connection.backend
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's coordinate among the replicas: what decides which samples it loads."""
+        """This rank's data-parallel coordinate, which decides which samples it loads."""
         return 0 if self._job is None else self._job.groups.data_parallel_rank
 
     @property
@@ -278,10 +278,10 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The ranks by the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``; a LightningModule reads it as
+        """The DeviceMesh with the axes ``pipeline``, ``data_parallel`` and ``tensor_parallel``; a LightningModule reads it as
         ``self.device_mesh``.
 
-        Known from ``configure_model`` on, where there is more than one process.
+        Available from ``configure_model`` on, if there is more than one process.
         """
         mesh = self._joined.device_mesh
         if mesh is None:
@@ -292,12 +292,12 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def plan_options(self) -> PlanOptions:
-        """What the arguments, or a plan file, ask for of what a plan decides."""
+        """The plan options that the arguments, or a plan file, ask for."""
         return self._options.plan_options
 
     @property
     def training_options(self) -> TrainingOptions:
-        """The arguments that decide what a step sends and holds, as predictions take them."""
+        """The arguments that decide what a step sends and holds, as input for predictions."""
         return self._options.training_options
 
     @property
@@ -324,7 +324,8 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def plan(self) -> Plan:
-        """What runs where; known from the first training batch on, or the first batch of an evaluation."""
+        """The plan: which layers run on which rank, and in which schedule; known from the first training batch on, or the first batch of an
+        evaluation."""
         if self._run is None or self._run.planned is None:
             raise HolmesError(
                 "strategy.plan: the plan is made when the first batch comes; read it in a hook after that"
@@ -333,24 +334,24 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def prediction(self) -> Prediction | None:
-        """What a training step was predicted to cost when the plan was made; None where no costs were known."""
+        """The predicted cost of a training step, made together with the plan; None if no costs were known."""
         return None if self._run is None or self._run.planned is None else self._run.planned.prediction
 
     @property
     def gradient_sync_choices(self) -> list[SyncChoice]:
-        """On rank 0: how each group of replicas sums its gradients, as far as it has been told, later choices after."""
+        """On rank 0: how each group of replicas sums its gradients, as far as the groups have reported it; later choices come last."""
         return list(self._fit.gradients.reducer.choices) if self._fit is not None and self._fit.has_gradients else []
 
     @property
     def moves(self) -> Sequence[Move]:
-        """Faults of this process's runs that were survived by repeating transfers (``repeat_transfers=True``), and cards that have returned. One
-        that is under way is waited for."""
+        """Faults of this process's runs that were survived by repeating transfers (``repeat_transfers=True``), and cards that have returned.
+        Waits for a move that is under way."""
         moves = None if self._connection is None else self._connection.moves
         return () if moves is None else moves.settled()
 
     @property
     def history(self) -> list[Event]:
-        """What has happened to this job, on this host, if the present fit takes snapshots: starts, faults, seconds lost. Without snapshots: its
+        """The events of this job on this host, if the present fit takes snapshots: starts, faults, seconds lost. Without snapshots: its
         :attr:`moves`."""
         if self._snapshots is None:
             return [Event(kind="moved", at=move.at, words=move.describe(), lost_s=move.seconds) for move in self.moves]
@@ -377,8 +378,8 @@ class HolmesStrategy(ParallelStrategy):
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
-        # no reset_seed() as in DDP: random numbers go on as in plain Lightning, and share_random_state aligns stages
-        # Remains of an earlier run: a forked data worker that collects its groups waits for threads that it has not.
+        # no reset_seed() as in DDP: random numbers continue as in plain Lightning, and share_random_state aligns stages
+        # Collect what an earlier run has left: a forked data worker that collected its groups would wait for threads that the fork lacks.
         gc.collect()
         self.set_world_ranks()
         self._compare_with_launcher()
@@ -398,8 +399,8 @@ class HolmesStrategy(ParallelStrategy):
         publish_coordinate((self.data_parallel_rank, self.data_parallel_size))
 
     def _compare_with_launcher(self) -> None:
-        """Refuse a trainer that counts processes otherwise than who has started them; Lightning compares for some launchers. With snapshots
-        torchrun's number of hosts counts, which may be another one after a restart."""
+        """Refuse a trainer whose number of processes differs from the number that the launcher started; Lightning checks this for some
+        launchers only. With snapshots, torchrun's number of hosts is used instead, since it may change at a restart."""
         assert self.cluster_environment is not None
         started, asked = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
         elastic = self._options.snapshot_every_n_steps and isinstance(self.cluster_environment, TorchElasticEnvironment)
@@ -418,7 +419,7 @@ class HolmesStrategy(ParallelStrategy):
             return job.connection.ask_rank_0(find)
 
     def _find_snapshot(self, trainer: "pl.Trainer", find_checkpoint: Callable[[Any], Any], ckpt_path: Any) -> Any:
-        """Begin a fit's snapshots. The path of what the fit begins from: a snapshot of this job, or a checkpoint."""
+        """Begin a fit's snapshots, and return the path that the fit begins from: a snapshot of this job, or a checkpoint."""
         assert self.cluster_environment is not None
         self.setup_environment()
         with self._joined.explaining():
@@ -440,9 +441,9 @@ class HolmesStrategy(ParallelStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Run ``configure_model`` without giving its tensors memory: a rank later builds those that it holds.
+        """Run ``configure_model`` without allocating its tensors: a rank later materializes those that it holds.
 
-        Where it cannot run so (it reads weights by code of its own, say) it runs again, for real.
+        If ``configure_model`` cannot run so (for example, because it reads weights by its own code), it runs again with real tensors.
         """
         assert self.lightning_module is not None
         if self.world_size > 1:
@@ -489,8 +490,8 @@ class HolmesStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers by the data-parallel coordinate: by rank, the stages of one replica would augment differently. The order
-        of a stateful loader's samples goes on where a run is resumed."""
+        """Seed workers by the data-parallel rank: seeded by global rank, the stages of one replica would augment differently. Also make the
+        sample order of a stateful loader resumable."""
         if isinstance(dataloader, DataLoader):
             self._undo.enter_context(seeded_workers(dataloader, self.data_parallel_rank))
             make_resumable(dataloader, self._undo)
@@ -516,9 +517,9 @@ class HolmesStrategy(ParallelStrategy):
             self._snapshots.fail(exception)
 
     def teardown(self) -> None:
-        """Give every rank the whole trained module again, unless the run has failed; take back what was changed.
+        """Give every rank the whole trained module again, unless the run has failed; undo the run's changes to other objects.
 
-        Lightning calls it after a run and after an exception, also where that came from :meth:`setup` or before.
+        Lightning calls it after a run and after an exception, even one from :meth:`setup` or before.
         """
         publish_coordinate(None)
         with self._explaining():
@@ -534,7 +535,7 @@ class HolmesStrategy(ParallelStrategy):
         with self._explaining():
             self._manager.finish(failed=connection.failed, alone=self.world_size == 1, all_gather=connection.all_gather)
             self._end_snapshots(connection.failed)
-        connection.close()  # at last: where a link has just been cut it waits, and a checkpoint should not
+        connection.close()  # last: it waits if a link has just been cut, and a checkpoint should not wait for that
 
     def _end_snapshots(self, failed: bool) -> None:
         snapshots, self._snapshots = self._snapshots, None
@@ -546,7 +547,7 @@ class HolmesStrategy(ParallelStrategy):
     # steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """After the hooks of module and callbacks: the first batch makes the plan."""
+        """Called after the hooks of the module and the callbacks; at the first batch, make the plan."""
         self._training.begin_batch(batch, batch_idx)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -564,14 +565,14 @@ class HolmesStrategy(ParallelStrategy):
         return self._latest_run.evaluation_step("predict_step", *args, *kwargs.values())
 
     def synchronise_module_state(self) -> None:
-        """Bring what steps left on the module, and metrics, to every rank of the pipeline; all must call."""
+        """Bring the state that steps have left on the module, and metrics, to every rank of the pipeline; all ranks must call."""
         if self._run is not None and self._run.is_open:
             with self._lifted():
                 self._run.synchronise_module_state()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """While gradients accumulate over batches they stay on their rank."""
+        """Keep gradients on their rank while they accumulate over batches."""
         self._training.accumulates = True
         try:
             yield
@@ -579,7 +580,7 @@ class HolmesStrategy(ParallelStrategy):
             self._training.accumulates = False
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Hand over the gradients that the pipeline has gathered, reduced unless more batches are to come."""
+        """Hand the gradients that the pipeline has accumulated to the optimizer, reduced unless more batches are to come."""
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
@@ -592,26 +593,26 @@ class HolmesStrategy(ParallelStrategy):
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """As Lightning does; what other ranks' steps left on the module is there when it ends. A monitored run notes the time from the gradients
-        to the end of the optimizer's step."""
+        """Step as Lightning does; on return, the module has the state that other ranks' steps left on it. A monitored run records the time
+        from the gradients to the end of the optimizer's step."""
         with self._training.lifted(), self._training.noting_update(closure) as noted:
             output = super().optimizer_step(optimizer, noted, model, **kwargs)
-            self._training.receive_module_state()  # which schedulers may look at
+            self._training.receive_module_state()  # schedulers may read it
             return output
 
     def global_grad_norm(self, parameters: Any) -> Tensor:
-        """The 2-norm over all stages of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
+        """Return the 2-norm, over all stages, of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
         call."""
         parameters = list(parameters)
         with self._lifted():
             return self._training.gradients.host.norm(parameters)
 
     def start_monitoring(self) -> StepClock:
-        """Note from now on when this rank computes, waits and communicates."""
+        """Record from now on when this rank computes, waits and communicates."""
         return self._training.start_monitoring()
 
     def stop_monitoring(self) -> None:
-        """Note nothing any more."""
+        """Stop recording."""
         if self._fit is not None:
             self._fit.stop_monitoring()
 
@@ -622,18 +623,19 @@ class HolmesStrategy(ParallelStrategy):
             raise UnsupportedModuleError(describe_collective("a step", name))
 
     def _lifted(self) -> AbstractContextManager[None]:
-        """Around what needs all ranks, which a hook of the user may ask for: see tripwires.py."""
+        """Context for operations that need all ranks and that a hook of the user may call: see tripwires.py."""
         return nullcontext() if self._run is None or not self._run.is_open else self._run.lifted()
 
     @property
     def _replicas(self) -> Any:
-        """The group of this rank's replicas, or None."""
+        """The data-parallel process group of this rank, or None."""
         return None if self._job is None else self._job.groups.data_parallel
 
     def barrier(self, name: str | None = None) -> None:
         if self._snapshots is not None and name == BEFORE_FIT:
             self._snapshots.is_active = True
-        if self._connection is None or not self._connection.failed:  # callbacks may still save; others do not come
+        # callbacks may still save; the other ranks do not call
+        if self._connection is None or not self._connection.failed:
             self._refuse_in_parts("barrier")
             with self._lifted():
                 lightning_collectives.barrier(self.root_device)
@@ -644,12 +646,13 @@ class HolmesStrategy(ParallelStrategy):
             return lightning_collectives.broadcast(obj, src)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over ``group``, by default over the replicas: within one all ranks have the same values."""
+        """Reduce over ``group``, by default over the replicas: within a replica all ranks have the same values."""
         self._refuse_in_parts("reduce")
         return lightning_collectives.reduce(tensor, self._replicas if group is None else group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over ``group``, by default (of a LightningModule, all ranks) over the replicas; the first dimension counts them."""
+        """Gather over ``group``; if it is None or WORLD (a LightningModule's default), over the replicas. The first dimension of the result
+        counts the members."""
         self._refuse_in_parts("all_gather")
         group = self._replicas if group in (None, dist.group.WORLD) else group
         alone = group is None and self._job is not None and self.world_size > 1
@@ -664,7 +667,8 @@ class HolmesStrategy(ParallelStrategy):
 
     @property
     def _checkpoints(self) -> RunCheckpoints | None:
-        """None before the job is joined: Lightning's own ways do, but for a folder, where one is asked for."""
+        """The checkpoint hooks of this moment. None before the job is joined: then Lightning's own methods are used, except for writing a
+        folder, if one is asked for."""
         if self._job is None or self.lightning_module is None:
             return None
         snapshots = self._snapshots
@@ -681,20 +685,21 @@ class HolmesStrategy(ParallelStrategy):
         )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state: with folders, what counts on this rank; else all of it on rank 0, and all ranks must call."""
+        """Return the module's state: for a checkpoint folder, the part that this rank writes; for one file, all of it on rank 0, and all ranks
+        must call."""
         ours = self._checkpoints
         with self._lifted():
             return super().lightning_module_state_dict() if ours is None else ours.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state by parameter names, what counts on this rank; or, for one file, all of it on rank 0,
-        numbered as plain Lightning does: then all ranks must call."""
+        """Return the optimizer's state: for a checkpoint folder, the part that this rank writes, by parameter names; for one file, all of it on
+        rank 0, numbered as plain Lightning does: then all ranks must call."""
         ours = self._checkpoints
         with self._lifted():
             return super().optimizer_state(optimizer) if ours is None else ours.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save what Lightning has collected; all ranks must call. With ``async_checkpoint``, returns once it is copied."""
+        """Save the checkpoint that Lightning has collected; all ranks must call. With ``async_checkpoint``, return once it is copied."""
         ours = self._checkpoints
         if ours is not None:
             with self._lifted():
@@ -716,7 +721,7 @@ class HolmesStrategy(ParallelStrategy):
         remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's checkpoint, of either format and any layout; all ranks must call."""
+        """Load a checkpoint of either format and any layout; all ranks must call."""
         ours, snapshots = self._checkpoints, self._snapshots
         if ours is None:
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -732,7 +737,7 @@ class HolmesStrategy(ParallelStrategy):
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights: at once, or, before the layout is known, when it is, so that a rank reads its part only."""
+        """Load weights: now if the layout is known, else as soon as it is, so that a rank reads only its part."""
         ours, snapshots = self._checkpoints, self._snapshots
         load = super().load_model_state_dict if ours is None else ours.load_module
         load(checkpoint, strict=strict and (snapshots is None or not snapshots.adopted))

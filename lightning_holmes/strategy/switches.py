@@ -1,12 +1,12 @@
-"""Switches: what hooks change of a module and its optimizers in mid-run, and a checkpoint has not: which parameters are frozen, which modules
-evaluate, which norms keep no statistics; and the groups that an optimizer was given.
+"""Switches: settings of a module and its optimizers that hooks change in mid-run and that a checkpoint does not contain: which parameters are
+frozen, which modules are in eval mode, which norms track no statistics; and the groups that were added to an optimizer.
 
-A snapshot has them, so that a run goes on with them where a hook that has switched them is not called again: Lightning calls on_train_epoch_start,
-by which BaseFinetuning does it, only when an epoch begins.
+A snapshot contains them, so that a resumed run has them even if the hook that has changed them is not called again: Lightning calls
+on_train_epoch_start, in which BaseFinetuning changes them, only when an epoch begins.
 
     switches = Switches(lambda: fit.pipeline, resumption)
     saved = switches.read()             # between two batches
-    switches.put(saved)                 # before the first batch of a run that goes on
+    switches.put(saved)                 # before the first batch of a resumed run
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,22 +17,22 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.resuming import Resumption
 
 Saved = Mapping[str, Sequence[str]]
-"""Names, by what is off."""
+"""The names of parameters or modules that have a setting off, by the name of the setting (an attribute such as ``requires_grad``)."""
 
 
 class Switches:
-    """Of a fit.
+    """Reads and restores the switches of a fit.
 
     Args:
-        pipeline: gives its module.
-        resumption: has the optimizers' states, with their groups, until the first batch.
+        pipeline: returns the fit's module.
+        resumption: keeps the optimizers' states, with their groups, until the first batch.
     """
 
     def __init__(self, pipeline: Callable[[], PipelineModule], resumption: Resumption) -> None:
         self._pipeline, self._resumption = pipeline, resumption
 
     def read(self) -> Saved:
-        """What is off now."""
+        """Return which switches are off now."""
         modules = self._modules
         return {
             "requires_grad": [name for name, p in self._parameters.items() if not p.requires_grad],
@@ -41,7 +41,7 @@ class Switches:
         }
 
     def put(self, saved: Saved) -> None:
-        """Switch to that, and give the optimizers the groups with which they were saved."""
+        """Restore ``saved``, and add the groups with which the optimizers were saved."""
         for name, parameter in self._parameters.items():
             if parameter.requires_grad == (name in saved["requires_grad"]):
                 parameter.requires_grad_(name not in saved["requires_grad"])

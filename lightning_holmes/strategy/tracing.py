@@ -1,7 +1,7 @@
-"""Learning a module from batches: the structure of its steps, found by tracing each on one batch.
+"""Tracing a module: the structure of its steps, found by running each step on one batch.
 
-Rank 0 traces, together with the ranks that share its layers by tensor parallelism, which talk inside the step; all
-receive what rank 0 found, or the reason why the module is refused.
+Rank 0 traces, together with the ranks of its tensor-parallel group, which communicate inside the step; all ranks
+receive rank 0's result, or the error with which the module is refused.
 """
 
 import functools
@@ -32,14 +32,14 @@ from lightning_holmes.strategy.samples import StepSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceResult:
-    """What is known of a module.
+    """What tracing has found out about a module.
 
     Attributes:
-        structure: None where nothing was traced, or no structure found.
-        batch_size: samples in a training batch.
-        reason: why the module runs whole: a step that cannot be followed, where nothing must be split; empty if all can.
-        dependence: why its training steps are exact with one microbatch only, in a few words; empty if nothing was found,
-            or where the user has given a number.
+        structure: the structure of the module's steps; None if nothing was traced, or no structure was found.
+        batch_size: the number of samples in a training batch; None if it is not known.
+        reason: why the module runs whole: a step could not be traced, in a run that need not split the module; empty if all steps could.
+        dependence: why its training steps are exact with one microbatch only, in a few words; empty if no reason was found,
+            or if the user has given a number of microbatches.
     """
 
     structure: ModuleStructure | None = None
@@ -48,7 +48,7 @@ class TraceResult:
     dependence: str = ""
 
     def knows(self, step_name: str) -> bool:
-        """Whether a step has been traced, or need not be."""
+        """Return whether a step has been traced, or need not be."""
         return bool(self.reason) or (self.structure is not None and step_name in self.structure.outputs)
 
 
@@ -64,11 +64,11 @@ def trace_module(
     splitter: BatchSplitter,
     context: Callable[[str], Any],
 ) -> TraceResult:
-    """``known``, and what a trace of each of ``samples`` adds. Every rank must call.
+    """Trace the step of each of ``samples``, and return the results merged into ``known``. Every rank must call.
 
     Args:
-        traces: whether this rank runs the steps: rank 0, and its tensor group.
-        context: gives the context manager under which a step of that name runs.
+        traces: whether this rank runs the steps: True on rank 0 and its tensor-parallel group.
+        context: returns the context manager under which a step of a given name runs.
 
     Raises:
         HolmesError: the module or the options are refused, on every rank alike.
@@ -114,7 +114,7 @@ def _trace(
             small = batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
         except HolmesError:
             size, small = 1, batch
-            if wanted not in (1, "auto"):  # the user's own way of splitting knows
+            if wanted not in (1, "auto"):  # only the module's split_batch, if it has one, can split this batch
                 if not callable(getattr(module, "split_batch", None)):
                     raise
                 size = None
@@ -139,7 +139,7 @@ def _trace(
             company = None
             with (
                 nullcontext() if found is not None else suppress(Exception)
-            ):  # what cannot be followed may not run so, either
+            ):  # a step that could not be traced may fail here, too
                 company = find_batch_dependence(
                     module, step_name, batch, sample.arguments, splitter, context=step_context
                 )
@@ -155,7 +155,7 @@ def _trace(
             known = replace(known, dependence=known.dependence or reason)
         if splits and not known.dependence and found.kept_values:
             rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
-        # what is trained decides along which list; an evaluation step that took another is traced anew when it runs next
+        # the training step decides which list of layers is used; an evaluation step that used another list is traced anew when it runs next
         if before is not None and before.layers == found.layers:
             found = before.merged(found)
         known = replace(known, structure=found)
@@ -163,7 +163,11 @@ def _trace(
 
 
 def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:
-    """Take one microbatch where nobody has given a number, and say why; warn of a number, or refuse it."""
+    """Return the reason to use one microbatch, if the number is "auto"; else warn of the user's number, and return "".
+
+    Raises:
+        UnsupportedModuleError: the split cuts along time, with a number given by the user.
+    """
     if wanted == "auto":
         return company.cause
     if company.is_cut_along_time:
@@ -173,12 +177,12 @@ def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:
 
 
 def microbatches_argument(step_name: str) -> str:
-    """HolmesStrategy's argument for the number of microbatches of a step."""
+    """Return the name of HolmesStrategy's argument for the number of microbatches of a step."""
     return "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
 
 
 def _describe_kept_values(module: "pl.LightningModule", step_name: str, names: tuple[str, ...]) -> str:
-    """What a step that runs for each microbatch does to attributes that it changes."""
+    """Return a warning that a step which runs for each microbatch changes attributes of the module."""
     argument = microbatches_argument(step_name)
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     return (

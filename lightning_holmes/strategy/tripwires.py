@@ -1,23 +1,23 @@
-"""Tripwires: what the user's hooks read of parameters and their gradients is what plain Lightning has there.
+"""Tripwires: lets the user's hooks read the same parameters and gradients as in plain Lightning.
 
-A rank holds the parameters of its own stages. While a hook of the user runs, torch tells of each operation that would
-read a parameter or a ``.grad``, from whichever file or kept object it comes. The first such operation brings it from
-the rank that has it, the second one all that is left; after the hook other stages' parameters are placeholders again.
-The optimizer's groups show all parameters meanwhile. So a norm, a ranking or a copy made in a hook is that of the whole
-module. What a hook changes, it changes on the rank whose stage it is.
+A rank holds the parameters of its own stages. While a hook of the user runs, a TorchFunctionMode sees each operation that would
+read a parameter or a ``.grad``, in whichever file the operation is written. The first such operation broadcasts that tensor from
+the rank that holds it, the second one all remaining tensors; after the hook other stages' parameters are placeholders again.
+Meanwhile the optimizer's groups show all parameters. So a norm, a ranking or a copy made in a hook covers the whole
+module. Changes that a hook makes take effect on the ranks that hold the parameter.
 
-Of parameters in shards an operation brings the parts that it reads, and lets go of those of the operation before.
+If parameters are sharded, an operation gathers the parts that it reads, and releases those of the operation before.
 
-Bringing takes all ranks of a pipeline, or all ranks where there are shards, and a hook may read on one of them only (``if trainer.is_global_zero``). So in
-rounds each rank says whether it wants something, then what, and what anyone wants is brought to all; at the end of a hook, and before it
-calls a collective of the strategy, a rank goes on taking part until nobody wants anything.
+Broadcasts take all ranks of a pipeline (gathers of shards: all ranks), but a hook may read on one rank only (``if trainer.is_global_zero``).
+So there are rounds: each rank says whether it wants something, then what, and everything wanted is brought to all ranks. At the end of a
+hook, and before the hook calls a collective of the strategy, a rank takes part in rounds until no rank wants anything.
 
-Not watched: Lightning's own callbacks, but for pruning, which ranks all parameters; hooks of data; what runs before the
-strategy is set up. Where the user has no hooks, nothing is wrapped.
+Not watched: Lightning's own callbacks, except for pruning, which ranks all parameters; data hooks; code that runs before the
+strategy is set up. If the user has no hooks, nothing is wrapped.
 
     with Tripwires(trainer, pipeline, job, rank_of=plan.rank_of, groups=parameter_groups) as tripwires:
         ...
-        with tripwires.lifted():        # around the strategy's own work inside of a hook
+        with tripwires.lifted():        # around the strategy's own work inside a hook
             optimizer.step()
 """
 
@@ -67,18 +67,18 @@ _READ_NOTHING = (READS_NO_VALUE - {_READ_GRAD}) | {
 }
 _ALL = "*"
 Wish = tuple[str, str]
-"""What a rank wants: "value" or "grad", and the name of a parameter or ``_ALL``."""
+"""What a rank wants to read: "value" or "grad", and the name of a parameter or ``_ALL``."""
 
 
 class _Hook:
-    """A hook that runs, by its ``name`` for messages.
+    """A hook that is running, with its ``name`` for messages.
 
     Attributes:
-        hidden, waiting, shards: as for Tripwires, at this moment.
-        is_split: other stages have parameters that this rank has not.
-        meets: all ranks of the pipeline run it.
+        hidden, waiting, shards: the present values of Tripwires' arguments.
+        is_split: whether other stages have parameters that this rank lacks.
+        meets: whether all ranks run the hook, so that tensors can be brought in it.
         brought: the values and gradients that every rank has by now.
-        arming: what is in place while the user's code runs; None while the strategy's own does.
+        arming: the contexts that are active while the user's code runs; None while the strategy's own code runs.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class _Hook:
 
 
 class _Watch(TorchFunctionMode):
-    """Tells which of the parameters that it knows an operation would read: "value" or "grad", and their names."""
+    """Calls ``tell`` before an operation that reads known parameters, with their names and "value" or "grad", or "written grad" if it writes a
+    ``.grad``."""
 
     def __init__(self, names: Mapping[int, str], tell: Callable[[str, list[str]], None]) -> None:
         super().__init__()
@@ -121,17 +122,17 @@ class _Watch(TorchFunctionMode):
                 self._tell("value", names)
             elif names and func == _WRITE_GRAD and _caller() != "zero_grad":
                 self._tell("written grad", names)
-            elif names and _caller() != "zero_grad":  # which looks only whether there is one
+            elif names and _caller() != "zero_grad":  # zero_grad only checks whether there is a gradient
                 self._tell("grad", names)
         return func(*args, **kwargs)
 
 
 @contextmanager
 def refusing_reads(pipeline: PipelineModule, waiting: Collection[str], place: str) -> Iterator[None]:
-    """Inside, which is the user's ``place``, values of the parameters ``waiting`` must not be read: they have none yet.
+    """Inside, refuse to read values of the parameters ``waiting``, which have no values yet. ``place``: the user's function, for the message.
 
     Raises:
-        UnsupportedModuleError: names the parameter.
+        UnsupportedModuleError: one is read; the message names the parameter.
     """
     with _Watch(pipeline.names, functools.partial(_refuse_early, waiting, place)):
         yield
@@ -144,7 +145,7 @@ def _refuse_early(waiting: Collection[str], place: str, kind: str, names: list[s
 
 
 def _caller() -> str:
-    """The name of the function in which an operation stands that a mode sees."""
+    """Return the name of the function that calls the operation which a TorchFunctionMode handles."""
     frame = inspect.currentframe()
     for _ in range(2):
         frame = None if frame is None else frame.f_back
@@ -160,17 +161,17 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class Tripwires(Replacements):
-    """Inside, the user's hooks on this rank see the whole module. All ranks enter, together.
+    """Inside, the user's hooks on this rank see the whole module. All ranks must enter, together.
 
     Args:
         pipeline: this rank's part of the module.
-        rank_of: the pipeline rank of a stage.
-        groups: those of a fit's optimizers.
-        hidden: gives for "value" and "grad", where no rank has it whole at this moment: why, and what to do.
-        shards: where this rank's parameters live at this moment, if that is in shards.
-        waiting: gives the names of parameters that have no values yet.
-        hides_states: whether a rank has a part of the optimizer's states at this moment.
-        hides: there may be something hidden; else one process alone has nothing to watch.
+        rank_of: returns the pipeline rank of a stage.
+        groups: the parameter groups of a fit's optimizers.
+        hidden: returns for "value" and "grad", if no rank has it whole at the moment, why not and what to do.
+        shards: returns the shards of this rank's parameters at the moment, or None.
+        waiting: returns the names of parameters that have no values yet.
+        hides_states: returns whether a rank has only a part of the optimizer's states at the moment.
+        hides: whether something may be hidden even from a single process; if not, a single process watches nothing.
         before: called before each hook of the user.
     """
 
@@ -235,7 +236,7 @@ class Tripwires(Replacements):
         return run
 
     def _watch_module(self, module: Any, hooks: Mapping[str, bool]) -> None:
-        """Where Lightning calls them: functions on the module would be copied and pickled with it."""
+        """Wrap the hooks where Lightning calls them: functions set on the module would be copied and pickled with it."""
         trainer, calls = self._trainer, hook_calls()
         own = getattr(calls, MODULE_HOOK)
 
@@ -255,8 +256,9 @@ class Tripwires(Replacements):
         outer = self._hook
         hidden, waiting, shards = self._hidden(), self._waiting(), self._shards()
         several = self._job.placement.pipeline_parallel_size > 1
-        is_split = several and self._pipeline.num_stages > 1  # not before the first batch, which makes the plan
-        nested = outer is not None and outer.arming is not None  # it is watched by the hook that calls it
+        is_split = several and self._pipeline.num_stages > 1  # False before the first batch, which makes the plan
+        # the outer hook, which calls this one, is watched already
+        nested = outer is not None and outer.arming is not None
         hides_states = self._hides_states()
         if nested or not (is_split or hidden or waiting or hides_states or shards is not None):
             yield
@@ -268,7 +270,8 @@ class Tripwires(Replacements):
             waiting=waiting,
             is_split=is_split,
             meets=meets and (is_split or shards is not None) and not self._job.connection.failed,
-            shows_groups=not isinstance(owner, BaseFinetuning),  # whose groups compat/finetuning.py shows, and keeps
+            # for these, compat/finetuning.py shows the groups, and keeps changes
+            shows_groups=not isinstance(owner, BaseFinetuning),
             hides_states=hides_states,
         )
         try:
@@ -297,7 +300,8 @@ class Tripwires(Replacements):
             arming.close()
 
     def lifted(self) -> AbstractContextManager[None]:
-        """Inside, all is as the strategy's own work needs it. In a hook of the user all ranks must call."""
+        """Return a context for the strategy's own work, in which nothing is watched and placeholders are back. In a hook of the user all ranks
+        must call."""
         hook = self._hook
         return nullcontext() if hook is None or hook.arming is None else self._lifted(hook)
 
@@ -312,10 +316,14 @@ class Tripwires(Replacements):
         finally:
             self._arm(hook)
 
-    # what is read, and brought
+    # reading and bringing
 
     def _on_read(self, kind: str, names: list[str]) -> None:
-        """An operation would read these parameters, or their gradients."""
+        """Bring these parameters, or their gradients, before an operation reads them; called by the mode.
+
+        Raises:
+            UnsupportedModuleError: they cannot be read here; the message says why and what to do.
+        """
         hook = self._hook
         assert hook is not None
         _refuse_early(hook.waiting, hook.name, kind, names)
@@ -323,7 +331,7 @@ class Tripwires(Replacements):
         what = f"{'the gradient of ' if kind == 'grad' else ''}{names[0]}"
         if kind in hook.hidden:
             raise UnsupportedModuleError(f"{hook.name} {verb} {what}, but {hook.hidden[kind]}")
-        if verb == "writes":  # what is written stays on the rank that writes it
+        if verb == "writes":  # a written gradient stays on the rank that writes it
             return
         is_apart = hook.is_split or hook.shards is not None
         lacking = [n for n in names if not {(kind, n), (kind, _ALL)} & hook.brought] if is_apart else []
@@ -356,12 +364,12 @@ class Tripwires(Replacements):
         )
 
     def _settle(self, hook: _Hook) -> None:
-        """Take part until no rank of the pipeline wants anything."""
+        """Take part in rounds until no rank wants anything."""
         while hook.meets and self._round(hook, set()):
             pass
 
     def _round(self, hook: _Hook, wishes: set[Wish]) -> set[Wish]:
-        """Bring what any rank wants; what that was. All ranks of the pipeline call, or all ranks where there are shards."""
+        """Bring everything that any rank wants, and return it. All ranks of the pipeline must call; with shards, all ranks."""
         with self._job.explaining():
             if not self._anybody(hook, bool(wishes)):
                 return set()
@@ -388,7 +396,7 @@ class Tripwires(Replacements):
         return groups.p2p.anybody(wants, f"all ranks read in {hook.name} and leave it")
 
     def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> set[Wish]:
-        """Let the parts that any rank wants be whole on all, and those of the round before go."""
+        """Gather the parts that any rank wants on all ranks, release those of the round before, and return the wishes."""
         everyone = all_gather_values(sorted(wishes), self._job.groups.everyone_on_host)
         wanted: set[Wish] = set().union(*everyone)
         self._brought.close()
@@ -404,7 +412,7 @@ class Tripwires(Replacements):
         return wanted
 
     def _exchange(self, topic: int, mine: Any) -> list[Any]:
-        """What each rank of the pipeline gives, this one's among them."""
+        """Return ``mine`` of each rank of the pipeline, this rank's first. All of them must call."""
         p2p = self._job.groups.p2p
         assert p2p is not None
         others = [rank for rank in range(p2p.size) if rank != p2p.rank]
@@ -415,7 +423,7 @@ class Tripwires(Replacements):
         return found
 
     def _from_owner(self, name: str, tensor: Tensor) -> Tensor:
-        """``tensor`` on the rank that holds the parameter, on all ranks; those of others give its shape and type."""
+        """Broadcast ``tensor`` from the rank that holds the parameter, and return it; other ranks pass a tensor of its shape and dtype."""
         source = self._rank_of(self._pipeline.owner_stage(name))
         owns = source == self._job.groups.pipeline_rank
         data = tensor.contiguous() if owns else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -449,7 +457,7 @@ class Tripwires(Replacements):
 
 
 def _numbered(names: list[str]) -> list[str]:
-    """Each with how often it has come before, so that none is there twice."""
+    """Return each name with the number of its earlier occurrences, so that none occurs twice."""
     seen: Counter[str] = Counter()
     found = []
     for name in names:

@@ -1,6 +1,6 @@
-"""Which hooks of a run the user has written: those that the module or a callback has of its own; and what else of the user's runs between them.
+"""Finds the hooks that the user has written, in the module or in callbacks, and other code of the user's that runs between them.
 
-for owner, hook in overridden_hooks(module, callbacks):       # (module, "on_after_backward"), ...
+for owner, hook in overridden_hooks(module, callbacks, GRADIENT_HOOKS):       # (module, "on_after_backward"), ...
 """
 
 import functools
@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lightning_holmes.torch_private import step_hooks
 
 GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
-"""Between the backward and the optimizer's step."""
+"""Hooks between the backward and the optimizer's step."""
 BACKWARD_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
-"""Between the forward and the backward."""
+"""Hooks between the forward and the backward."""
 BATCH_HOOKS = {
     "training_step": (
         "on_train_batch_end",
@@ -35,19 +35,19 @@ BATCH_HOOKS = {
     "test_step": ("on_test_batch_end", "on_test_batch_start"),
     "predict_step": ("on_predict_batch_end", "on_predict_batch_start"),
 }
-"""Called with each batch of a step."""
+"""Hooks that are called with each batch, by the name of the step."""
 _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
 
 
 def users_callbacks(callbacks: Iterable["pl.Callback"]) -> list["pl.Callback"]:
-    """The callbacks whose hooks the user has written."""
+    """Return the callbacks whose hooks the user has written."""
     return [c for c in callbacks if isinstance(c, LambdaCallback) or not type(c).__module__.startswith(_LIBRARIES)]
 
 
 def overridden_hooks(
     module: "pl.LightningModule", callbacks: Iterable["pl.Callback"], hooks: Iterable[str]
 ) -> Iterator[tuple[Any, str]]:
-    """Those of ``hooks`` that the module, then each of ``callbacks``, has of its own: whose, and its name."""
+    """Yield the owner and the name of each of ``hooks`` that the module, and then each of ``callbacks``, overrides."""
     hooks = tuple(hooks)
     owners: list[tuple[Any, Any]] = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
     for owner, base in owners:
@@ -59,16 +59,16 @@ def overridden_hooks(
 def steps_whose_state_is_read(
     module: "pl.LightningModule", callbacks: Iterable["pl.Callback"], schedulers: Iterable[Any] = ()
 ) -> frozenset[str]:
-    """The steps after which code of the user's runs each batch, and may read what the step left on the module: a hook, or a function of
-    a scheduler's."""
+    """Return the steps after which code of the user's runs each batch, and may read the state that the step has left on the module: a hook, or a
+    function of a scheduler."""
     callbacks = users_callbacks(callbacks)
     steps = {step for step, hooks in BATCH_HOOKS.items() if any(overridden_hooks(module, callbacks, hooks))}
     return frozenset(steps | {"training_step"} if any(map(_knows_module, schedulers)) else steps)
 
 
 def _knows_module(scheduler: Any) -> bool:
-    """Whether functions of a scheduler's do, as ``LambdaLR(optimizer, lambda step: self.pace)`` does, or methods of a class of the user's:
-    what they read there cannot be seen, and is to be that of the whole step."""
+    """Return whether a scheduler holds a reference to a module or trainer, in a function, as ``LambdaLR(optimizer, lambda step: self.pace)`` does,
+    or in a class of the user's. Its reads cannot be seen, and must give the state after the whole step."""
     found, waiting = {id(scheduler)}, [scheduler]
     while waiting:
         value = waiting.pop()
@@ -101,13 +101,13 @@ def _held_by(value: Any) -> list[Any]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """What a function and those inside of it name."""
+    """Return the names that a function and its inner functions use."""
     inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
 
 
 def _users_functions(kind: type) -> list[Any]:
-    """What the user's classes among the bases of ``kind`` define, also behind properties and decorators."""
+    """Return the functions that the user's classes among the bases of ``kind`` define, also behind properties and decorators."""
     own = [base for base in kind.__mro__ if not base.__module__.startswith((*_LIBRARIES, "torch.", "builtins"))]
     entries = [entry for base in own for entry in vars(base).values()]
     functions = [getattr(entry, "fget", None) or getattr(entry, "__func__", entry) for entry in entries]
@@ -115,16 +115,16 @@ def _users_functions(kind: type) -> list[Any]:
 
 
 def takes_part_in_update(module: "pl.LightningModule", optimizers: Iterable[Optimizer]) -> bool:
-    """Whether code of the user's may run inside of the optimizer's step, where no hook begins: in an ``optimizer_step`` that has called the
-    closure, in an optimizer of another class than torch's, or in what is registered with one."""
+    """Return whether code of the user's may run inside the optimizer's step, outside of hooks: in an ``optimizer_step`` that has called the
+    closure, in an optimizer class that is not torch's, or in a step hook that is registered with an optimizer."""
     own = any(overridden_hooks(module, (), ("optimizer_step",)))
     return own or any(not type(o).__module__.startswith("torch.") or step_hooks(o) for o in optimizers)
 
 
 def looks_at_checkpoints(module: "pl.LightningModule") -> bool:
-    """Whether somebody reads a checkpoint's values before they are written, or puts others in their place."""
+    """Return whether a callback or the module reads a checkpoint's values before they are written, or replaces them."""
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-    if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it puts its average there
+    if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it replaces the values by its average
         return True
     return any(_checkpoint_hooks(module))
 
@@ -135,7 +135,7 @@ def _checkpoint_hooks(module: "pl.LightningModule") -> Iterator[tuple[Any, str]]
 
 
 def warn_of_parts(module: "pl.LightningModule") -> None:
-    """Each rank of a pipeline writes its part of a folder, and hooks see that; where nobody reads values, nothing is wrong."""
+    """Warn for each on_save_checkpoint hook that it sees only this rank's part of the parameters; harmless if the hook does not read them."""
     for owner, hook in _checkpoint_hooks(module):
         rank_zero_warn(
             f"{type(owner).__name__}.{hook} is shown the parameters of this rank's own stages in checkpoint['state_dict'], since each rank "

@@ -4,9 +4,10 @@
         results = bed.torchrun(["train.py"], shuffle_nodes=True, timeout_s=120)
         print(bed.counters()["node-0"]["eth0"].sent)
 
-layout.py decides every name, address and rate; netlink.py, cgroup.py and made_up_sysfs.py make what it says;
-processes.py runs commands there; state.py finds a testbed again; bed.py is the Testbed itself. enter.py is run
-as a script, by the path of its file. Needs root and pyroute2 (the extra `testbed`).
+layout.py decides every name, address and rate; netlink.py, cgroup.py and made_up_sysfs.py create the network, the cgroups
+and the sysfs files; processes.py runs commands on the hosts; state.py saves a testbed's state, so that another process can
+attach to it; bed.py is the Testbed itself. enter.py is run as a script, by the path of its file. Needs root and pyroute2
+(the extra `testbed`).
 """
 
 from lightning_holmes.cluster.testbed.bed import NicBytes, NicStatus, Testbed, find_problem

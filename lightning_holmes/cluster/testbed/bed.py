@@ -5,8 +5,8 @@
         results = bed.run(["python", "train.py"], processes_per_host=1, shuffle=True, timeout_s=60)
         assert all(result.exit_code == 0 for result in results.values())
 
-Testbeds with different ids do not meet: several may be up at the same time. One whose process is gone without having
-taken it down is removed by the next one.
+Testbeds with different ids do not interfere: several may be up at the same time. A testbed whose process ended without
+taking it down is removed when the next testbed is built.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from lightning_holmes.errors import ConfigurationError, TestbedError, TestbedUna
 _GRACE_S = 30.0
 _FIRST_PORT, _PORTS = 29500, 1000
 _TAIL_CHARACTERS = 2000
-# What says to a process which rank it has: the testbed's own processes must not inherit it.
+# variables that tell a process its rank: the testbed's processes must not inherit them
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NUM_NODES"),
     *("MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
@@ -58,7 +58,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicBytes:
-    """Bytes that a NIC has received and sent since the testbed is up, headers of Ethernet, IP and TCP included."""
+    """Bytes that a NIC has received and sent since the testbed was built, including Ethernet, IP and TCP headers."""
 
     received: int
     sent: int
@@ -66,7 +66,7 @@ class NicBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicStatus:
-    """A NIC as it is now. bandwidth_bytes_per_s is None where it is not shaped."""
+    """The current state of a NIC. bandwidth_bytes_per_s is None if its rate is not limited."""
 
     host: str
     cluster: str
@@ -80,12 +80,12 @@ class Testbed:
     """The hosts of a topology on this machine.
 
     Args:
-        topology: its clusters, hosts and NICs; a host without Ethernet gets some, called eth0.
-        options: what the topology does not say: CPU shares, rates, the prefix of names.
-        bed_id: what tells testbeds apart; by default one of this process's own.
+        topology: its clusters, hosts and NICs; a host without an Ethernet NIC gets one, called eth0.
+        options: options that are not part of a topology: CPU shares, rates, the prefix of names.
+        bed_id: the testbed's unique id; by default made from the process id.
 
     Raises:
-        TestbedUnavailable: when it is built: this machine lacks a capability, which the message names.
+        TestbedUnavailable: from build: this machine lacks a capability, which the message names.
     """
 
     __test__: ClassVar[bool] = False
@@ -108,7 +108,7 @@ class Testbed:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
                 before = signal.getsignal(number)
-                # another testbed's handler closes that one, and hands the signal on
+                # another testbed's handler closes that testbed, and sends the signal again
                 if before == signal.SIG_DFL or getattr(before, "__func__", None) is Testbed._end_by_signal:
                     self._signals[number] = signal.signal(number, self._end_by_signal)
         return self
@@ -119,9 +119,9 @@ class Testbed:
         self.close()
 
     def build(self, *, owner: Owner | None = None) -> None:
-        """Build the testbed, which stays until :meth:`close`, or until its owner is gone and another one is built.
+        """Build the testbed, which stays up until :meth:`close`, or until its owner process has ended and another testbed is built.
 
-        Remains of one with the same id are removed first, and of all those whose owner is gone.
+        First remove the remains of a testbed with the same id, and all testbeds whose owner process has ended.
         """
         if sys.platform != "linux":
             raise TestbedUnavailable(f"no testbed here: it needs Linux, this is {sys.platform}")
@@ -153,7 +153,7 @@ class Testbed:
 
     @classmethod
     def attach(cls, bed_id: str) -> Testbed:
-        """The testbed with this id that another process has built. Raises TestbedError if there is none."""
+        """Return the testbed with this id, built by another process. Raises TestbedError if there is none."""
         check_bed_id(bed_id)
         found = state.read_state(DEFAULT_PREFIX, bed_id)
         if found is None:
@@ -172,7 +172,7 @@ class Testbed:
         remove_remains(self.options.prefix, self.bed_id)
 
     def _close_own(self) -> None:
-        """What the end of the process calls; children that were forked meanwhile have it too, and must not."""
+        """Close the testbed at process exit. Forked children inherit this exit function, and must not close it."""
         if os.getpid() == self._pid:
             self.close()
 
@@ -204,26 +204,26 @@ class Testbed:
         echo: Callable[[str, str], None] | None = None,
         check: bool = False,
     ) -> dict[str, HostResult]:
-        """Run a command on every host at the same time; the results by host.
+        """Run a command on every host at the same time; return the results by host.
 
-        Each process finds HOLMES_HOST_NAME, HOLMES_SYSFS_ROOT, NODE_RANK, NUM_NODES, MASTER_ADDR (the Ethernet address
-        of the host with node rank 0) and MASTER_PORT in its environment. Nothing is left running.
+        Each process has HOLMES_HOST_NAME, HOLMES_SYSFS_ROOT, NODE_RANK, NUM_NODES, MASTER_ADDR (the Ethernet address
+        of the host with node rank 0) and MASTER_PORT in its environment. No process is left running.
 
         Args:
             argv: the command. It is found by PATH.
-            processes_per_host: start it by torchrun with so many processes on each host; argv is then what stands
+            processes_per_host: start it by torchrun with this many processes on each host; argv are then the arguments
                 after torchrun's own options: a script, or "-m" and a module. PYTHON_EXEC in the environment names the
                 interpreter of both.
-            shuffle: number the nodes in an order that is not the topology's.
-            node_order: or number them in this one: the hosts' names.
-            hosts: only these hosts.
-            env: further variables for all hosts.
-            host_env: further variables for the host of the given name.
-            folder: where to run it.
+            shuffle: number the nodes in a random order that is not the topology's.
+            node_order: number the nodes in this order, given as host names.
+            hosts: run only on these hosts.
+            env: further environment variables for all hosts.
+            host_env: returns further environment variables for the host of the given name.
+            folder: the working directory.
             timeout_s: everything is ended after this time.
-            grace_s: how long the others may go on once one host's command has failed.
+            grace_s: how long the other hosts may go on after one host's command has failed; None: to the end.
             echo: called with host and line for each line of output.
-            check: raise TestbedError, with the end of their outputs, if the command failed on a host.
+            check: raise TestbedError, with the end of each output, if the command failed on a host.
         """
         nodes = self._number_nodes(shuffle, node_order, hosts)
         port = _FIRST_PORT + (os.getpid() + next(self._runs)) % _PORTS
@@ -234,7 +234,7 @@ class Testbed:
             own = {
                 "HOLMES_HOST_NAME": host.name,
                 "HOLMES_SYSFS_ROOT": str(self.sysfs_root(host.name)),
-                "HOLMES_CACHE_DIR": str(self._cache),  # speeds of this bed, not of another that looks alike
+                "HOLMES_CACHE_DIR": str(self._cache),  # not the speeds of another bed with an equal topology
                 "NODE_RANK": str(rank),
                 "NUM_NODES": str(len(nodes)),
                 "MASTER_ADDR": nodes[0].ethernet.address,
@@ -276,9 +276,9 @@ class Testbed:
     def torchrun(
         self, args: Sequence[str], *, nproc_per_node: int | None = None, shuffle_nodes: bool = False, **options: Any
     ) -> dict[str, HostResult]:
-        """torchrun on every host with `args` after its own options; `options` are :meth:`run`'s.
+        """Run torchrun on every host with `args` after its own options; `options` are those of :meth:`run`.
 
-        nproc_per_node is by default the number of devices of a host, if it is the same for all.
+        nproc_per_node defaults to the number of devices of a host, which must then be the same for all.
         """
         if nproc_per_node is None:
             sizes = {host.devices for host in self.layout.hosts}
@@ -312,7 +312,7 @@ class Testbed:
         return tuple(host.name for host in self.layout.hosts)
 
     def sysfs_root(self, host: str) -> Path:
-        """The made-up tree that HOLMES_SYSFS_ROOT names on this host."""
+        """The emulated sysfs tree that HOLMES_SYSFS_ROOT names on this host."""
         folder = self.layout.host(host).folder
         return state.bed_folder(self.options.prefix, self.bed_id) / "sysfs" / folder
 
@@ -321,14 +321,14 @@ class Testbed:
         return self.layout.host(host).ethernet.interface
 
     def counters(self) -> dict[str, dict[str, NicBytes]]:
-        """Bytes per host and NIC by the kernel's count. The made-up sysfs is brought up to date too."""
+        """The kernel's byte counts per host and NIC. Also updates the emulated sysfs."""
         found: dict[str, dict[str, NicBytes]] = {}
         for status in self.status():
             found.setdefault(status.host, {})[status.nic.name] = status.bytes
         return found
 
     def status(self) -> list[NicStatus]:
-        """Every NIC as it is now."""
+        """The current state of every NIC. Also updates the counters of the emulated sysfs."""
         found = []
         for host in self.layout.hosts:
             interfaces = netlink.interface_states(host.namespace)
@@ -352,15 +352,15 @@ class Testbed:
         return found
 
     def set_rate(self, name: str, bandwidth_bytes_per_s: float) -> None:
-        """Give the NIC "host.nic" another rate, in both directions."""
+        """Change the rate of the NIC "host.nic", in both directions."""
         check_rate(bandwidth_bytes_per_s, f"rate of {name}")
         host, nic = self.layout.nic(name)
         if self._rate(host, nic) == bandwidth_bytes_per_s:
-            return  # what runs have measured stays true
+            return  # cached speeds stay valid
         netlink.shape(self.layout.switch, nic.port, bandwidth_bytes_per_s)
         netlink.shape(host.namespace, nic.interface, bandwidth_bytes_per_s)
         self._note(rates={**self._state.rates, name: bandwidth_bytes_per_s})
-        shutil.rmtree(self._cache, ignore_errors=True)  # the speeds that a run has measured
+        shutil.rmtree(self._cache, ignore_errors=True)  # cached speeds are no longer valid
         self._write_port(host, nic)
 
     def set_down(self, name: str) -> None:
@@ -372,7 +372,7 @@ class Testbed:
         self._switch(name, up=True)
 
     def kill(self, host: str) -> None:
-        """End every process on a host, as when it loses its power."""
+        """Kill every process on a host, as when it loses power."""
         CpuGroup(find_cpu_hierarchy(), self._group_name(self.layout.host(host))).kill()
 
     def _switch(self, name: str, *, up: bool) -> None:
@@ -421,7 +421,7 @@ def raise_if_failed(results: Mapping[str, HostResult], timeout_s: float) -> None
 
 
 def remove_remains(prefix: str, bed_id: str) -> bool:
-    """Remove all that bears the names of this testbed, whoever built it; whether there was anything."""
+    """Remove everything with the names of this testbed, even if another process built it; return whether there was anything."""
     check_bed_id(bed_id)
     group = CpuGroup(find_cpu_hierarchy(), f"{prefix}{bed_id}")
     found = group.path.exists() or state.bed_folder(prefix, bed_id).exists()
@@ -442,7 +442,7 @@ def remove_abandoned(prefix: str) -> None:
 
 @functools.cache
 def find_problem() -> str | None:
-    """Why this machine cannot carry a testbed; None if it can. Tries it with two hosts, in a quarter of a second."""
+    """Why this machine cannot run a testbed; None if it can. Tries one with two hosts, which takes a quarter of a second. Cached."""
     text = """
         clusters: [{name: a, hosts: [{name: a, devices: 1, nics: [{name: m, kind: roce, bandwidth: 1 Gbit/s}]}]},
                    {name: b, hosts: [{name: b, devices: 1}]}]

@@ -1,6 +1,7 @@
-"""The share of the CPU that a host of the testbed has: a cgroup of the cpu controller, version 1 or 2.
+"""The CPU share of a testbed's host: a cgroup of the cpu controller, version 1 or 2.
 
-Owns finding the hierarchy, the quota, precedence before the rest of the machine, and ending what runs in a group; who joins a group is processes.py's.
+It finds the hierarchy, sets quota and precedence over the rest of the machine, and kills the processes of a group. processes.py
+starts processes in a group.
 
     hierarchy = find_cpu_hierarchy()
     group = CpuGroup(hierarchy, "holmes-demo/h0")
@@ -23,20 +24,20 @@ from pathlib import Path
 from lightning_holmes.errors import TestbedUnavailable
 
 _KILL_TIMEOUT_S = 10.0
-_MOST_WEIGHT = {1: ("cpu.shares", 262144), 2: ("cpu.weight", 10000)}  # the most that the kernel takes
+_MOST_WEIGHT = {1: ("cpu.shares", 262144), 2: ("cpu.weight", 10000)}  # the largest values that the kernel accepts
 _HELP = "the testbed gives each host a share of the CPU by a cgroup"
 
 
 @dataclass(frozen=True, slots=True)
 class CpuHierarchy:
-    """Where the cpu controller is mounted, and which of the two interfaces it has."""
+    """The mount point of the cpu controller, and the version of its interface (1 or 2)."""
 
     root: Path
     version: int
 
 
 def find_cpu_hierarchy(mounts: Path = Path("/proc/self/mounts")) -> CpuHierarchy:
-    """The mounted cpu controller. Raises TestbedUnavailable if there is none."""
+    """Find the mounted cpu controller. Raises TestbedUnavailable if there is none."""
     unified = []
     for line in mounts.read_text().splitlines():
         _, folder, kind, options = line.split()[:4]
@@ -60,11 +61,11 @@ class CpuGroup:
 
     @property
     def procs(self) -> Path:
-        """The file that a process joins by writing its id."""
+        """The file to which a process writes its id to join the group."""
         return self.path / "cgroup.procs"
 
     def create(self, *, share: float | None = None, period_s: float = 0.02) -> None:
-        """Make the group; its processes together get `share` cores, or all there is."""
+        """Create the group; its processes together get `share` cores, or no limit if None. Raises TestbedUnavailable."""
         try:
             if share is not None and self.hierarchy.version == 2:
                 self._delegate()
@@ -85,7 +86,7 @@ class CpuGroup:
             ) from error
 
     def precede(self) -> None:
-        """Give the group's processes what their quotas allow before all other work on the machine. It has to be there."""
+        """Let the group's processes run, up to their quotas, before all other work on the machine. The group must exist."""
         name, weight = _MOST_WEIGHT[self.hierarchy.version]
         try:
             (self.path / name).write_text(str(weight))
@@ -93,7 +94,7 @@ class CpuGroup:
             raise TestbedUnavailable(f"{self.path / name} cannot be written ({error.strerror}); {_HELP}") from error
 
     def _delegate(self) -> None:
-        """Version 2 hands a controller down a level at a time."""
+        """Enable the cpu controller at each level above the group, as version 2 requires."""
         below = self.path.relative_to(self.hierarchy.root).parts
         for depth in range(len(below)):
             folder = self.hierarchy.root.joinpath(*below[:depth])
@@ -101,17 +102,17 @@ class CpuGroup:
             (folder / "cgroup.subtree_control").write_text("+cpu")
 
     def pids(self) -> list[int]:
-        """The processes in the group and in the groups below it."""
+        """The ids of the processes in the group and in the groups below it."""
         found: list[int] = []
         for folder, _, _ in os.walk(self.path):
             try:
                 found += map(int, Path(folder, "cgroup.procs").read_text().split())
             except OSError:
-                pass  # the group went meanwhile
+                pass  # the group was removed meanwhile
         return found
 
     def kill(self) -> None:
-        """End every process of the group and of those below it; returns when none is left, or after 10 s."""
+        """Kill every process of the group and of the groups below it; return when none is left, or after 10 s."""
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while pids := self.pids():
             for pid in pids:
@@ -124,7 +125,7 @@ class CpuGroup:
             time.sleep(0.005)  # a killed process stays listed until it is gone
 
     def remove(self) -> None:
-        """Remove the group and those below it; there may be none."""
+        """Remove the group and the groups below it, if they exist."""
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         for folder, _, _ in list(os.walk(self.path, topdown=False)):
             while True:
@@ -133,7 +134,7 @@ class CpuGroup:
                     break
                 except FileNotFoundError:
                     break
-                except OSError:  # busy: its last processes are still on their way out
+                except OSError:  # busy: its last processes are still exiting
                     if time.monotonic() > deadline:
                         raise
                     time.sleep(0.005)

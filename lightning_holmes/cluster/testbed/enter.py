@@ -3,9 +3,9 @@
     python -I -S enter.py CGROUP_PROCS NAMESPACE PARENT_PID HOST_NAME HOSTS_FILE COMMAND...
 
 It joins the cgroup, then the network namespace, and mounts a fresh /sys, whose class/net shows the interfaces of the
-namespace it is mounted in (`ip netns exec` does the same). With a host name that is not empty, the machine is called
-so, and HOSTS_FILE stands in for /etc/hosts. The command dies with the process that started it. No
-function of the caller runs between fork and exec: the caller may have threads.
+namespace it is mounted in (`ip netns exec` does the same). If HOST_NAME is not empty, it is set as the machine's name,
+and HOSTS_FILE is mounted over /etc/hosts. The command is killed when the process that started it ends. It is a script, so that
+no function of the caller, which may have threads, runs between fork and exec.
 """
 
 import ctypes

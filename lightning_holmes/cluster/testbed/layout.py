@@ -1,15 +1,15 @@
-"""The layout of a testbed: which namespace, interface, address and rate each NIC of a topology gets. Pure data.
+"""The layout of a testbed: the namespace, interface, address and rate of each NIC of a topology. Pure data.
 
     layout = make_layout(topology, TestbedOptions(cpu_share=0.45), bed_id="demo")
     layout.hosts[0].nics[0].address            # "10.64.0.1"
 
 Networks. The j-th InfiniBand NICs of a cluster's hosts share a network, and so do its j-th RoCE NICs; the j-th
 Ethernet NICs of all hosts share one. Each network has its own bridge and subnet: 10.(64 + network).(cluster).(host
-from 1)/16. All bridges live in one more namespace, the switch, so that nothing is added to the machine's own.
+from 1)/16. All bridges are in one more namespace, the switch, so that nothing is added to the machine's own namespace.
 
-Rates. A NIC's bandwidth holds in each direction. What goes from one cluster to another is held to the slower of the
-two NICs, and, where the topology has a Link between the two, all of it together to the Link's bandwidth in each
-direction. A Link's latency is not modelled: netem is not in every kernel.
+Rates. A NIC's bandwidth applies to each direction. Traffic from one cluster to another is limited by the slower of the
+two NICs and, if the topology has a Link between the clusters, all of it together by the Link's bandwidth in each
+direction. A Link's latency is not emulated, since netem is not in every kernel.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lightning_holmes.cluster.topology import Host, Nic, Topology, TransportKind
 from lightning_holmes.errors import ConfigurationError, TestbedError
 
 DEFAULT_PREFIX = "holmes-"
-MAX_SHAPED_BYTES_PER_S = 4e9  # tc's rates are 32-bit numbers; above this a NIC is as fast as the machine
+MAX_SHAPED_BYTES_PER_S = 4e9  # tc's rates are 32-bit numbers; a faster NIC is not limited
 _INTERFACE_NAMES: dict[str, str] = {"infiniband": "ib", "roce": "roce"}
-_MAX_INTERFACE_NAME = 15  # IFNAMSIZ less its closing zero
+_MAX_INTERFACE_NAME = 15  # IFNAMSIZ without the terminating zero
 _FIRST_NETWORK = 64
 _MAX_OCTET = 254
 _Share = Annotated[float, Field(gt=0, le=1024)]
@@ -39,18 +39,18 @@ _Rate = Annotated[float, Field(ge=1000)]
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestbedOptions:
-    """What a testbed needs and a topology does not say.
+    """Options of a testbed that are not part of a topology.
 
     Args:
         cpu_share: cores of each host (0.45: less than half a core); None leaves processes unlimited.
-        host_cpu_shares: cores of single hosts by name, where they differ.
-        rdma_bandwidth_bytes_per_s: stands in for the bandwidth of every InfiniBand and RoCE NIC.
-        ethernet_bandwidth_bytes_per_s: stands in for the bandwidth of every Ethernet NIC.
-        cpu_period_s: the share is assigned anew this often. A short period is closest to a slower core.
-        precedence: hosts have their shares also where others work on the machine, and before them. To measure speed.
-        host_names: processes find the machine called as the host, and its and the others' names in /etc/hosts, with
-            their Ethernet addresses. Without it the machine is called as outside, a name that leads nowhere.
-        prefix: what the names of namespaces, cgroups and files begin with.
+        host_cpu_shares: cores of single hosts by name, if they differ from cpu_share.
+        rdma_bandwidth_bytes_per_s: overrides the bandwidth of every InfiniBand and RoCE NIC.
+        ethernet_bandwidth_bytes_per_s: overrides the bandwidth of every Ethernet NIC.
+        cpu_period_s: the period of the CPU quota. A short period is closest to a slower core.
+        precedence: hosts get their shares before all other work on the machine. For measurements of speed.
+        host_names: processes see the host's name as the machine's name, and the names of all hosts in /etc/hosts, with
+            their Ethernet addresses. Without it they see the machine's real name, which has no address on the testbed.
+        prefix: the prefix of the names of namespaces, cgroups and files.
     """
 
     __test__: ClassVar[bool] = False
@@ -75,10 +75,10 @@ class TestbedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NicLayout:
-    """A NIC as it stands on the testbed.
+    """A NIC on the testbed.
 
-    name is the topology's, and for InfiniBand and RoCE that of the RDMA device in the made-up sysfs; interface is the
-    network interface. fabric numbers the network; bridge and port are names in the switch's namespace.
+    name is the name in the topology, and for InfiniBand and RoCE that of the RDMA device in the emulated sysfs; interface is the
+    network interface. fabric is the number of the network; bridge and port are names in the switch's namespace.
     """
 
     name: str
@@ -93,25 +93,25 @@ class NicLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLayout:
-    """A host as it stands on the testbed: its namespace and what it has there."""
+    """A host on the testbed, with its namespace and NICs."""
 
     name: str
     cluster: str
     devices: int
     namespace: str
-    folder: str  # of its cgroup and its made-up sysfs, under the testbed's own
+    folder: str  # name of its cgroup and of its sysfs folder, below those of the testbed
     cpu_share: float | None
     nics: tuple[NicLayout, ...]
 
     @property
     def ethernet(self) -> NicLayout:
-        """The first Ethernet NIC: where processes of different hosts meet."""
+        """The first Ethernet NIC, over which processes of different hosts connect."""
         return next(nic for nic in self.nics if nic.kind == "ethernet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """All that goes from one cluster to another over one Ethernet: held to a Link's bandwidth.
+    """A limit on all traffic from one cluster to another over one Ethernet network: a Link's bandwidth.
 
     destination_key is the cluster's part of the subnet in the kernel's u32 notation.
     """
@@ -133,7 +133,7 @@ class Trunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """All of a testbed by name."""
+    """The names, addresses and rates of a whole testbed."""
 
     bed_id: str
     switch: str
@@ -142,14 +142,14 @@ class Layout:
     hosts: tuple[HostLayout, ...]
 
     def host(self, name: str) -> HostLayout:
-        """The host of that name. Raises TestbedError with the names there are."""
+        """The host with this name. Raises TestbedError, which lists the names, if there is none."""
         for host in self.hosts:
             if host.name == name:
                 return host
         raise TestbedError(f"there is no host {name!r}; there are {', '.join(host.name for host in self.hosts)}")
 
     def nic(self, name: str) -> tuple[HostLayout, NicLayout]:
-        """The NIC "host.nic"; a host's name may have dots in it."""
+        """The NIC "host.nic" with its host; a host's name may contain dots. Raises TestbedError if there is none."""
         host_name, _, nic_name = name.rpartition(".")
         if not host_name:
             raise TestbedError(f"{name!r} is no NIC; write HOST.NIC, such as {self._example()}")
@@ -170,24 +170,25 @@ class Layout:
 
 
 def namespace_prefix(prefix: str, bed_id: str) -> str:
-    """What the names of a testbed's namespaces begin with."""
+    """The prefix of the names of a testbed's namespaces."""
     return f"{prefix}{bed_id}-"
 
 
 def check_bed_id(bed_id: str) -> None:
-    """An id is part of the names of namespaces and folders: no dash, so that none begins another one's names."""
+    """Raise ConfigurationError for an invalid id. It is part of the names of namespaces and folders; no dash is allowed, so that the
+    names of one testbed do not begin with those of another."""
     if not re.fullmatch(r"[a-z0-9_]{1,24}", bed_id):
         raise ConfigurationError(f"testbed id {bed_id!r}; write 1 to 24 small letters, digits or '_'")
 
 
 def check_rate(rate: float, what: str) -> None:
-    """A rate that can be set: at least 1 kB/s."""
+    """Raise ConfigurationError for a rate that cannot be set: it must be at least 1 kB/s."""
     if not (1000 <= rate < float("inf")):
         raise ConfigurationError(f"{what}={rate!r}; write a bandwidth of at least 8 kbit/s")
 
 
 def make_layout(topology: Topology, options: TestbedOptions, *, bed_id: str) -> Layout:
-    """The layout of a testbed. Raises ConfigurationError for what cannot be laid out."""
+    """Make the layout of a testbed. Raises ConfigurationError for a topology that a testbed cannot emulate."""
     check_bed_id(bed_id)
     _check_fits(topology, options)
     capped = bool(topology.links)
@@ -197,7 +198,7 @@ def make_layout(topology: Topology, options: TestbedOptions, *, bed_id: str) -> 
     hosts: list[HostLayout] = []
 
     def network_of(cluster_index: int, nic: Nic, ordinal: int) -> tuple[int, str]:
-        """Number and bridge of a NIC's network, made at its first NIC."""
+        """Number and bridge of a NIC's network; creates them for the network's first NIC."""
         everywhere = nic.kind == "ethernet"
         key = ("", nic.kind, ordinal) if everywhere else (str(cluster_index), nic.kind, ordinal)
         if key not in networks:
@@ -283,7 +284,7 @@ def _check_fits(topology: Topology, options: TestbedOptions) -> None:
 
 
 def _nics_of(host: Host) -> tuple[Nic, ...]:
-    """A host's NICs; one without Ethernet gets some, for its processes must meet the others'."""
+    """A host's NICs; a host without an Ethernet NIC gets one, since its processes must reach the other hosts."""
     if any(nic.kind == "ethernet" for nic in host.nics):
         return host.nics
     taken = {nic.name for nic in host.nics}
@@ -292,7 +293,7 @@ def _nics_of(host: Host) -> tuple[Nic, ...]:
 
 
 def _interface_name(nic: Nic, taken: set[str]) -> str:
-    """Ethernet interfaces have the NIC's name; those of RDMA devices have another, as on real hosts."""
+    """The name of a NIC's interface: the NIC's name for Ethernet, another one for RDMA devices, as on real hosts."""
     if nic.kind == "ethernet":
         return nic.name
     stem = _INTERFACE_NAMES[nic.kind]

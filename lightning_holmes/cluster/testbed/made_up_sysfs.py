@@ -1,7 +1,7 @@
-"""A made-up /sys/class/infiniband for a host of the testbed, which HOLMES_SYSFS_ROOT names to its processes.
+"""An emulated /sys/class/infiniband for a host of the testbed; HOLMES_SYSFS_ROOT in its processes names the folder.
 
-Owns the files; that the cards are really veth is not visible in them. An InfiniBand device's subnet manager and GID
-prefix are those of its network, a RoCE device's GIDs hold its address, as with the kernel's own drivers (link-local
+It writes the files, which do not show that the cards are veth devices. An InfiniBand device has the subnet manager and GID
+prefix of its network; a RoCE device's GIDs contain its address, as with the kernel's drivers (link-local
 and IPv4, each for RoCE v1 and v2).
 
     write_devices(folder, host)                    # folder/class/infiniband/mlx5_0/ports/1/...
@@ -17,11 +17,11 @@ from pathlib import Path
 from lightning_holmes.cluster.testbed.layout import HostLayout, NicLayout
 
 _WORD_BYTES = 4  # port counters count 4-byte words
-_UNSHAPED_BYTES_PER_S = 25e9  # what a card without a rate claims to be: 200 Gbit/s
+_UNSHAPED_BYTES_PER_S = 25e9  # the stated rate of a card whose rate is not limited: 200 Gbit/s
 
 
 def write_devices(root: Path, host: HostLayout) -> None:
-    """Every InfiniBand and RoCE device of a host, ports up."""
+    """Write every InfiniBand and RoCE device of a host, with ports up."""
     (root / "class" / "infiniband").mkdir(parents=True, exist_ok=True)
     for nic in host.nics:
         if nic.kind == "ethernet":
@@ -45,7 +45,7 @@ def write_devices(root: Path, host: HostLayout) -> None:
 
 
 def write_port(root: Path, nic: NicLayout, *, up: bool, bandwidth_bytes_per_s: float | None) -> None:
-    """State and rate of a device's port."""
+    """Write state and rate of a device's port."""
     port = _port(root, nic)
     _write(port / "state", "4: ACTIVE" if up else "1: DOWN")
     _write(port / "phys_state", "5: LinkUp" if up else "3: Disabled")
@@ -54,7 +54,7 @@ def write_port(root: Path, nic: NicLayout, *, up: bool, bandwidth_bytes_per_s: f
 
 
 def write_counters(root: Path, nic: NicLayout, *, received_bytes: int, sent_bytes: int) -> None:
-    """The port's counters; they stand still until written again."""
+    """Write the port's counters, which do not change until they are written again."""
     counters = _port(root, nic) / "counters"
     _write(counters / "port_rcv_data", str(received_bytes // _WORD_BYTES))
     _write(counters / "port_xmit_data", str(sent_bytes // _WORD_BYTES))
@@ -65,13 +65,13 @@ def _port(root: Path, nic: NicLayout) -> Path:
 
 
 def _guid(nic: NicLayout) -> str:
-    """One of the testbed's own: the address is unique on it."""
+    """A GUID made from the NIC's address, which is unique on the testbed."""
     octets = [int(part) for part in nic.address.split(".")]
     return f"0002:c903:{octets[0]:02x}{octets[1]:02x}:{octets[2]:02x}{octets[3]:02x}"
 
 
 def _gids(nic: NicLayout, guid: str) -> list[tuple[str, str]]:
-    """(GID, type) by index."""
+    """(GID, type) of each index of the port's GID table."""
     if nic.kind == "infiniband":
         return [(f"fe80:0000:0000:{nic.fabric:04x}:{guid}", "IB/RoCE v1")]
     local = f"fe80:0000:0000:0000:{guid}"

@@ -1,7 +1,7 @@
-"""The network of a testbed: namespaces, bridges, cables and rates, made through netlink (pyroute2).
+"""The network of a testbed: namespaces, bridges, veth pairs and rates, made through netlink (pyroute2).
 
-Owns what it takes to make, change, read and remove them; which there are is layout.py's. Names in the machine's own
-namespace are not touched: bridges live in the switch's namespace, and go with it.
+It creates, changes, reads and removes them; layout.py decides which there are. The machine's own network namespace is not
+changed: bridges are in the switch's namespace, and are removed with it.
 
     build_network(layout)
     shape(host.namespace, nic.interface, 12.5e6)
@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 from lightning_holmes.cluster.testbed.layout import MAX_SHAPED_BYTES_PER_S, HostLayout, Layout, Trunk
 from lightning_holmes.errors import TestbedError, TestbedUnavailable, needs_extra
 
-NAMESPACES = Path("/run/netns")  # where ip keeps named namespaces
+NAMESPACES = Path("/run/netns")  # the folder in which `ip` keeps named namespaces
 _CLONE_NEWNET, _MS_BIND, _MNT_DETACH, _IFF_UP = 0x40000000, 4096, 2, 1
 _LOOPBACK = 1
-_BURST_S = 0.004  # how much may go at line rate after a pause
-_MIN_BURST_BYTES = 80_000  # a segment of 64 KiB must fit, or the kernel cuts it up
+_BURST_S = 0.004  # seconds of traffic that may be sent at line rate after a pause
+_MIN_BURST_BYTES = 80_000  # a segment of 64 KiB must fit, or the kernel splits it
 _QUEUE_S = 0.05
 _MIN_QUEUE_BYTES = 500_000
 _ROOT_HANDLE = 0x10000
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceState:
-    """What the kernel says of an interface: whether it is up, and its bytes since it was made."""
+    """The kernel's state of an interface: whether it is up, and its bytes since it was created."""
 
     up: bool
     received_bytes: int
@@ -51,7 +51,7 @@ def _pyroute2() -> Any:
 
 @contextlib.contextmanager
 def _needs(capability: str) -> Iterator[None]:
-    """Turns the kernel's refusal into the name of what is missing."""
+    """Turn the kernel's errors into TestbedUnavailable, which names the missing capability."""
     netlink_error = _pyroute2().NetlinkError
     try:
         yield
@@ -67,10 +67,10 @@ def _needs(capability: str) -> Iterator[None]:
 
 
 def _inside(namespace: str, action: Callable[[Any], _T]) -> _T:
-    """What `action` gives for a netlink socket in a namespace.
+    """Call `action` with a netlink socket in a namespace, and return its result.
 
-    It is called in a thread of its own, for which alone setns counts. (pyroute2 would fork to open the socket, and the
-    child would have this process's threads' locks, signal handlers and exit functions.)
+    It runs in a new thread, since setns applies to the calling thread only. (pyroute2 would fork to open the socket, and the
+    child would inherit this process's locks, signal handlers and exit functions.)
     """
 
     def work(libc: ctypes.CDLL) -> _T:
@@ -84,7 +84,7 @@ def _inside(namespace: str, action: Callable[[Any], _T]) -> _T:
 
 
 def _in_thread(work: Callable[[ctypes.CDLL], _T]) -> _T:
-    """Call `work` in a new thread, and hand on what it gives or raises."""
+    """Call `work` in a new thread, and return its result or raise its error."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(work, ctypes.CDLL(None, use_errno=True)).result()
 
@@ -97,12 +97,12 @@ def _index(netlink: Any, interface: str) -> int:
 
 
 def namespace_path(namespace: str) -> str:
-    """The file that stands for a namespace."""
+    """The file of a named namespace."""
     return str(NAMESPACES / namespace)
 
 
 def build_network(layout: Layout) -> None:
-    """Make all that the layout says. Raises TestbedUnavailable that names the missing capability."""
+    """Create the network of a layout. Raises TestbedUnavailable, which names the missing capability."""
     with _needs("network namespaces"):
         for namespace in (layout.switch, *(host.namespace for host in layout.hosts)):
             _create_namespace(namespace)
@@ -113,7 +113,7 @@ def build_network(layout: Layout) -> None:
 
 
 def _build_switch(netlink: Any, layout: Layout) -> None:
-    """All bridges, and the cables, whose other ends are put into the hosts' namespaces."""
+    """Create all bridges and trunks, and the veth pairs, whose other ends are in the hosts' namespaces."""
     with _needs("bridges (CONFIG_BRIDGE)"):
         for bridge in layout.bridges:
             netlink.link("add", ifname=bridge, kind="bridge", br_mcast_snooping=0)
@@ -147,7 +147,7 @@ def _build_trunk(switch: Any, trunk: Trunk) -> None:
         return
     index = _index(switch, trunk.inner)
     with _needs("the htb queueing discipline and the u32 filter (CONFIG_NET_SCH_HTB, CONFIG_NET_CLS_U32)"):
-        # What no filter takes goes by unshaped: clusters without a Link, and ARP.
+        # traffic that matches no filter is not limited: clusters without a Link, and ARP
         switch.tc("add", "htb", index=index, handle=_ROOT_HANDLE, default=0)
         for number, cap in enumerate(trunk.caps, start=1):
             target, most = _ROOT_HANDLE + number, int(MAX_SHAPED_BYTES_PER_S)
@@ -160,10 +160,10 @@ def _build_trunk(switch: Any, trunk: Trunk) -> None:
 
 
 def _shape(netlink: Any, index: int, bandwidth_bytes_per_s: float | None, parent: int | None = None) -> None:
-    """Hold what leaves an interface to a rate; None, or more than tc can count, leaves it free."""
+    """Limit the rate at which an interface sends; None, or more than tc can count, removes the limit."""
     if bandwidth_bytes_per_s is None or bandwidth_bytes_per_s > MAX_SHAPED_BYTES_PER_S:
         if parent is None:
-            with contextlib.suppress(_pyroute2().NetlinkError):  # there may be none
+            with contextlib.suppress(_pyroute2().NetlinkError):  # there may be no limit
                 netlink.tc("del", index=index, root=True)
         return
     burst = max(_MIN_BURST_BYTES, int(bandwidth_bytes_per_s * _BURST_S))
@@ -176,7 +176,7 @@ def _shape(netlink: Any, index: int, bandwidth_bytes_per_s: float | None, parent
 
 
 def shape(namespace: str, interface: str, bandwidth_bytes_per_s: float | None) -> None:
-    """Give an interface another rate for what it sends, while it is in use."""
+    """Change the rate at which an interface sends, also while it is in use."""
     _inside(namespace, lambda netlink: _shape(netlink, _index(netlink, interface), bandwidth_bytes_per_s))
 
 
@@ -187,7 +187,7 @@ def set_up(namespace: str, interface: str, up: bool) -> None:
 
 
 def interface_states(namespace: str) -> dict[str, InterfaceState]:
-    """All interfaces of a namespace by name."""
+    """The state of all interfaces of a namespace, by name."""
 
     def read(netlink: Any) -> dict[str, InterfaceState]:
         states = {}
@@ -202,13 +202,13 @@ def interface_states(namespace: str) -> dict[str, InterfaceState]:
 
 
 def missing_namespaces(layout: Layout) -> list[str]:
-    """The layout's namespaces that are not there."""
+    """The layout's namespaces that do not exist."""
     wanted = [layout.switch, *(host.namespace for host in layout.hosts)]
     return [name for name in wanted if not (NAMESPACES / name).exists()]
 
 
 def remove_namespaces(prefix: str) -> list[str]:
-    """Remove the namespaces whose names begin with `prefix`, and with them all interfaces inside; their names."""
+    """Remove the namespaces whose names begin with `prefix`, with all interfaces inside; return their names."""
     if not NAMESPACES.is_dir():
         return []
     names = sorted(path.name for path in NAMESPACES.iterdir() if path.name.startswith(prefix))
@@ -220,7 +220,7 @@ def remove_namespaces(prefix: str) -> list[str]:
 
 
 def _create_namespace(name: str) -> None:
-    """A named network namespace, as `ip netns add` makes it: a file onto which the namespace is mounted."""
+    """Create a named network namespace like `ip netns add`: a file onto which the namespace is mounted."""
 
     def work(libc: ctypes.CDLL) -> None:
         if libc.unshare(_CLONE_NEWNET) != 0:
@@ -234,7 +234,7 @@ def _create_namespace(name: str) -> None:
 
 
 def _switch_off_ipv6(_: Any) -> None:
-    """No router solicitations and the like: what is counted is what programs send."""
+    """Disable IPv6, so that the counters count the traffic of programs only, and no router solicitations."""
     for scope in ("all", "default"):
         path = Path(f"/proc/sys/net/ipv6/conf/{scope}/disable_ipv6")
         if path.exists():

@@ -1,6 +1,6 @@
-"""Commands on the hosts of a testbed: started together, read while they run, and ended in any case.
+"""Runs commands on the hosts of a testbed: starts them together, reads their output, and ends them in any case.
 
-Owns the processes of one run; what is run, and with which environment, is bed.py's.
+It owns the processes of one run; bed.py decides the commands and their environment.
 
     results = run_commands([HostCommand(...), ...], timeout_s=60, grace_s=10, echo=None)
 """
@@ -24,24 +24,24 @@ _READERS_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCommand:
-    """What one host shall run, and where."""
+    """The command of one host, and where to run it."""
 
     host: str
     argv: Sequence[str]
     environment: Mapping[str, str]
-    namespace: str  # the file that stands for it
-    host_name: str  # what the machine is called there; empty: as outside
-    hosts_file: Path  # stands in for /etc/hosts where there is a host_name
+    namespace: str  # the file of the host's network namespace
+    host_name: str  # the machine's name for the command; empty: its real name
+    hosts_file: Path  # replaces /etc/hosts if there is a host_name
     group: CpuGroup
     folder: Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostResult:
-    """How a command ended on one host.
+    """The result of a command on one host.
 
-    exit_code is negative for a signal, and None if the command was ended: at the time limit (timed_out), or some time
-    after another host's had failed. output holds stdout and stderr, as they came.
+    exit_code is negative for a signal, and None if the command was ended: at the time limit (timed_out), or grace_s
+    after another host's command failed. output is stdout and stderr in the order in which they arrived.
     """
 
     exit_code: int | None
@@ -53,11 +53,11 @@ class HostResult:
 def run_commands(
     commands: Sequence[HostCommand], *, timeout_s: float, grace_s: float | None, echo: Callable[[str, str], None] | None
 ) -> dict[str, HostResult]:
-    """Run the commands at the same time, and leave nothing running; the results by host.
+    """Run the commands at the same time, leave no process running, and return the results by host.
 
     Args:
-        timeout_s: all is ended after this time.
-        grace_s: how long the others may go on once one has failed; None: to the end.
+        timeout_s: everything is ended after this time.
+        grace_s: how long the other commands may go on after one has failed; None: to the end.
         echo: called with host and line for each line of output.
     """
     started = time.monotonic()
@@ -120,7 +120,7 @@ def _start(command: HostCommand) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # a Ctrl+C is ours to handle
+        start_new_session=True,  # Ctrl+C must reach this process only
     )
 
 

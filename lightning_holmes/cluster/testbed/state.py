@@ -1,6 +1,6 @@
-"""What a testbed writes down about itself, so that another command, or the one after a crash, finds it again.
+"""The saved state of a testbed, so that another command, or a command after a crash, finds the testbed.
 
-Owns the folder of a testbed, /run/holmes-testbed/ID (or below $XDG_RUNTIME_DIR), and the file state.json in it.
+It owns the folder of a testbed, /run/holmes-testbed/ID (or below $XDG_RUNTIME_DIR), and the file state.json in it.
 
     state = BedState(bed_id="demo", topology=topology, options=TestbedOptions(), owner=None)
     write_state(state)
@@ -26,28 +26,28 @@ _STATE = "state.json"
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """The process that a testbed belongs to; its start tells it from a later one with the same id."""
+    """The process that a testbed belongs to; the start time distinguishes it from a later process with the same id."""
 
     pid: int
     start_ticks: int
 
     @classmethod
     def this_process(cls) -> Owner:
-        """The process that asks."""
+        """The calling process."""
         ticks = _start_ticks(os.getpid())
         assert ticks is not None
         return cls(pid=os.getpid(), start_ticks=ticks)
 
     @property
     def alive(self) -> bool:
-        """Whether that very process still runs."""
+        """Whether this process still runs."""
         return _start_ticks(self.pid) == self.start_ticks
 
 
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BedState:
-    """A testbed as it was made, and what was changed since. Without an owner it stays until taken down."""
+    """A testbed's topology and options, and later changes. A testbed without an owner stays until it is taken down."""
 
     bed_id: str
     topology: Topology
@@ -58,7 +58,7 @@ class BedState:
 
 
 def runtime_folder(prefix: str) -> Path:
-    """Where the testbeds with this prefix keep their files."""
+    """The folder for the files of testbeds with this prefix. Raises TestbedUnavailable if none is writable."""
     for base in (Path("/run"), Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")):
         if base.is_dir() and os.access(base, os.W_OK):
             return base / f"{prefix}testbed"
@@ -71,9 +71,9 @@ def bed_folder(prefix: str, bed_id: str) -> Path:
 
 
 def write_state(state: BedState) -> None:
-    """Write the state in one go: a reader sees the old one or the new one."""
+    """Write the state atomically: a reader sees either the old state or the new one."""
     folder = bed_folder(state.options.prefix, state.bed_id)
-    while not folder.is_dir():  # the folder above goes when the last testbed does
+    while not folder.is_dir():  # the parent folder is removed with the last testbed
         with contextlib.suppress(FileNotFoundError):
             folder.mkdir(parents=True, exist_ok=True)
     written = folder / f"{_STATE}.{os.getpid()}"
@@ -82,7 +82,7 @@ def write_state(state: BedState) -> None:
 
 
 def read_state(prefix: str, bed_id: str) -> BedState | None:
-    """The state of a testbed; None if there is none, or none that can be read."""
+    """The state of a testbed; None if there is none or it cannot be read."""
     try:
         return read_json(BedState, (bed_folder(prefix, bed_id) / _STATE).read_text(), source=f"testbed {bed_id}")
     except (OSError, ValueError):
@@ -96,18 +96,18 @@ def bed_ids(prefix: str) -> list[str]:
 
 
 def remove_folder(prefix: str, bed_id: str) -> None:
-    """Forget a testbed; it may be forgotten already."""
+    """Remove the folder of a testbed, if it exists."""
     shutil.rmtree(bed_folder(prefix, bed_id), ignore_errors=True)
-    with contextlib.suppress(OSError):  # others are still there
+    with contextlib.suppress(OSError):  # the folders of other testbeds are still in it
         runtime_folder(prefix).rmdir()
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if it does not run."""
+    """The start time of a process in clock ticks since boot; None if it does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name, in parentheses, may hold anything; the state is the first field after it, the start the 20th.
+    # the name, in parentheses, may contain any character; after it, the state is the first field, the start time the 20th
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])

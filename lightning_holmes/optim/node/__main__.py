@@ -1,4 +1,4 @@
-"""An optimizer node that a job has started by itself; see server.py."""
+"""Runs an optimizer node that the job itself has started; see server.py."""
 
 import os
 import sys
@@ -8,4 +8,4 @@ from lightning_holmes.optim.node.server import main
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # threads that serve workers are not waited for
+    os._exit(code)  # do not wait for threads that serve workers

@@ -1,10 +1,10 @@
-"""Memory: buffers of an optimizer node, page-aligned as O_DIRECT wants them, of at most so many bytes at once.
+"""Memory: page-aligned buffers of an optimizer node, as O_DIRECT needs them, with a limit on their total bytes.
 
     memory = Memory(1 << 30)
-    buffer = memory.take(5000)                  # uint8, 8192 of them; waits while there is no room
+    buffer = memory.take(5000)                  # 8192 bytes, uint8; waits while there is no room
     memory.give(buffer)
 
-What is given back is kept for the next who wants as much: fresh memory costs a page fault each 4 kB.
+Buffers that are given back are kept for the next request of the same size: fresh memory costs a page fault for each 4 kB.
 """
 
 import mmap
@@ -21,24 +21,24 @@ PAGE = 4096
 
 
 class Transfer(Protocol):
-    """A read under way."""
+    """A read that is under way."""
 
     def wait(self) -> None:
-        """Raises what has failed."""
+        """Wait until the read is done; raises its error."""
 
 
 def pages(num_bytes: int) -> int:
-    """Rounded up to whole pages."""
+    """Return ``num_bytes`` rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
 
 class Memory:
-    """``limit`` bytes, for any threads.
+    """A pool of ``limit`` bytes, for any threads.
 
     Attributes:
-        changed: held while anything here changes; whoever evicts uses it, too.
-        evict: gives something back that is kept for nobody; False if there is no such thing. Called with ``changed`` held.
-        peak: the most bytes that were taken at once.
+        changed: the condition, with its lock, that guards this object; Values uses it, too.
+        evict: gives back one buffer that is not in use; returns False if there is none. Called with ``changed`` held.
+        peak: the most bytes that were taken at the same time.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,22 +52,22 @@ class Memory:
 
     @property
     def is_closed(self) -> bool:
-        """Nobody wants any more."""
+        """Whether the pool is closed."""
         return self._is_closed
 
     @property
     def free(self) -> int:
-        """Bytes that nobody has."""
+        """The bytes that are not taken."""
         return self.limit - self.used
 
     def take(self, num_bytes: int, *, leave: int = 0, first: Callable[[], bool] = lambda: False) -> Tensor:
-        """A buffer of at least ``num_bytes``, when there is room.
+        """Wait until there is room, and return a buffer of at least ``num_bytes``.
 
         Args:
-            leave: bytes that shall be free after it; none need be while ``first``.
+            leave: bytes that must stay free; ignored while ``first()`` is true.
 
         Raises:
-            ConnectionLostError: nobody wants it any more.
+            ConnectionLostError: the pool is closed.
         """
         with self.changed:
             while (found := self.try_to_take(num_bytes, leave=0 if first() else leave)) is None:
@@ -75,7 +75,7 @@ class Memory:
         return found
 
     def try_to_take(self, num_bytes: int, *, leave: int = 0) -> Tensor | None:
-        """The same, if there is room now."""
+        """Return a buffer as :meth:`take` does; None if there is no room now."""
         size = pages(max(num_bytes, 1))
         assert size <= self.limit, f"{size} of {self.limit}"
         with self.changed:
@@ -102,7 +102,7 @@ class Memory:
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
 
     def give(self, tensor: Tensor) -> None:
-        """Back what :meth:`take` gave, or a view of its beginning; other tensors are nobody's."""
+        """Give back a buffer that :meth:`take` returned, by itself or a view of its beginning; other tensors are ignored."""
         with self.changed:
             buffer = self._taken.pop(tensor.data_ptr(), None)
             if buffer is not None:
@@ -112,22 +112,22 @@ class Memory:
                 self.changed.notify_all()
 
     def whole(self, tensor: Tensor) -> Tensor:
-        """The buffer at whose beginning ``tensor`` lies."""
+        """Return the whole buffer of which ``tensor`` is a view of the beginning."""
         return self._taken[tensor.data_ptr()]
 
     def wake(self) -> None:
-        """Somebody may be the first now."""
+        """Let waiting threads check ``first`` again."""
         with self.changed:
             self.changed.notify_all()
 
     def trim(self) -> None:
-        """Give what is kept back to the system."""
+        """Free the kept buffers."""
         with self.changed:
             self._kept.clear()
             self._num_kept = 0
 
     def close(self) -> None:
-        """Whoever waits is told."""
+        """Close the pool: waiting and later :meth:`take` calls raise ConnectionLostError."""
         with self.changed:
             self._is_closed = True
             self.trim()
@@ -135,9 +135,9 @@ class Memory:
 
 
 class Values:
-    """Flat values of units, which lie in a file: those that were used last stay in ``memory`` as long as there is room.
+    """An LRU cache in ``memory`` of the flat values of units, which are stored in a file.
 
-    held = values.borrow(3, num_bytes, read)    # read(buffer) starts to bring them, if they are not here
+    held = values.borrow(3, num_bytes, read)    # read(buffer) starts to read them, if they are not in memory
     held.wait()
     values.give_back(3)
     """
@@ -148,10 +148,12 @@ class Values:
         memory.evict = self._evict
 
     def borrow(self, index: int, num_bytes: int, read: Callable[[Tensor], Transfer] | None) -> "Held":
-        """The values of unit ``index``, which stay until they are given back as often as they were borrowed; waits for memory.
+        """Borrow the values of unit ``index``; they stay in memory until they are given back as often as they were borrowed.
+
+        Waits for memory.
 
         Args:
-            read: None: whoever borrows writes them first.
+            read: starts to read the values into a buffer; None: the caller overwrites them.
         """
         with self._memory.changed:
             while (found := self.try_to_borrow(index, num_bytes, read)) is None:
@@ -161,7 +163,7 @@ class Values:
     def try_to_borrow(
         self, index: int, num_bytes: int, read: Callable[[Tensor], Transfer] | None, *, leave: int = 0
     ) -> "Held | None":
-        """The same, if there is room now, and ``leave`` bytes beside."""
+        """Borrow as :meth:`borrow` does; None if there is no room now for the values and ``leave`` more bytes."""
         with self._memory.changed:
             held = self._held.pop(index, None)
             if held is None:
@@ -174,7 +176,7 @@ class Values:
         return held
 
     def give_back(self, index: int) -> None:
-        """Once for each :meth:`borrow`."""
+        """Give the values back; call once for each :meth:`borrow`."""
         with self._memory.changed:
             self._held[index].num_users -= 1
             self._memory.changed.notify_all()
@@ -188,7 +190,7 @@ class Values:
         return False
 
     def drop(self) -> None:
-        """Keep nothing that nobody uses."""
+        """Free all values that are not borrowed."""
         with self._memory.changed:
             while self._evict():
                 pass
@@ -196,7 +198,7 @@ class Values:
 
 
 class Held:
-    """A ``buffer`` of :class:`Values`, which ``num_users`` have borrowed; there when ``wait`` returns."""
+    """A ``buffer`` of :class:`Values`, borrowed ``num_users`` times; it is filled when ``wait`` returns."""
 
     def __init__(self, buffer: Tensor, transfer: Transfer | None) -> None:
         self.buffer = buffer
@@ -204,6 +206,6 @@ class Held:
         self._transfer = transfer
 
     def wait(self) -> None:
-        """Raises what the disk says."""
+        """Wait until the buffer is filled; raises the error of a failed read."""
         if self._transfer is not None:
             self._transfer.wait()

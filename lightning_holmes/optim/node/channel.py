@@ -1,13 +1,14 @@
 """Channel: messages of plain values and tensors over one TCP connection, between workers and optimizer nodes.
 
 A message is a JSON header and the bytes of its tensors. Nothing is ever unpickled. Both ends prove that they know the job's secret
-before anything else is read; what follows is neither signed nor encrypted.
+before anything else is read; later messages are neither signed nor encrypted.
 
     channel = Channel.connect(("127.0.0.1", 4000), secret, {"kind": "pull"}, peer="optimizer node 0")
     channel.send({"ask": "fetch", "unit": 3})
     channel.receive(into=[buffer])
 
-Plain sockets in place of gloo: no store is needed (one worker has none), a peer that ends is seen at once, and a wait can be cut.
+Plain sockets are used instead of gloo: they need no store (a single worker has none), detect the end of a peer at once, and a blocking
+wait can be interrupted.
 """
 
 import contextlib
@@ -31,9 +32,9 @@ _PREFIX = struct.Struct("!I")
 _LARGEST_HELLO = 1 << 16
 _LARGEST_HEADER = 1 << 30
 _HELLO_S = 20.0
-_LOST_S = 20  # a host that does not answer for so long is gone
+_LOST_S = 20  # seconds without an answer after which a host counts as lost
 _SAME_SECRET = "set HOLMES_NODE_SECRET to the same value on all hosts"
-_AGAIN_S = 2  # a link that is back before is used at once; without a limit the kernel's tries double: after 13 s comes none in time
+_AGAIN_S = 2  # most seconds between TCP retries, so that a restored link is used soon; without a limit they double: none within _LOST_S after 13 s
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 Address = tuple[str, int]
@@ -41,7 +42,7 @@ Address = tuple[str, int]
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
-    """``value`` as JSON takes it; its tensors are put into ``tensors``.
+    """Convert ``value`` to JSON types; its tensors are appended to ``tensors``.
 
     Raises:
         TypeError: something in it is neither plain data nor a tensor.
@@ -76,16 +77,16 @@ def decode(value: Any, tensors: Sequence[Tensor | None]) -> Any:
 
 
 class Channel:
-    """One end of a connection. One thread at a time sends, one receives.
+    """One end of a connection. At any time at most one thread may send, and one receive.
 
     Args:
-        peer: who is at the other end, for messages.
+        peer: a name for the other end, for messages.
     """
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self.peer = peer
         self.num_sent = self.num_received = 0
-        """Bytes of tensors."""
+        """The bytes of tensors that were sent and received."""
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -97,16 +98,16 @@ class Channel:
             with contextlib.suppress(OSError):  # before Linux 6.15
                 connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, _AGAIN_S * 1000)
         self._ends = ""
-        with contextlib.suppress(OSError):  # it has ended already
+        with contextlib.suppress(OSError):  # the connection has ended already
             (here, *_), (there, port, *_) = connection.getsockname(), connection.getpeername()
             self._ends = f" at {there}:{port}, from {here}"
 
     @classmethod
     def connect(cls, address: Address, secret: str, hello: Mapping[str, Any], *, peer: str) -> "Channel":
-        """Connect to who listens at ``address``, and say what for.
+        """Connect to the process that listens at ``address``, and send ``hello``.
 
         Raises:
-            ConnectionLostError: nobody listens there, or it does not know the secret.
+            ConnectionLostError: no process listens there, or it does not know the secret, or it refuses this process.
         """
         try:
             connection = socket.create_connection(address, timeout=_HELLO_S)
@@ -131,10 +132,10 @@ class Channel:
 
     @classmethod
     def accept(cls, connection: socket.socket, secret: str, *, peer: str) -> tuple["Channel", dict[str, Any]]:
-        """The other end of :meth:`connect`, and what was said there.
+        """Accept a connection made by :meth:`connect`; returns the channel, and the ``hello`` of the other end.
 
         Raises:
-            ConnectionLostError: whoever has connected does not know the secret, or says nothing.
+            ConnectionLostError: the other end does not know the secret, or sends nothing.
         """
         connection.settimeout(_HELLO_S)
         channel = cls(connection, peer)
@@ -154,11 +155,11 @@ class Channel:
         return str(self._socket.getsockname()[0])
 
     def wait_at_most(self, seconds: float | None) -> None:
-        """From now on what takes longer fails."""
+        """Raise ConnectionLostError from now on if sending or receiving blocks for longer; None: no limit."""
         self._socket.settimeout(seconds)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send plain values, and tensors wherever they stand in them."""
+        """Send a message of plain values, which may contain tensors at any place."""
         found: list[Tensor] = []
         header: dict[str, Any] = {"message": encode(dict(message), found)}
         tensors = [tensor.detach().to("cpu").contiguous() for tensor in found]
@@ -179,12 +180,13 @@ class Channel:
         allocate: Callable[[Any, int], Tensor | None] = lambda message, num_bytes: None,
         largest: int = _LARGEST_HEADER,
     ) -> dict[str, Any]:
-        """The next message.
+        """Return the next message.
 
         Args:
-            into: its tensors, which are as large; they are filled.
-            allocate: gives memory, uint8, for a message's one tensor, by the message without it and the number of bytes; None: it
-                is new.
+            into: tensors of the same shapes and types to receive the message's tensors in.
+            allocate: if a message has exactly one tensor, is called with the message (None in place of the tensor) and the number of
+                bytes, and returns memory, uint8, to receive it in; None: a new tensor is made.
+            largest: the largest header that is accepted, in bytes.
 
         Raises:
             ConnectionLostError: the other end is gone.
@@ -230,7 +232,7 @@ class Channel:
         return ConnectionLostError(f"connection lost to {self.peer}{self._ends}: {error}")
 
     def close(self) -> None:
-        """Let go; whoever waits in :meth:`receive`, at either end, is told."""
+        """Close the connection; a thread that waits in :meth:`receive`, at either end, gets a ConnectionLostError."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -239,7 +241,7 @@ class Channel:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """Its memory; the tensor is contiguous, and on the host."""
+    """Return the memory of a tensor, which must be contiguous and on the host."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
@@ -248,10 +250,10 @@ def _proof(secret: str, role: str, *said: str) -> str:
 
 
 def check_plain(value: Any, what: str) -> None:
-    """Refuse what cannot travel as plain data, or is a tensor.
+    """Refuse a value that cannot be sent as plain data, or contains a tensor.
 
     Raises:
-        ConfigurationError: says ``what`` it is.
+        ConfigurationError: names the value by ``what``.
     """
     tensors: list[Tensor] = []
     try:

@@ -1,7 +1,8 @@
-"""What workers tell an optimizer node: which parameters it holds, and which optimizer steps them. Plain data.
+"""The description that workers send to an optimizer node: its parameters, and the optimizer that steps them. Plain data.
 
-told = describe_optimizer(optimizer, names)                   # on a worker
-twin = build_optimizer(told, parameters, allowed=importing)   # on the node
+told = describe_optimizer(optimizer, names, marks)            # on a worker
+kind = find_class(told, may_import=True)                      # on the node
+twin = build_optimizer(kind, told, parameters)
 """
 
 import hashlib
@@ -26,15 +27,15 @@ _NOT_ATTRIBUTES = ("state", "param_groups", "defaults", "step")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitLayout:
-    """Parameters that lie side by side, and travel together.
+    """The layout of a unit: parameters that lie side by side, and are sent together.
 
     Attributes:
-        names, shapes, starts: of each parameter, and where it begins.
-        numel: of all.
-        dtype: in which they are held, and stepped.
-        sent_dtype: in which workers have them.
-        is_trained: gradients come for them.
-        gradient_dtype: of these.
+        names, shapes, starts: for each parameter, its name, its shape and its first element in the unit.
+        numel: the number of elements of the unit.
+        dtype: the type in which the node holds and steps the parameters.
+        sent_dtype: the type in which workers have them.
+        is_trained: whether workers send gradients for them.
+        gradient_dtype: the type of the gradients.
     """
 
     names: tuple[str, ...]
@@ -48,18 +49,18 @@ class UnitLayout:
 
     @property
     def has_masters(self) -> bool:
-        """Workers have parameters rounded from those that are held."""
+        """Whether the node holds the parameters in another type than workers, which get them rounded."""
         return self.dtype != self.sent_dtype
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters in ``flat``, (numel,)."""
+        """Return views of the parameters in ``flat``, (numel,), by name."""
         return {
             name: flat[start : start + torch.Size(shape).numel()].view(shape)
             for name, start, shape in zip(self.names, self.starts, self.shapes, strict=True)
         }
 
     def to_plain(self) -> dict[str, Any]:
-        """As it travels."""
+        """Return the layout as plain data, to be sent."""
         return {
             "names": self.names,
             "shapes": self.shapes,
@@ -73,7 +74,7 @@ class UnitLayout:
 
     @classmethod
     def from_plain(cls, told: Mapping[str, Any]) -> "UnitLayout":
-        """The inverse."""
+        """Make a layout from the result of :meth:`to_plain`."""
         types = {
             key: getattr(torch, told[key].removeprefix("torch.")) for key in ("dtype", "sent_dtype", "gradient_dtype")
         }
@@ -81,10 +82,10 @@ class UnitLayout:
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group, without its parameters.
+    """Return the options of each parameter group, without its parameters.
 
     Raises:
-        ConfigurationError: one is no plain data.
+        ConfigurationError: an option is not plain data.
     """
     found = [{k: v for k, v in group.items() if k not in _NOT_OPTIONS} for group in optimizer.param_groups]
     for number, options in enumerate(found):
@@ -96,14 +97,14 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 def describe_optimizer(
     optimizer: Optimizer, names: Sequence[Sequence[str]], marks: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What an optimizer is, without parameters and states.
+    """Describe an optimizer, without its parameters and states.
 
     Args:
-        names: of the parameters in each group.
-        marks: what somebody has written on parameters, by name.
+        names: the names of the parameters in each group.
+        marks: attributes that were set on parameters, by name.
 
     Raises:
-        ConfigurationError: it holds what is no plain data, or its class is inside a function.
+        ConfigurationError: the optimizer holds something that is not plain data, or its class is defined inside a function.
     """
     kind = type(optimizer)
     if "<locals>" in kind.__qualname__:
@@ -133,13 +134,13 @@ def describe_optimizer(
 
 
 def find_class(told: Mapping[str, Any], *, may_import: bool) -> type[Optimizer]:
-    """The optimizer's class.
+    """Find the optimizer's class.
 
     Args:
-        may_import: else only what is imported already counts.
+        may_import: whether to import its module; otherwise it must be imported already.
 
     Raises:
-        ConfigurationError: there is no such optimizer here.
+        ConfigurationError: this process does not have the class, or has another version of its source.
     """
     module = sys.modules.get(told["module"])
     if module is None and may_import and told["module"] != "__main__":
@@ -164,7 +165,8 @@ def find_class(told: Mapping[str, Any], *, may_import: bool) -> type[Optimizer]:
 
 
 def _source_of(kind: type[Optimizer]) -> str | None:
-    """A digest of how the class and those before it are written; torch's own are compared by its version. None: nobody knows."""
+    """Return a digest of the source of a class and its bases, without torch's own, for which versions are compared; None if the source
+    is not available."""
     digest = hashlib.sha256()
     try:
         for each in kind.__mro__[:-1]:
@@ -176,25 +178,25 @@ def _source_of(kind: type[Optimizer]) -> str | None:
 
 
 def describe_module(module: nn.Module, *, is_whole: bool, precision: str | None = None) -> dict[str, Any]:
-    """What a node knows of the module for which it was started.
+    """Describe the module for which a node was started.
 
     Args:
-        is_whole: no hook gives it more parameters.
-        precision: the Trainer's, as the script declares it; None: nobody knows.
+        is_whole: whether the module has all its parameters, so that no hook adds more.
+        precision: the precision of the Trainer, as the script declares it; None: unknown.
     """
     shapes = {name: tuple(value.shape) for name, value in module.named_parameters(remove_duplicate=False)}
     return {"class": type(module).__qualname__, "shapes": shapes if is_whole else None, "precision": precision}
 
 
 def check_module(expected: Mapping[str, Any], name: str, precision: str, layouts: Iterable[UnitLayout]) -> None:
-    """Refuse workers that train another module, of class ``name``, than the node's, or in another precision.
+    """Refuse workers whose module, of class ``name``, or precision differs from the node's.
 
     Raises:
-        ConfigurationError: says in what it differs.
+        ConfigurationError: names the difference.
     """
     different = "" if name == expected["class"] else f"it is a {expected['class']} there, and a {name} on workers"
     declared = expected["precision"]
-    same = (declared, precision) == ("16-mixed", "bf16-mixed")  # Lightning's word for it on workers without a GPU
+    same = (declared, precision) == ("16-mixed", "bf16-mixed")  # Lightning's name for it on workers without a GPU
     if declared not in (None, precision) and not same:
         different = different or f"its precision is {declared} there, and {precision} on workers"
     known = expected["shapes"]
@@ -212,9 +214,9 @@ def check_module(expected: Mapping[str, Any], name: str, precision: str, layouts
 def build_optimizer(
     kind: type[Optimizer], told: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
 ) -> Optimizer | None:
-    """An optimizer as it was described, over those of its parameters that are in ``parameters``; None where these are none.
+    """Make the optimizer that ``told`` describes, for those of its parameters that are in ``parameters``; None if there are none.
 
-    Constructors of users' classes ask for arguments that nobody knows here, so that the class's own is not called.
+    The ``__init__`` of the class is not called, since the arguments of a user's class are unknown here.
     """
     groups = [
         {**options, "params": [parameters[n] for n in names if n in parameters]}
@@ -229,8 +231,8 @@ def build_optimizer(
 
 
 def may_fuse(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether torch's fused kernel gives the same for a group with ``options`` that the user has left open. In low precision it rounds
-    once where the others round after each operation."""
+    """Whether torch's fused kernel can be used for a group: the user has not chosen an implementation in ``options``, and the results
+    are the same. In low precision the fused kernel rounds once, while other implementations round after each operation."""
     is_adam = kind in (torch.optim.Adam, torch.optim.AdamW)
     is_open = all(options.get(key, 0) is None for key in ("fused", "foreach"))
     is_plain = not any(options.get(key) for key in ("capturable", "differentiable"))

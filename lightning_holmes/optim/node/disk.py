@@ -1,12 +1,12 @@
-"""StateFile: what an optimizer node keeps on disk, read and written by several requests at once.
+"""StateFile: the file in which an optimizer node keeps its units, read and written by several requests in parallel.
 
     file = StateFile(folder / "0.states", 1 << 30)
     transfer = file.write(offset, buffer)              # a buffer of Memory; the offset is a multiple of PAGE
     transfer.wait()
 
-O_DIRECT where the file system has it, so that nothing stays in the page cache, which would count as the node's memory; elsewhere the
-cache is dropped after each request. Requests are begun in the order in which they were asked for. Beside the file lies a mark, "of
-which commit it is, or that it is between two": FILE.mark.
+The file uses O_DIRECT if the file system has it, so that nothing stays in the page cache, which would count as the node's memory; if
+not, the cache is dropped after each request. Requests begin in the order in which they were made. FILE.mark, beside the file, tells
+the commit of its contents, or that they are between two commits.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from lightning_holmes.optim.node.buffers import PAGE, Memory
 
 REQUEST_BYTES = 4 << 20
 NUM_REQUESTS = 8
-"""At once; with fewer a disk with a queue gives less (docs/log.md)."""
+"""Requests in parallel; with fewer, a disk with a queue is slower (docs/log.md)."""
 SUFFIX = ".holmes-states"
 _MEASURED_BYTES = 128 << 20
 _Act = Callable[[int, list[memoryview], int], int]
 
 
 class Transfer:
-    """A read or a write under way, in ``num_requests``."""
+    """A read or a write that is under way, as ``num_requests`` requests."""
 
     def __init__(self, num_requests: int) -> None:
         self._left = num_requests
@@ -46,7 +46,7 @@ class Transfer:
         self._then: list[Callable[[HolmesError | None], None]] = []
 
     def arrived(self, error: HolmesError | None) -> None:
-        """A request is done, or has failed."""
+        """Note that one request is done, or has failed with ``error``."""
         with self._lock:
             self._error = self._error or error
             self._left -= 1
@@ -58,7 +58,7 @@ class Transfer:
             act(self._error)
 
     def then(self, act: Callable[[HolmesError | None], None]) -> None:
-        """Call ``act`` with what has failed, if anything has, when all is done."""
+        """Call ``act`` when all requests are done, with the first error, or None."""
         with self._lock:
             if self._left:
                 self._then.append(act)
@@ -66,17 +66,17 @@ class Transfer:
         act(self._error)
 
     def wait(self) -> None:
-        """Raises what has failed."""
+        """Wait until all requests are done; raises the first error."""
         self._done.wait()
         if self._error is not None:
             raise self._error
 
 
 class StateFile:
-    """``num_bytes`` at ``path``, whose space is taken at once.
+    """A file of ``num_bytes`` at ``path``, whose disk space is reserved at once.
 
     Raises:
-        ConfigurationError: there is no such folder, or no such space.
+        ConfigurationError: the folder cannot be written to, or does not have the space.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
@@ -88,7 +88,7 @@ class StateFile:
             new = path.with_suffix(".new")
             self._fd, self.is_direct = _open(new)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            new.rename(path)  # locked: it belongs to a node that lives
+            new.rename(path)  # locked by now, so that no other node takes it for a left-over file
         except OSError as error:
             raise ConfigurationError(
                 f"optimizer states cannot be kept in {str(path.parent)!r}: {error}; name a folder of the node that it may write to"
@@ -104,7 +104,7 @@ class StateFile:
         self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="holmes-node-disk")
 
     def extend(self, num_bytes: int) -> int:
-        """Take more space; where it begins."""
+        """Reserve ``num_bytes`` more; returns their offset."""
         start = self.num_bytes
         try:
             reserve(self._fd, start + num_bytes)
@@ -114,11 +114,11 @@ class StateFile:
         return start
 
     def read(self, offset: int, buffer: Tensor) -> Transfer:
-        """Fill ``buffer``, whole pages of uint8."""
+        """Start to read into ``buffer``, whole pages of uint8."""
         return self._start(os.preadv, offset, buffer)
 
     def write(self, offset: int, buffer: Tensor) -> Transfer:
-        """Write it; the buffer must stay as it is until that is done."""
+        """Start to write ``buffer``, which must not change until the transfer is done."""
         return self._start(os.pwritev, offset, buffer)
 
     def _start(self, act: _Act, offset: int, buffer: Tensor) -> Transfer:
@@ -151,7 +151,7 @@ class StateFile:
         transfer.arrived(error)
 
     def mark(self, commit: int | None) -> None:
-        """Note beside the file that it is of ``commit``; None: that it is between two."""
+        """Write FILE.mark: the contents are of ``commit``; None: they are between two commits."""
         try:
             path = self.path.with_suffix(f"{SUFFIX}.mark")
             path.write_text(json.dumps({"commit": commit, "dirty": commit is None}))
@@ -161,8 +161,8 @@ class StateFile:
             ) from error
 
     def measure(self, memory: Memory) -> float:
-        """Bytes a second that go each way while both go at once, by a part of the file, which is overwritten; within the room that
-        ``memory`` has."""
+        """Measure the bytes per second that the disk reads, and writes, while it does both at once. A part of the file is overwritten;
+        the buffers take at most the free room of ``memory``."""
         size = max(PAGE, min(self.num_bytes, REQUEST_BYTES, memory.free // NUM_REQUESTS) // PAGE * PAGE)
         offsets = range(0, min(_MEASURED_BYTES, self.num_bytes - size + 1), size)
         buffers = [Memory(size).take(size) for _ in range(NUM_REQUESTS)]
@@ -177,7 +177,7 @@ class StateFile:
         places = range(NUM_REQUESTS)
         list(
             self._pool.map(run, places, [[os.pwritev]] * NUM_REQUESTS)
-        )  # what was never written is not read from the disk
+        )  # write first: a read of a part that was never written does not access the disk
         began = time.perf_counter()
         list(self._pool.map(run, places, [[os.preadv, os.pwritev]] * NUM_REQUESTS))
         seconds = time.perf_counter() - began
@@ -198,7 +198,7 @@ def _bytes_of(buffer: Tensor) -> memoryview:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A file, and whether it goes past the page cache."""
+    """Create a file; returns its descriptor, and whether it bypasses the page cache."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
     if hasattr(os, "O_DIRECT"):
         memory = Memory(PAGE)
@@ -220,7 +220,7 @@ def _remove(path: Path) -> None:
 
 
 def _remove_left_over(folder: Path) -> None:
-    """Files of nodes that were killed: nobody has them locked."""
+    """Remove the files of nodes that were killed, which no process has locked."""
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,7 +228,7 @@ def _remove_left_over(folder: Path) -> None:
 
 
 def add_from(file: StateFile, offset: int, flat: Tensor, memory: Memory) -> None:
-    """Add what lies in the file at ``offset`` to ``flat``, 1-D, of the same type, a piece at a time."""
+    """Add the elements in the file at ``offset`` to ``flat``, 1-D, of the same type, one piece at a time."""
     piece = memory.take(min(REQUEST_BYTES, -(-flat.nbytes // PAGE) * PAGE))
     step = piece.nbytes // flat.itemsize
     try:

@@ -1,7 +1,7 @@
-"""Kept: what a service leaves when its workers are gone and their run may be started again: its units, as of the last commit.
+"""Kept: the units that a service leaves, as of the last commit, when its workers are gone and their run may be started again.
 
-kept = service.leave()                       # None: the units are of no one commit
-kept.check(told)                             # of the workers that go on
+kept = service.leave()                       # None if nothing can be kept
+kept.check(told)                             # told: sent by the workers that continue
 units, store = kept.hand_over(num_workers)
 """
 
@@ -15,16 +15,16 @@ from lightning_holmes.optim.node.store import StateStore
 from lightning_holmes.optim.node.unit import Unit
 
 _ALIKE = ("module", "place", "units", "states", "num_places")
-_ALIKE_OF_OPTIMIZER = ("module", "name", "source", "names", "marks")  # its options are the workers'
+_ALIKE_OF_OPTIMIZER = ("module", "name", "source", "names", "marks")  # not its options, which workers send
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """Of one service.
+    """The units of one service.
 
     Attributes:
-        told: what its workers said; see Service.
-        version: of the units' values and states; a run's first ones have version 1, and each commit adds one.
+        told: the description that its workers have sent; see Service.
+        version: the version of the units' values and states; a run's initial values have version 1, and each commit adds one.
     """
 
     told: Mapping[str, Any]
@@ -34,14 +34,14 @@ class Kept:
 
     @property
     def commit(self) -> tuple[str, int]:
-        """The run, and the version."""
+        """The name of the run, and the version."""
         return self.told["run"], self.version
 
     def check(self, told: Mapping[str, Any]) -> None:
-        """Refuse workers that go on from something else.
+        """Refuse workers whose description does not match the kept units.
 
         Raises:
-            CheckpointDamagedError: says in what it differs.
+            CheckpointDamagedError: names the differences.
         """
         different = [key for key in _ALIKE if told[key] != self.told[key]]
         optimizers = told["optimizer"], self.told["optimizer"]
@@ -55,7 +55,7 @@ class Kept:
             )
 
     def hand_over(self, num_workers: int) -> tuple[Mapping[int, Unit], StateStore | None]:
-        """The units, for so many workers, of whom nothing has come yet."""
+        """Reset the units and the store for ``num_workers`` new workers, and return them."""
         if self.store is not None:
             self.store.begin_again(num_workers)
         for unit in self.units.values():
@@ -63,12 +63,12 @@ class Kept:
         return self.units, self.store
 
     def give(self, channel: Channel) -> None:
-        """Send all values, as workers have them, a message a unit."""
+        """Send all values, in the type that workers have, in one message for each unit."""
         for unit in self.units.values():
             with unit.values() as flat:
                 channel.send({"unit": unit.layout.to_plain(), "values": flat})
 
     def close(self) -> None:
-        """Nobody goes on from it."""
+        """Free the storage; no run continues from these units."""
         if self.store is not None:
             self.store.close()

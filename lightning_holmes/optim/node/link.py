@@ -1,6 +1,6 @@
-"""NodeLink: a worker's two connections to one optimizer node (service.py has what is said on them).
+"""NodeLink: a worker's two connections to one optimizer node (service.py describes their messages).
 
-link = NodeLink(address, secret, session="1/0", worker=0, told=told, number=0)
+link = NodeLink(address, secret, session="1/0", worker=0, told=told, number=0, timeout_s=None)
 link.ask({"ask": "fetch", "unit": 3, "version": 1}, into=[buffer])
 link.tell({"tell": "done", "window": 7})
 """
@@ -18,14 +18,16 @@ from lightning_holmes.optim.node.channel import Address, Channel
 
 
 class NodeLink:
-    """Of worker ``worker`` of a session; all of its workers make one to each of their nodes.
+    """The link of worker ``worker`` of a session to one node; every worker of the session must create one to each of their nodes.
 
     Args:
-        timeout_s: for which an answer is waited at most.
+        told: the description of the optimizer and the units; see Service.
+        number: the number of the node.
+        timeout_s: seconds to wait for an answer at most; None: without limit.
 
     Raises:
         ConnectionLostError: the node cannot be reached.
-        ConfigurationError: it cannot serve what is ``told``.
+        ConfigurationError: the node cannot serve ``told``.
     """
 
     def __init__(
@@ -53,11 +55,11 @@ class NodeLink:
         self._pull.wait_at_most(timeout_s)
 
     def ask(self, message: Mapping[str, Any], *, into: Sequence[Tensor] | None = None) -> dict[str, Any]:
-        """What the node answers, its tensors in ``into``. From any thread.
+        """Send a request and return the answer, with its tensors in ``into``. May be called from any thread.
 
         Raises:
             ConnectionLostError: the node is gone, or another worker.
-            HolmesError: what has failed on the node.
+            HolmesError: the failure of the node.
         """
         with self._lock:
             self._pull.send(message)
@@ -65,10 +67,13 @@ class NodeLink:
         return _checked(answer)
 
     def start_save(self, message: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-        """Let the node write what ``message`` says, as it is now whatever comes after; what this gives waits until that is written.
+        """Let the node write the values that ``message`` asks for, as they are now; later updates do not change what is written.
+
+        Returns:
+            A function that waits until the values are written, and returns the node's answer.
 
         Raises:
-            ConnectionLostError: the node is gone, or another worker; likewise when it is waited for.
+            ConnectionLostError: the node is gone, or another worker; the returned function may raise it, too.
         """
         channel = self._connect("save")
         channel.send(message)
@@ -83,24 +88,24 @@ class NodeLink:
         return wait
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Send what is not answered. From one thread."""
+        """Send a message that the node does not answer. Must be called from one thread only."""
         self._push.send(message)
 
     def wait_at_most(self, seconds: float) -> None:
-        """From now on answers that take longer are an error."""
+        """Raise ConnectionLostError from now on if an answer takes longer than ``seconds``."""
         self._pull.wait_at_most(seconds)
 
     def close(self) -> None:
-        """Let go; the node drops what it holds when all workers have."""
+        """Close both connections. When all workers have, the node drops its units, unless it keeps them for a restart (kept.py)."""
         self._pull.close()
         self._push.close()
 
 
 def at_once(acts: Sequence[tuple[NodeLink, Callable[[], Any]]]) -> None:
-    """Run them all, those of different links side by side, so that the network of every node is used; those of one in their order.
+    """Run all functions, those of different links in parallel, so that the network of every node is used; those of one link in order.
 
     Raises:
-        HolmesError: what the first of them raises, at once: another one may wait for what a lost node does not let happen.
+        HolmesError: raised by the first function that fails. The others are not waited for, since they may wait for a lost node.
     """
     by_link: dict[int, list[Callable[[], Any]]] = {}
     for link, act in acts:
@@ -128,7 +133,7 @@ def at_once(acts: Sequence[tuple[NodeLink, Callable[[], Any]]]) -> None:
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """What a node says, unless it has failed."""
+    """Return the answer of a node; raise the error that it contains, if the node has failed."""
     failure = answer.get("failure")
     if failure is None:
         return answer

@@ -1,4 +1,4 @@
-"""NodeOptions: what an optimizer node is told where it is started: its command line, or HOLMES_NODE_MEMORY."""
+"""NodeOptions: the options with which an optimizer node is started, from its command line or HOLMES_NODE_MEMORY."""
 
 import os
 import re
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from lightning_holmes.errors import ConfigurationError
 
 MEMORY = "HOLMES_NODE_MEMORY"
-"""The environment variable that limits the memory of a node's process, where its command line does not."""
+"""The environment variable that limits the memory of a node's process, if its command line does not."""
 IN_MEMORY = "memory"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeOptions:
-    """Of one node.
+    """The options of one node.
 
     Attributes:
-        states: the folder for parameters and optimizer states; "memory"; None: as the workers say.
-        memory_bytes: of the process at most; None: what the host has.
-        num_on_host: so many nodes share it.
+        states: the folder for parameters and optimizer states, or "memory"; None: the setting of the workers.
+        memory_bytes: the memory limit of the process; None: the free memory of the host.
+        num_on_host: the number of nodes on this host.
     """
 
     states: str | None = None
@@ -28,17 +28,17 @@ class NodeOptions:
 
     @classmethod
     def given(cls, states: str | None, memory: str | None, num_on_host: int = 1) -> "NodeOptions":
-        """As written on a command line; ``memory`` else as the environment has it.
+        """Make options from the arguments of a command line; without ``memory`` the environment variable is read.
 
         Raises:
-            ConfigurationError: that is no number of bytes.
+            ConfigurationError: ``memory`` is not a number of bytes.
         """
         memory = memory or os.environ.get(MEMORY)
         limit = None if memory is None else parse_bytes(memory)
         return cls(states=states, memory_bytes=limit, num_on_host=num_on_host)
 
     def folder(self, told: str, *, name: str) -> str | None:
-        """Where states go, if the workers say ``told``; None: into memory.
+        """Return the folder for states, given the workers' setting ``told``; None: states stay in memory.
 
         Raises:
             ConfigurationError: node and workers name different folders.
@@ -52,10 +52,10 @@ class NodeOptions:
 
 
 def parse_bytes(text: str) -> int:
-    """512M, 1.5G, 4096; with 1024 to the unit.
+    """Parse a number of bytes such as 512M, 1.5G or 4096; units are powers of 1024.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: ``text`` has another form.
     """
     found = re.fullmatch(r"([0-9]*\.?[0-9]+)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if found is None:

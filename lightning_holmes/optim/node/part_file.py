@@ -1,7 +1,7 @@
-"""PartFile: what an optimizer node writes of a checkpoint folder: values and states of its units, as of one commit, in one file.
+"""PartFile: an optimizer node's part of a checkpoint folder: values and states of its units, as of one commit, in one file.
 
     file = PartFile(path, {unit: Wanted(values=names, states=names)})
-    file.run()                              # while units go on: one that is about to change is written before
+    file.run()                              # while training goes on: a unit that is about to change is written first
 
 A place in the file is (parameter name, key of its state), with the key "" for its value.
 """
@@ -18,22 +18,22 @@ from lightning_holmes.comm.value_file import ValueFile
 from lightning_holmes.optim.node.unit import Unit
 
 NEXT_TO = ".node"
-"""What a node appends to the name of a file that it has found, to show that it can write beside it."""
+"""The suffix of the file that a node creates beside a file it has found, to show that it can write there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Names of parameters of a unit: whose values, and whose states."""
+    """The names of a unit's parameters whose values, and whose states, are to be written."""
 
     values: Collection[str]
     states: Collection[str]
 
 
 class PartFile:
-    """At ``path``, in a folder that is there.
+    """The file at ``path``, in an existing folder.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, wanted: Mapping[Unit, Wanted]) -> None:
@@ -46,7 +46,7 @@ class PartFile:
             unit.expect(self.write)
 
     def write(self, unit: Unit) -> None:
-        """Write what is wanted of ``unit``, whose lock is held. What fails is told by :meth:`run`."""
+        """Write the wanted values and states of ``unit``, whose lock is held. :meth:`run` reports errors."""
         with self._lock:
             if self._error is None:
                 try:
@@ -70,7 +70,11 @@ class PartFile:
         self._entries.append((name, key, asdict(self._file.add(value))))
 
     def run(self) -> dict[str, Any]:
-        """Write all that is left, and wait until it is on the disk; what is where, as plain data, or what failed."""
+        """Write the remaining units, and wait until everything is on the disk.
+
+        Returns:
+            As plain data "entries", with the place of each value, "bytes" and "host"; or "error", if something failed.
+        """
         for unit in self._wanted:
             unit.meet(self.write)
         try:
@@ -80,13 +84,13 @@ class PartFile:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         finally:
-            with contextlib.suppress(OSError):  # of a full disk, once more
+            with contextlib.suppress(OSError):  # a full disk may fail again here
                 self._file.close()
         return {"entries": self._entries, "bytes": size, "host": socket.gethostname()}
 
 
 def can_write_beside(folder: str, name: str) -> bool:
-    """Whether this process sees the file ``name`` in ``folder``, and can write there: it leaves an empty file."""
+    """Whether this process sees the file ``name`` in ``folder``, and can write there: it creates an empty file, and leaves it there."""
     try:
         if name not in {path.name for path in Path(folder).iterdir()}:
             return False

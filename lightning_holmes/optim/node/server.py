@@ -1,10 +1,10 @@
-"""NodeServer: the process of an optimizer node: it listens for workers, and has a Service for those that hold the same stages.
+"""NodeServer: the server of an optimizer node: it listens for workers, and has one Service for all workers that hold the same stages.
 
     python -m lightning_holmes.optim.node HOST:PORT NUMBER [NODES ON THIS HOST]      # with the job's secret in HOLMES_NODE_SECRET
 
-It connects to the job's rank 0 at HOST:PORT, tells where it listens (on the interface that reaches rank 0, and where rank 0 says so on a
-fast card that workers of its own cluster share, and no other), and ends when rank 0 says so, or is gone. Where the job has failed and will
-be started again it waits for the next rank 0.
+The process connects to the job's rank 0 at HOST:PORT and sends the address at which it listens. It listens on the interface that reaches
+rank 0 and, if rank 0 asks for it, on a fast card that it shares with workers of its own cluster, and on no other. It ends when rank 0
+tells it to, or is gone. If the job has failed and will be started again, it waits for the next rank 0.
 """
 
 import contextlib
@@ -31,27 +31,27 @@ from lightning_holmes.optim.node.service import Service
 from lightning_holmes.version import __version__
 
 SECRET = "HOLMES_NODE_SECRET"
-"""The environment variable that has a job's secret."""
+"""The environment variable that holds the job's secret."""
 PORT = "HOLMES_NODE_PORT"
-"""Likewise the port at which rank 0 waits for nodes on other hosts."""
+"""The environment variable that holds the port at which rank 0 waits for nodes on other hosts."""
 DEFAULT_PORT = 29700
-_RANK_0_S = 120.0  # how long to wait for rank 0 where it has not started this node
-_DRAIN_S = 60.0  # how long workers may go on after rank 0
+_RANK_0_S = 120.0  # seconds to wait for rank 0
+_DRAIN_S = 60.0  # seconds that workers may stay connected after rank 0 has ended
 
 
 def versions() -> dict[str, str]:
-    """What must be the same on workers and nodes."""
+    """Return the versions that must be the same on workers and nodes."""
     return {"lightning_holmes": __version__, "torch": str(torch.__version__), "byte order": sys.byteorder}
 
 
 class Listener:
-    """Accepts connections on ``host`` of those who know ``secret``, and hands each to ``serve`` in a thread of its own.
+    """Accepts connections on ``host`` from processes that know ``secret``, and passes each to ``serve`` in a thread of its own.
 
     Args:
-        port: 0: any.
+        port: the port to listen at; 0: any free port.
 
     Raises:
-        ConfigurationError: ``host`` is no address of this host, or the port is taken.
+        ConfigurationError: ``host`` is not an address of this host, or the port is taken.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Listener:
     def _greet(self, connection: socket.socket) -> None:
         try:
             channel, hello = Channel.accept(connection, self._secret, peer=self._peer)
-        except (ConnectionLostError, KeyError, ValueError, TypeError):  # somebody else's connection
+        except (ConnectionLostError, KeyError, ValueError, TypeError):  # not a connection of this job
             connection.close()
             return
         self._serve(channel, hello)
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Stop accepting connections."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -94,11 +94,11 @@ class NodeServer:
     """The services of optimizer node ``number``, for workers that connect to ``host``.
 
     Args:
-        may_import: an optimizer's class may lie in a module that is not imported yet.
-        expected: what is known of the module here; see Service.
+        may_import: whether to import the module of an optimizer's class if it is not imported yet.
+        expected: the description of the module for which this node was started; see Service.
 
     Attributes:
-        kept: by the place of workers, what the node still holds after these are gone.
+        kept: by the place of the workers, the units that the node still holds after these workers are gone.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class NodeServer:
         self.address = self.listen(host)
 
     def listen(self, host: str) -> Address:
-        """At an address of this host."""
+        """Listen at an address of this host too, at any port; returns the address with the port."""
         self._listeners.append(Listener(host, self._secret, "a worker", self._serve))
         return self._listeners[-1].address
 
@@ -155,11 +155,11 @@ class NodeServer:
                     self.kept[service.told["place"]] = kept
                 del self._services[session]
                 self._lock.notify_all()
-                with contextlib.suppress(OSError):  # a full disk of its log
+                with contextlib.suppress(OSError):  # the disk of its log may be full
                     print(service.summary(), flush=True)
 
     def drain(self) -> None:
-        """Take nobody new, and wait until no worker is connected any more: rank 0 may be done before others are."""
+        """Accept no new connections, and wait (at most _DRAIN_S seconds) until no worker is connected: rank 0 may end first."""
         for listener in self._listeners:
             listener.close()
         with self._lock:
@@ -188,7 +188,11 @@ class NodeServer:
         return service
 
     def _kept_for(self, told: Mapping[str, Any]) -> Kept | None:
-        """What these workers go on from. Where they begin with other values nothing is kept any more."""
+        """Return the kept units from which these workers continue. If they start with new values, drop everything kept.
+
+        Raises:
+            CheckpointDamagedError: the workers continue from kept values, but there are none for them.
+        """
         if not told["adopt"]:
             self.let_go()
             return None
@@ -201,7 +205,7 @@ class NodeServer:
         return kept
 
     def let_go(self) -> None:
-        """Keep nothing."""
+        """Drop everything that is kept."""
         while self.kept:
             self.kept.popitem()[1].close()
         _collect()
@@ -217,25 +221,28 @@ def join(
     again_s: float | None = None,
     expected: Mapping[str, Any] | None = None,
 ) -> int:
-    """Be an optimizer node of the job whose rank 0 listens at one of ``addresses``, and of the same job when it is started again; returns the run's
-    exit code.
+    """Run an optimizer node for the job whose rank 0 listens at one of ``addresses``, and for the same job when it is started again.
 
     Args:
-        number: of this node; with -1 rank 0 gives one.
-        options: as this node was started.
-        wait_s: how long to wait for rank 0, which may be started later; and again where torchrun starts the workers again.
-        again_s: how long to wait where the run has failed and nobody is known to start it again; None: nobody is waited for a second
-            time, whoever it is.
-        expected: what is known of the module here; see Service.
+        number: the number of this node; with -1 rank 0 assigns one.
+        may_import: whether to import the module of an optimizer's class if it is not imported yet.
+        options: the options with which this node was started.
+        wait_s: seconds to wait for rank 0, which may be started later; also if torchrun is to start the workers again.
+        again_s: seconds to wait for a new rank 0 after a failed run that is not known to be started again; None: never wait for a second
+            run.
+        expected: the description of the module for which this node was started; see Service.
+
+    Returns:
+        The exit code of the run.
 
     Raises:
-        ConnectionLostError: rank 0 does not come.
+        ConnectionLostError: rank 0 cannot be reached within ``wait_s``.
     """
     secret = os.environ[SECRET]
     control, welcome = _connect(addresses, secret, number, wait_s)
     kept: dict[str, Kept] = {}
     while True:
-        number = welcome["number"]  # which says what it holds
+        number = welcome["number"]  # keep the number for a restart: it identifies the units that this node holds
         server = NodeServer(
             control.local_host,
             secret,
@@ -282,7 +289,7 @@ def join(
 
 
 def _connect(addresses: Sequence[Address], secret: str, number: int, wait_s: float) -> tuple[Channel, dict[str, Any]]:
-    """A connection to rank 0, at whichever address it listens, and what it says first."""
+    """Connect to rank 0, at whichever address it listens; returns the connection and the first message of rank 0."""
     end = time.monotonic() + wait_s
     for address in itertools.cycle(addresses):
         try:
@@ -296,18 +303,18 @@ def _connect(addresses: Sequence[Address], secret: str, number: int, wait_s: flo
 
 
 def _collect() -> None:
-    """A service's threads and units know each other, and the next one asks what memory is left."""
+    """Free a closed service's memory, before the next one measures what is left: its threads and units form reference cycles."""
     gc.collect()
     give_back_freed_memory()
 
 
 def _fast_ports() -> list[tuple[str, str]]:
-    """Kind, and address with prefix length, of each RDMA port of this host that sockets can use."""
+    """Return the kind, and the address with prefix length, of each RDMA port of this host that sockets can use."""
     return [(port.kind, address) for port in probe_host().rdma if port.up for address in port.addresses]
 
 
 def main(arguments: list[str]) -> int:
-    """The command line above."""
+    """Run the command line that the module docstring describes; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the node ends with them
     where, number, *others = arguments
     host, _, port = where.rpartition(":")

@@ -1,24 +1,28 @@
-"""Service: what an optimizer node does for the workers that hold the same stages: takes gradients, updates, and gives parameters.
+"""Service: serves the workers that hold the same stages: receives gradients, updates parameters, and sends parameters.
 
-Each worker has two connections at least. On "push" it sends gradients (or, where another worker speaks for it, that it has added its own to
-that one's), the end of a window of batches, and a commit for each optimizer step; nothing comes back. On "pull" it asks and is answered:
+Each worker has at least two connections. On "push" it sends gradients (or, if another worker speaks for it, a message that its gradient
+is included in that worker's), the end of a window of batches, and a commit for each optimizer step; the node does not answer. "pull" is
+for requests, which the node answers:
 
-    fetch {unit, version, whole}  the parameters, when they are of that version; "whole": only where no step is half done
-    keep {unit, values}           parameters from outside: the first ones, or a checkpoint's
-    norm {window, names, edits}   the square of their norm, when all workers' gradients have come; finite {window}: whether they are
-    states {unit, names, version} optimizer states; keys {unit, names, version}: what they consist of; load {unit, states}
-    groups {count}                that so many of the optimizer's groups are known
-    settle {window}               that the commit of a window, and with it all before, is found to be right, and done
-    sees {folder, name}           whether the node sees a file, and can write beside it
-    rest                          the run has ended well: from here on a connection may close
-    try {num_bytes}               so many bytes, by which a link is measured
+    fetch {unit, version, whole}  returns the parameters, when they have that version; "whole": fails if a step is half done
+    keep {unit, values, version}  stores parameters of a worker: the initial ones, or a checkpoint's
+    norm {window, names, edits}   returns the squared norm of the gradients of names, when all workers' gradients have arrived
+    finite {window}               returns whether these gradients are finite
+    states {unit, names, version} returns optimizer states
+    keys {unit, names, version}   returns their keys, with the bytes of each
+    load {unit, states}           stores optimizer states
+    groups {count}                waits until all units have so many parameter groups
+    settle {window}               waits until the commits up to a window have been checked and their steps are complete
+    sees {folder, name}           returns whether the node sees a file, and can write beside it
+    rest                          the run has ended well: from now on a connection may close
+    try {num_bytes}               returns so many bytes, to measure a link
 
-(Before there is a service a worker can ask the node for all that it has kept: a connection "kept", see kept.py.)
+(Before a service exists, a worker can ask the node for everything that it has kept, on a connection "kept"; see kept.py.)
 
-For each part of a checkpoint that the node writes there is one more, "save": it brings what is wanted, {path, version, units}, and is
-answered twice: when from now on nothing that changes on the node changes what is written, and when that is written.
+For each part of a checkpoint that the node writes there is one more connection, "save". The worker sends {path, version, units}, and the
+node answers twice: when later updates can no longer change the values to be written, and when they are written.
 
-When units are updated is for updates.py, and where they lie for store.py. A worker that is lost ends the service for all.
+updates.py decides when units are updated, and store.py where they are stored. A lost worker ends the service for all workers.
 """
 
 import contextlib
@@ -44,15 +48,15 @@ from lightning_holmes.optim.node.storing import make_units
 from lightning_holmes.optim.node.unit import Unit
 from lightning_holmes.optim.node.updates import Updates
 
-_TOLD_AFTER = 4  # steps, of which the first one is slow
+_TOLD_AFTER = 4  # steps before their time is reported; the first one is slow
 _TOLD_EVERY_S = 60.0
 
 Answer = Callable[[int, dict[str, Any], ExitStack], dict[str, Any]]
-"""By worker and question; what it enters on the stack ends when the answer has been sent."""
+"""Answers a request: takes the worker, the message, and a stack that is closed when the answer has been sent."""
 
 
 class Progress(NamedTuple):
-    """At a moment: since the beginning steps, the seconds of their updates, and bytes of tensors."""
+    """A reading at time ``at``: the steps since the beginning, the seconds of their updates, and the bytes of tensors in and out."""
 
     at: float
     num_steps: int
@@ -62,17 +66,18 @@ class Progress(NamedTuple):
 
 
 class Service:
-    """For ``num_workers`` workers, as ``told`` by each of them.
+    """Serves the workers that hold the same stages.
 
     Args:
-        name: of this node and these workers, for messages.
-        may_import: the optimizer's class may lie in a module that is not imported yet.
-        expected: what ``describe_module`` says of the module here; None where there is none.
-        kept: what a service before has left, if the workers go on from it.
+        told: the description that each worker sends, the same for all: the optimizer, the units, the number of workers and others.
+        name: the name of this node and these workers, for messages.
+        may_import: whether to import the module of the optimizer's class if it is not imported yet.
+        expected: the result of ``describe_module`` for the module of this node; None if the node has no module.
+        kept: the units that an earlier service has left, if the workers continue from them.
 
     Raises:
         ConfigurationError: it cannot serve these workers.
-        CheckpointDamagedError: ``kept`` is not what they go on from.
+        CheckpointDamagedError: ``kept`` does not have the values from which the workers continue.
     """
 
     def __init__(
@@ -95,14 +100,14 @@ class Service:
         self._changed = threading.Condition()
         self._failure: tuple[str, str] | None = None
         self._may_be_kept = False
-        """What has failed are workers, whose run can be started again, and nothing here."""
+        """Whether only workers have failed, whose run can be started again, and nothing on this node."""
         self._resting: set[int] = set()
-        self._last_window = 0  # whose commit is done
-        self._done = [0] * self.num_workers  # the last window whose gradients have all come
+        self._last_window = 0  # the last window whose commit is complete
+        self._done = [0] * self.num_workers  # for each worker, the last window whose gradients have all arrived
         self._channels: set[Channel] = set()
-        self._moved = [0, 0]  # by channels that are closed
+        self._moved = [0, 0]  # bytes received and sent by channels that are closed
         self._told = Progress(time.perf_counter(), 0, 0.0, 0, 0)
-        self._ends: list[float] = []  # of steps
+        self._ends: list[float] = []  # when each step ended
         if kept is None:
             self._units, self._store = make_units(kind, told, layouts, name=name, options=options)
         else:
@@ -133,7 +138,7 @@ class Service:
         }
 
     def describe(self) -> str:
-        """What is held, in a line; in another one, where."""
+        """Describe the units in one line, and their storage, if not in memory, in another."""
         num_bytes = sum(unit.layout.numel * unit.layout.dtype.itemsize for unit in self._units.values())
         where = "" if self._store is None else f"\n{self.name}: {self._store.describe()}"
         return (
@@ -143,7 +148,7 @@ class Service:
         )
 
     def summary(self) -> str:
-        """What was done, in a line."""
+        """Summarise the updates and the traffic in one line."""
         now = self._progress
         rate = now.num_steps / now.update_s if now.update_s else 0.0
         return (
@@ -159,7 +164,7 @@ class Service:
         return Progress(time.perf_counter(), self._updates.num_steps, self._updates.seconds, num_received, num_sent)
 
     def _tell_progress(self) -> None:
-        """What was done since this was told last, in a line."""
+        """Print the progress since the last report in one line, at most every _TOLD_EVERY_S seconds."""
         now, before = self._progress, self._told
         passed, steps, update_s = now.at - before.at, now.num_steps - before.num_steps, now.update_s - before.update_s
         if passed < _TOLD_EVERY_S or not steps or not update_s:
@@ -176,8 +181,12 @@ class Service:
         )
 
     def leave(self) -> Kept | None:
-        """All workers are gone. What their run can go on from when it is started again, after the steps that were committed have been made;
-        None where it has ended well, or layers are of two steps: then nothing is held any more."""
+        """End the service after all workers are gone.
+
+        Returns:
+            The units from which the run can continue when it is started again, after all committed steps have been made; None if the run
+            has ended well, or units have the values of different steps: then nothing is kept.
+        """
         if self._may_be_kept:
             self._updates.finish()
             versions = {unit.version for unit in self._units.values()}
@@ -192,7 +201,7 @@ class Service:
         return None
 
     def close(self) -> None:
-        """All workers are gone."""
+        """Stop the updates and free everything, after all workers are gone."""
         self._updates.cancel()
         if self._store is not None:
             self._store.stop()
@@ -203,7 +212,7 @@ class Service:
     # connections, a thread each
 
     def serve(self, channel: Channel, kind: str, worker: int) -> None:
-        """Until the worker at the other end is gone."""
+        """Serve one connection until it is closed."""
         with self._changed:
             self._channels.add(channel)
         try:
@@ -211,7 +220,7 @@ class Service:
         except ConnectionLostError as error:
             if (
                 kind != "save" and worker not in self._resting
-            ):  # a save may be given up, say where the worker's own part fails
+            ):  # a worker may give up a save, for example if its own part fails
                 self.fail("lost", f"worker {worker} is gone ({error})", keeps=bool(self.told["run"]))
         except Exception as error:
             self._fail_with(error)
@@ -224,7 +233,7 @@ class Service:
 
     @property
     def is_over(self) -> bool:
-        """No worker is connected any more."""
+        """Whether no worker is connected any more."""
         return not self._channels
 
     def _pull(self, channel: Channel, worker: int) -> None:
@@ -256,7 +265,7 @@ class Service:
         if self._store is None:
             channel.send({})
             channel.send(file.run())
-        else:  # which has no memory for what is written and what is stepped at once
+        else:  # a store has no memory for a save and an update at the same time
             written = file.run()
             channel.send({})
             channel.send(written)
@@ -266,7 +275,7 @@ class Service:
         while True:
             message = channel.receive(allocate=allocate)
             if self._failure is not None and not self._may_be_kept:
-                continue  # the worker learns it by what it asks next; where only a worker is gone, steps that others have committed count
+                continue  # the next request tells the worker; if only workers are gone, steps that were committed are still made
             kind = message["tell"]
             if kind == "gradient":
                 self._arrive(worker, self._units[message["unit"]], message)
@@ -295,7 +304,7 @@ class Service:
             return None
         try:
             return self._store.take_gradient(worker, num_bytes)
-        except ConnectionLostError:  # the service has failed meanwhile, and the worker learns why by what it asks next
+        except ConnectionLostError:  # the service has failed meanwhile; the next request tells the worker why
             return None
 
     def _arrive(self, worker: int, unit: Unit, message: dict[str, Any]) -> None:
@@ -308,10 +317,11 @@ class Service:
     # failures
 
     def fail(self, kind: str, text: str, *, keeps: bool = False) -> None:
-        """End the service; the first reason stands.
+        """End the service; workers are told the first failure only.
 
         Args:
-            keeps: what it holds is whole, and may be kept.
+            kind: "lost", or the name of an exception type; see link.py.
+            keeps: whether the units are intact, and may be kept.
         """
         with self._changed:
             is_first = self._failure is None
@@ -325,9 +335,7 @@ class Service:
             else:
                 self._store.stop()
         if is_first:
-            with contextlib.suppress(
-                OSError
-            ):  # the disk that is full may be that of its log; the workers have been told
+            with contextlib.suppress(OSError):  # the disk of its log may be full; the workers are told in any case
                 print(f"{self.name} ends, since {text}", flush=True)
 
     def _fail_with(self, error: Exception) -> None:
@@ -359,7 +367,7 @@ class Service:
         with self._changed:
             self._changed.notify_all()
 
-    # what is asked
+    # requests
 
     def _fetch(self, worker: int, message: dict[str, Any], held: ExitStack) -> dict[str, Any]:
         unit, version = self._units[message["unit"]], message["version"]

@@ -1,14 +1,14 @@
-"""StateStore: the file and the memory of units that live out of core (stored_unit.py), and how they share that memory.
+"""StateStore: the file and the memory of units that are kept on disk (stored_unit.py), and how the units share the memory.
 
-The node's limit, less what its process has already, goes to three purses, so that none waits for what another one holds:
+The node's memory limit, less what its process uses already, is divided into three pools, so that none waits for memory of another:
 
-    values      parameters that are asked for, or stepped: as many as fit stay
-    states      of units that are about to be stepped, are, or are being written
-    gradients   that have come and were not stepped yet; those of finished units are written to the file where it gets tight
+    values      parameters that are fetched or stepped; as many as fit stay in memory
+    states      states of units that are about to be stepped, are being stepped, or are being written
+    gradients   gradients that have arrived and were not stepped yet; if memory is short, sums of units are written to the file
 
-    store = StateStore(folder, "0", layouts, state_bytes=8.0, limit_bytes=2 << 30, num_workers=4)
+    store = StateStore(path, {0: needs}, limit_bytes=2 << 30, beside=1 << 20, num_workers=4, name="optimizer node 0")
     buffer = store.take_gradient(worker=1, num_bytes=4096)         # waits
-    store.arrived(1, unit)                                         # it is in the unit's sum
+    store.arrived(1, unit)                                         # the gradient was passed to the unit
 """
 
 import math
@@ -30,23 +30,25 @@ from lightning_holmes.optim.node.disk import REQUEST_BYTES, SUFFIX, StateFile
 from lightning_holmes.optim.node.unit import Unit
 
 _OTHER_BYTES = 96 << 20
-"""Code of torch that is read at its first use, threads' stacks, messages, what small allocations leave behind."""
+"""Memory for other uses: torch code that is loaded at its first use, threads' stacks, messages, fragmentation by small allocations."""
 ALIGNED = 256
-"""Bytes, between states in a unit's part of the file."""
-_SHARE_OF_HOST = 0.8  # where no limit is given
+"""The alignment of states in a unit's part of the file, in bytes."""
+_SHARE_OF_HOST = 0.8  # of the host's free memory, if no limit is given
 
 
 class StateStore:
-    """Of one service. ``units``: the bytes of each one's values, gradients and states.
+    """The file and memory of the units of one service.
 
     Args:
-        path: of the file, which is made anew.
-        limit_bytes: of the process's memory.
-        beside: bytes that an update takes beside all of these.
-        num_workers: who send gradients, each in the same order.
+        path: the path of the file, which is created.
+        units: by number, the bytes of each unit's values, gradient and states.
+        limit_bytes: the memory limit of the process.
+        beside: the bytes that an update needs in addition to the pools.
+        num_workers: the number of workers that send gradients, each in the same order.
+        name: the name of the node and its workers, for messages.
 
     Raises:
-        ConfigurationError: the disk has not the space, or the limit is too low for the largest unit.
+        ConfigurationError: the disk does not have the space, or the limit is too low for the largest unit.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class StateStore:
         }
         total = {key: sum(pages(u[key]) for u in units.values()) for key in largest}
         self.slot_bytes = largest["states"] + largest["gradient"]
-        """Of a unit's states, and of the sum of its gradients where that was written."""
+        """The bytes of the largest unit's states and, if it was written to disk, the sum of its gradients."""
         resident = psutil.Process().memory_info().rss
         room = limit_bytes - resident - beside - _OTHER_BYTES - REQUEST_BYTES
         least = [2 * largest["values"], self.slot_bytes, 3 * largest["gradient"]]
@@ -75,27 +77,27 @@ class StateStore:
         self.file = StateFile(path, sum(total.values()))
         self.values, self.states, self.gradients = Memory(values), Memory(states), Memory(gradients)
         self.pieces = Memory(pages(REQUEST_BYTES))
-        """For who reads something a piece after the other."""
+        """A pool for reading something piece by piece."""
         self.cache = Values(self.values)
         self.limit_bytes = limit_bytes
         self.moved_bytes = total["values"] + total["states"]
-        """Of an update, each way."""
+        """The bytes that an update of all units reads, and that it writes."""
         self.rate = self.file.measure(max(self.values, self.states, self.gradients, key=lambda memory: memory.limit))
-        """Bytes a second that the disk gives each way while both go at once."""
+        """The bytes per second that the disk reads, and writes, while it does both at once."""
         self._places = 0
         self._lock = threading.Lock()
         self._resting: dict[Unit, None] = {}  # the oldest first
         self._progress = [0] * num_workers
         self._is_dirty = False
         self.spills = gradients < best[2]
-        """Whether gradients may be written."""
+        """Whether gradients may have to be written to the file."""
         self.fail: Callable[[HolmesError], None] = lambda error: None
-        """Told what the disk says where nobody waits for it."""
+        """Called with a disk error that no caller waits for."""
         self.on_room: Callable[[], None] = lambda: None
-        """Told when memory has become free."""
+        """Called when memory has become free."""
 
     def place(self, num_bytes: int) -> int:
-        """Where so many bytes of a unit shall lie in the file."""
+        """Reserve ``num_bytes`` in the file; returns their offset."""
         start = self._places
         self._places += pages(num_bytes)
         return start if self._places <= self.file.num_bytes else self.file.extend(pages(num_bytes))
@@ -103,14 +105,16 @@ class StateStore:
     # gradients
 
     def begin_again(self, num_workers: int) -> None:
-        """The workers are others, so many; no memory holds gradients."""
+        """Prepare for ``num_workers`` new workers; no memory holds gradients then."""
         self.gradients = Memory(self.gradients.limit)
         self._resting.clear()
         self._progress = [0] * num_workers
 
     def take_gradient(self, worker: int, num_bytes: int) -> Tensor:
-        """Memory for what ``worker`` sends next. Two gradients' room is left for who is the furthest behind: it is its turn, so
-        that its gradient goes into a sum at once, and everybody comes on."""
+        """Return memory for the next gradient of ``worker``; waits until there is room.
+
+        Room for two gradients is reserved for the worker that is furthest behind: its gradient is the next to be summed, so that
+        memory becomes free and all workers can go on."""
         place = (self._progress[worker], worker)
         return self.gradients.take(
             num_bytes,
@@ -119,7 +123,7 @@ class StateStore:
         )
 
     def arrived(self, worker: int, unit: Unit) -> None:
-        """It has been summed, or waits for those before it. Where memory is short, sums are written, the oldest first."""
+        """Note that a gradient of ``worker`` was passed to ``unit``. If memory is short, sums are written to the file, the oldest first."""
         self._progress[worker] += 1
         self.gradients.wake()
         if not self.spills or self.gradients.is_closed:
@@ -133,25 +137,25 @@ class StateStore:
                 if oldest is not None:
                     del self._resting[oldest]
             if oldest is None or oldest.spill():
-                return  # its memory comes back when it is written
+                return  # its memory becomes free when it is written
 
     # the file
 
     def dirty(self) -> None:
-        """Something is about to be written that belongs to no commit yet."""
+        """Mark the file as between two commits, before values or states of an unfinished step are written."""
         with self._lock:
             if not self._is_dirty:
                 self.file.mark(None)
             self._is_dirty = True
 
     def commit(self, window: int) -> None:
-        """All of a step has been written."""
+        """Mark the file as of the commit ``window``, after everything of the step has been written."""
         with self._lock:
             self.file.mark(window)
             self._is_dirty = False
 
     def describe(self) -> str:
-        """Where and with how much memory, and how fast, in words."""
+        """Describe the file, the memory pools and the speed of the disk, in words."""
         purses = ((self.values, "parameters"), (self.states, "states"), (self.gradients, "gradients"))
         parts = ", ".join(f"{memory.limit / 1e6:.0f} for {what}" for memory, what in purses)
         how = "past the page cache" if self.file.is_direct else "with the page cache dropped after each request"
@@ -162,47 +166,47 @@ class StateStore:
         )
 
     def compare(self, step_s: float) -> str:
-        """What steps of so many seconds need, beside what there is, in words."""
+        """Compare the disk speed that steps of ``step_s`` seconds need with that of the disk, in words."""
         return (
             f"a step takes {step_s:.3g} s, and its update moves {self.moved_bytes / 1e6:.3g} MB each way: "
             f"{self.moved_bytes / step_s / 1e9:.3g} GB/s, where the disk gives {self.rate / 1e9:.3g}"
         )
 
     def rest_from_now_on(self) -> None:
-        """Keep no memory that is not asked for."""
+        """Free all buffers that are not in use."""
         self.cache.drop()
         for memory in (self.states, self.gradients):
             memory.trim()
 
     def stop_gradients(self) -> None:
-        """Whoever waits for memory for gradients is told that no more come."""
+        """Close the pool of gradients: threads that wait for its memory get a ConnectionLostError."""
         self.gradients.close()
 
     def stop(self) -> None:
-        """Whoever waits for memory is told that the service has ended."""
+        """Close all pools: threads that wait for memory get a ConnectionLostError."""
         for memory in (self.values, self.states, self.gradients, self.pieces):
             memory.close()
 
     def close(self) -> None:
-        """Remove the file."""
+        """Close all pools, and remove the file."""
         self.stop()
         self.file.close()
 
 
 Needs = Mapping[str, int]
-"""Bytes of a unit's "values", "gradient" and "states"."""
+"""The bytes of a unit's "values", "gradient" and "states"."""
 
 
 def needs_of(layout: UnitLayout, state_bytes: float) -> Needs:
-    """``state_bytes``: of the optimizer's states, for each element."""
+    """Return the bytes that a unit needs; ``state_bytes``: the bytes of the optimizer's states for each element."""
     states = math.ceil(state_bytes * layout.numel) + 4 * ALIGNED * len(layout.names) if layout.is_trained else 0
     gradient = layout.numel * layout.gradient_dtype.itemsize if layout.is_trained else 0
     return {"values": layout.numel * layout.dtype.itemsize, "gradient": gradient, "states": states}
 
 
 def share_out(room: int, levels: list[list[int]]) -> list[int]:
-    """``room`` bytes among purses: the first of ``levels`` is what they need, each next one what is better; on the way from one to
-    the next all grow alike."""
+    """Divide ``room`` bytes among pools. The first of ``levels`` has the least bytes that each pool needs, later ones have better sizes;
+    between two levels each pool gets the same fraction of the difference."""
     held = levels[0]
     for level in levels[1:]:
         wanted = [max(one, other) for one, other in zip(held, level, strict=True)]
@@ -214,10 +218,11 @@ def share_out(room: int, levels: list[list[int]]) -> list[int]:
 
 
 def default_limit(num_on_host: int) -> int:
-    """Of the process's memory where none is given: most of what the host has free, for each of so many nodes."""
+    """Return the memory limit of the process if none is given: an equal share, for each of ``num_on_host`` nodes, of 0.8 of the host's
+    free memory."""
     return int(_SHARE_OF_HOST * psutil.virtual_memory().available) // num_on_host
 
 
 def path_in(folder: str, name: str) -> Path:
-    """Of a service's file, which no other one has."""
+    """Return a unique path for a service's file in ``folder``."""
     return Path(folder) / f"{re.sub(r'[^a-z0-9]+', '-', name)}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"

@@ -1,12 +1,12 @@
-"""StoredUnit: a Unit whose values, states and gradients lie in a file, and are in memory only while somebody needs them.
+"""StoredUnit: a Unit whose values, states and gradients are in a file, and in memory only while they are needed.
 
     unit = StoredUnit(3, layout, kind, told, num_workers=2, store=store, needs=needs)
     unit.prepare()                                       # starts to read; waits for memory
-    unit.update(window, edits, options)                  # writes behind itself
+    unit.update(window, edits, options)                  # starts to write the results, and does not wait
     with unit.values() as values: ...                    # reads them, if they are not in memory
 
-The optimizer's object is the same as in memory: for a step its parameters and states are views of what was read. What it gives is so
-the same, bit for bit. States of a few elements (Adam's step) stay in memory.
+The optimizer object is the same as that of a Unit in memory: for a step its parameters and states are views of the buffers that were
+read, so that results are equal bit for bit. States of a few elements (Adam's step) stay in memory.
 """
 
 import contextlib
@@ -30,11 +30,15 @@ from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 _SMALL = 64  # elements
 
 Entry = tuple[int, torch.Size, torch.dtype]
-"""Where in it a state begins, and what it is."""
+"""A state in a unit's part of the file: its first byte, its shape and its type."""
 
 
 class StoredUnit(Unit):
-    """Number ``index`` of the units of ``store``; see Unit for the others."""
+    """Unit ``index`` of ``store``; see Unit for the other arguments.
+
+    Args:
+        needs: the bytes of the unit's values, gradient and states.
+    """
 
     def __init__(
         self,
@@ -53,10 +57,10 @@ class StoredUnit(Unit):
         )
         self._capacity = pages(needs["states"])
         self._entries: dict[tuple[str, str], Entry] = {}
-        self._end = 0  # of the last entry
+        self._end = 0  # the end of the last entry, in bytes
         self._small: dict[str, dict[str, Any]] = {}
-        """What else the optimizer keeps, by name; whoever has states is here."""
-        self._writes: dict[int, Transfer] = {}  # the last one of each part of the file
+        """The state entries that stay in memory, by name; every parameter that has a state is a key."""
+        self._writes: dict[int, Transfer] = {}  # the last write to each part of the file, by offset
         self._is_spilled = False
         self._ahead: _Prepared | None = None
         super().__init__(layout, kind, told, num_workers=num_workers)
@@ -72,7 +76,8 @@ class StoredUnit(Unit):
 
     # values
 
-    def _read_values(self, buffer: Tensor) -> Transfer:  # what is being written is borrowed, and not read
+    def _read_values(self, buffer: Tensor) -> Transfer:
+        # needs no wait for writes: values that are being written are borrowed, and so not read
         return self._store.file.read(self._values_at, buffer)
 
     def _flat(self, buffer: Tensor) -> Tensor:
@@ -100,8 +105,8 @@ class StoredUnit(Unit):
     # the file
 
     def _write(self, offset: int, buffer: Tensor, then: Callable[[], None]) -> None:
-        """``then`` is called when it is done."""
-        if offset != self._gradient_at:  # which is of no commit
+        """Start to write ``buffer``; ``then`` is called when it is written."""
+        if offset != self._gradient_at:  # gradients belong to no commit
             self._store.dirty()
         transfer = self._store.file.write(offset, buffer)
         self._writes[offset] = transfer
@@ -137,13 +142,13 @@ class StoredUnit(Unit):
 
     def spill(self) -> bool:
         if not self._lock.acquire(blocking=False):
-            return False  # it is being stepped, or summed
+            return False  # the unit is being updated, or its gradients summed
         try:
             if self._sum is None or self._gradients is not None or self._turn or self._ahead is not None:
                 return False
             if self._is_complete:
-                return False  # its update has been ordered, which gives the memory back
-            if self._gradient_at in self._writes:  # of a window that was left out
+                return False  # its update has been ordered, and frees the memory
+            if self._gradient_at in self._writes:  # a write of an earlier window that was not stepped
                 self._writes[self._gradient_at].wait()
             buffer = self._store.gradients.whole(self._sum)
             self._sum, self._is_spilled = None, True
@@ -161,7 +166,7 @@ class StoredUnit(Unit):
 
     @contextlib.contextmanager
     def _gradients_at_hand(self, window: int) -> Generator[None, None, None]:
-        """What was written is read, for as long as somebody looks at it."""
+        """Read the sum of the gradients, if it was written to disk, and hold it inside the ``with`` block."""
         if not self._is_spilled or window != self._window:
             yield
             return
@@ -178,7 +183,7 @@ class StoredUnit(Unit):
         with self._lock:
             known = [(len(edits), name) for name in self.layout.names if name in self._reached and name in names]
             if self._is_spilled and window == self._window and self._norms.keys() >= set(known):
-                return sum(self._norms[key] for key in known)  # it was read for another worker
+                return sum(self._norms[key] for key in known)  # it was computed for another worker already
             with self._gradients_at_hand(window):
                 return super().norm_squared(window, names, edits)
 
@@ -206,7 +211,7 @@ class StoredUnit(Unit):
         else:
             slot = store.states.take(size)
             held = store.cache.borrow(self._index, num_bytes, self._read_values)
-        with self._lock:  # a checkpoint's states may come meanwhile, before a step begins: of all or nothing
+        with self._lock:  # a checkpoint's states may be loaded meanwhile, before a step: read all or none
             self.wait_for_writes()
             reads = [store.file.read(self._states_at, slot[: self._capacity])] if self._entries else []
             has_gradient = self._is_spilled and not ahead
@@ -216,7 +221,7 @@ class StoredUnit(Unit):
         return True
 
     def _leave_ahead(self) -> None:
-        """What was read ahead is not stepped."""
+        """Drop what was read ahead, without an update."""
         if self._ahead is not None:
             self._ahead.wait()
             self._store.states.give(self._ahead.slot)
@@ -224,7 +229,7 @@ class StoredUnit(Unit):
             self._ahead = None
 
     def update(self, window: int, edits: Sequence[Edit], options: Sequence[Mapping[str, Any]]) -> None:
-        """After :meth:`prepare`."""
+        """Step with the gradients of the window; see Unit. Call after :meth:`prepare`."""
         with self._lock:
             ahead, self._ahead = self._ahead, None
             if self.optimizer is None:
@@ -251,14 +256,14 @@ class StoredUnit(Unit):
             self.parameters[name].data = value
 
     def _views(self, slot: Tensor) -> dict[str, dict[str, Any]]:
-        """The states by name, those that are large in ``slot``."""
+        """Return the states by name; large tensors are views of ``slot``."""
         found = {name: dict(small) for name, small in self._small.items()}
         for (name, key), entry in self._entries.items():
             found[name][key] = _view(slot, entry)
         return found
 
     def _take_states(self, optimizer: Optimizer, slot: Tensor) -> None:
-        """Put what the optimizer keeps into ``slot``, as far as it is not there, and leave it nothing."""
+        """Move the states out of the optimizer: large tensors that are not views of ``slot`` yet are copied to it."""
         for name, parameter in self.parameters.items():
             state = optimizer.state.pop(parameter, None)
             if state is None:
@@ -287,7 +292,7 @@ class StoredUnit(Unit):
 
     @contextlib.contextmanager
     def states(self, names: Collection[str]) -> Generator[dict[str, dict[str, Any]], None, None]:
-        with self._lock:  # the update to the version that was waited for may not have put its states away yet
+        with self._lock:  # wait for an update that has set the version already, but not stored its states yet
             has_none = self._small.keys().isdisjoint(names) and not self.layout.has_masters
         if has_none:
             yield {}
@@ -345,7 +350,7 @@ class StoredUnit(Unit):
 
 @dataclass(slots=True)
 class _Prepared:
-    """What the next step needs, on its way: memory of the states, and of a gradient that was written; the values; what brings them."""
+    """What the next step needs, while it is read: a buffer for the states and a gradient that was spilled, the values, and the reads."""
 
     slot: Tensor
     held: Held
@@ -353,7 +358,7 @@ class _Prepared:
     has_gradient: bool
 
     def wait(self) -> None:
-        """Raises what the disk says."""
+        """Wait until everything is read; raises the error of a failed read."""
         for transfer in self.reads:
             transfer.wait()
         self.held.wait()

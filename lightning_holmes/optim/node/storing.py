@@ -1,4 +1,4 @@
-"""Where an optimizer node keeps its units: in memory, or in a file, with as much memory as it may take."""
+"""Creates the units of an optimizer node: in memory, or in a file with limited memory."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,14 +23,14 @@ def make_units(
     name: str,
     options: NodeOptions,
 ) -> tuple[Mapping[int, Unit], StateStore | None]:
-    """The units of a service, by number, and where they are stored, if not in memory.
+    """Create the units of a service, by number, and their store; the store is None if the units are in memory.
 
     Args:
-        told: what workers say; see Service.
-        name: of the node and its workers, for messages and files.
+        told: the description that workers send; see Service.
+        name: the name of the node and its workers, for messages and files.
 
     Raises:
-        ConfigurationError: there is not the memory, or not the space.
+        ConfigurationError: there is not enough memory, or not enough disk space.
     """
     optimizer, num_workers = told["optimizer"], told["num_workers"]
     folder = options.folder(told["states"], name=name)
@@ -44,8 +44,8 @@ def make_units(
     if not layouts:
         return {}, None
     needs = {index: needs_of(layout, optimizer["state_bytes"]) for index, layout in layouts.items()}
-    # an update's own memory: first states, and states that are loaded, come into new memory; others than fused kernels have
-    # intermediate values; gradients of another type are cast, and masters rounded
+    # memory that an update needs besides: new states, and states that are loaded, are allocated first and copied; kernels that are not
+    # fused have intermediate values; gradients of another type are cast, and masters rounded
     fuses = all(may_fuse(kind, group, layout.dtype) for group in optimizer["groups"] for layout in layouts.values())
     beside = max(
         2 * needs[i]["states"]

@@ -1,12 +1,12 @@
-"""Unit: parameters that travel together, as an optimizer node holds them: their values, the sum of their gradients, their optimizer.
+"""Unit: parameters that are sent together, on an optimizer node: their values, the sum of their gradients, and their optimizer.
 
     unit = Unit(layout, kind, told, num_workers=2)
     unit.keep(values, 1)                                 # version 1
-    unit.arrive(1, window, {"up.weight"}, gradient)      # from the workers' threads, in any order; True: it was the last one
+    unit.arrive(1, window, {"up.weight"}, gradient)      # from the workers' threads, in any order; True if the sum is complete
     unit.update(window, edits, options)                  # version 2
 
-Workers are summed in the order of their ranks, whichever gradient comes first, so that a run can be repeated bit for bit. The
-optimizer steps whole parameters. A parameter that no worker's microbatch has reached has no gradient, as in plain Lightning.
+Gradients are summed in the order of the workers' ranks, whichever arrives first, so that runs are reproducible bit for bit. The
+optimizer steps whole parameters. A parameter for which no worker's microbatch has a gradient gets none, as in plain Lightning.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from lightning_holmes.optim.node.description import UnitLayout, build_optimizer,
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 
 Edit = tuple[str, float]
-"""What clipping does to the gradients that the optimizer steps with: ("scale", factor) or ("clamp", largest value)."""
+"""A change that clipping makes to the gradients before the optimizer steps: ("scale", factor) or ("clamp", largest value)."""
 
 
 class Unit:
-    """One of an optimizer node's; ``version`` counts its values.
+    """A unit of an optimizer node; ``version`` counts the versions of its values.
 
     Args:
-        kind, told: the optimizer's class and description, to which groups may be added.
-        num_workers: whose gradients are summed.
+        kind, told: the optimizer's class and its description, to which groups may be added later.
+        num_workers: the number of workers whose gradients are summed.
     """
 
     def __init__(self, layout: UnitLayout, kind: type[Optimizer], told: dict[str, Any], *, num_workers: int) -> None:
@@ -54,18 +54,18 @@ class Unit:
         self._window = 0
         self._num_last = 0
         self.updated_window = 0
-        """The last window with whose gradients it has stepped."""
+        """The last window for which the unit was updated."""
         self._sum: Tensor | None = None
         self._gradients: dict[str, Tensor] | None = None
         self._reached: set[str] = set()
         self._num_edited = 0
-        self._norms: dict[tuple[int, str], float] = {}  # after so many edits
+        self._norms: dict[tuple[int, str], float] = {}  # squared norms, by number of edits and parameter name
         self._before_change: list[Callable[[Unit], None]] = []
 
     def add_groups(
         self, options: Sequence[Mapping[str, Any]], names: Sequence[Collection[str]], marks: Mapping[str, Any]
     ) -> None:
-        """The workers' optimizer has been given these groups, of parameters that are here or elsewhere; between two updates."""
+        """Add parameter groups that the workers' optimizer got; ``names`` may include parameters of other units. Between two updates."""
         with self._lock:
             for name in marks.keys() & self.parameters.keys():
                 vars(self.parameters[name]).update(marks[name])
@@ -85,7 +85,8 @@ class Unit:
                 Optimizer.add_param_group(self.optimizer, {**given, "params": parameters})
 
     def begin_again(self, num_workers: int) -> None:
-        """The workers are others, so many, who count windows anew. Values and states stay; what came of a step that was not committed goes."""
+        """Prepare for ``num_workers`` new workers, which count windows from the beginning. Values and states stay; gradients of a step that
+        was not committed are dropped."""
         with self._lock:
             self.forget()
             self._inbox = [deque() for _ in range(num_workers)]
@@ -93,7 +94,7 @@ class Unit:
             self._reached.clear()
             self._before_change.clear()
 
-    # what is written of it
+    # checkpoints
 
     def expect(self, read: "Callable[[Unit], None]") -> None:
         """Call ``read`` once, with the lock held, before anything here changes, or in :meth:`meet`."""
@@ -101,7 +102,7 @@ class Unit:
             self._before_change.append(read)
 
     def meet(self, read: "Callable[[Unit], None]") -> None:
-        """Let who is expected read now, if it has not been its turn."""
+        """Call ``read`` now, if :meth:`expect` has registered it and it was not called yet."""
         with self._lock:
             if read in self._before_change:
                 self._before_change.remove(read)
@@ -112,62 +113,62 @@ class Unit:
             self._before_change.pop(0)(self)
 
     def _start(self) -> dict[str, Tensor]:
-        """Parameters without values yet."""
+        """Return the parameters by name, without values yet."""
         self._values = torch.zeros(self.layout.numel, dtype=self.layout.dtype)
         return self.layout.views(self._values)
 
     def keep(self, values: Tensor, version: int) -> None:
-        """Values from a worker, (numel,)."""
+        """Store values from a worker, (numel,), as version ``version``."""
         with self._lock:
             self._begin_change()
             self._follow(self._values, values)
             self.version = version
 
     def _follow(self, held: Tensor, values: Tensor) -> None:
-        """Hold ``values``; of masters those that are rounded to them stay."""
+        """Copy ``values`` to ``held``; masters that round to the same values stay."""
         with torch.no_grad():
             if self.layout.has_masters and self.version:
                 values = torch.where(held.to(values.dtype) == values, held, values.to(held.dtype))
             held.copy_(values)
 
     def wait_for_writes(self) -> None:
-        """Until everything is where it stays."""
+        """Wait until all writes to the disk are complete."""
 
     @contextlib.contextmanager
     def values(self) -> Generator[Tensor, None, None]:
-        """(numel,), as workers have them, as long as somebody reads them."""
+        """Yield the values in the type that workers have, (numel,); they are valid inside the ``with`` block."""
         yield self._values.to(self.layout.sent_dtype)
 
     def prepare(self, *, ahead: bool = False) -> bool:
-        """Start to bring what :meth:`update` needs, before it is called.
+        """Start to read what :meth:`update` needs, before it is called.
 
         Args:
-            ahead: the gradients are not there yet: only if there is room now.
+            ahead: the gradients have not arrived yet; read only if there is room in memory now.
 
         Returns:
-            Whether that is under way.
+            Whether reading has started, or is not needed.
         """
         return True
 
     # gradients
 
     def spill(self) -> bool:
-        """Start to write the sum of the gradients, and give its memory back then; False where that cannot be."""
+        """Start to write the sum of the gradients to disk, and free its memory afterwards; returns False if that is not possible."""
         return False
 
     def arrive(
         self, worker: int, window: int, touched: Collection[str], gradient: Tensor | None, *, is_last: bool = False
     ) -> bool:
-        """A batch's gradient of one worker, (numel,), which is this unit's from now on; added when those before it have been.
+        """Take a batch's gradient of one worker, (numel,), and add it when those of the workers before it have been added.
 
         Args:
-            window: counts optimizer steps; gradients of an earlier one are dropped.
-            touched: the parameters that a microbatch has reached.
-            gradient: None: it is in that of another worker, which speaks for this one.
-            is_last: no other of this worker and window comes.
+            window: the number of the window; the first gradient of a new window drops the sum of the earlier one.
+            touched: the parameters that got a gradient from a microbatch.
+            gradient: None: it is included in the gradient of another worker, which speaks for this one. The unit may change the tensor.
+            is_last: whether this is the last gradient of this worker in the window.
 
         Returns:
-            Whether with this one all workers' last ones have been added.
+            Whether the last gradients of all workers have been added now.
         """
         with self._lock:
             is_complete = False
@@ -180,11 +181,11 @@ class Unit:
 
     @property
     def _is_complete(self) -> bool:
-        """All workers' last gradients of the window have been added."""
+        """Whether the last gradients of all workers in the window have been added."""
         return self._num_last == len(self._inbox)
 
     def add(self, window: int, touched: Collection[str], gradient: Tensor | None, is_last: bool) -> None:
-        """Add a worker's gradients of a window, if it has sent some; the lock is held."""
+        """Add a worker's gradient of a window, if it has sent one; the lock must be held."""
         if window != self._window:
             self.forget()
             self._window = window
@@ -201,13 +202,13 @@ class Unit:
             self._sum.add_(gradient)
 
     def forget(self) -> None:
-        """The sum of the gradients is not needed any more."""
+        """Drop the sum of the gradients."""
         self._sum = self._gradients = None
         self._num_edited = 0
         self._norms.clear()
 
     def _edited(self, window: int, edits: Sequence[Edit]) -> dict[str, Tensor]:
-        """The gradients of a window that is complete, in the parameters' types, after ``edits``."""
+        """Return the gradients of a complete window, by name, in the parameters' type, after ``edits``."""
         if window != self._window or self._sum is None:
             return {}
         if self._gradients is None:
@@ -221,8 +222,12 @@ class Unit:
         return self._gradients
 
     def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
-        """Of the gradients of ``names``, after ``edits``; a worker that asks later than another one, who has gone on to edit them, is
-        told what that one was told."""
+        """Return the squared norm of the gradients of ``names``, after ``edits``. A worker that asks after another one has edited the
+        gradients further gets the result that was computed before.
+
+        Raises:
+            ConnectionLostError: the gradients were edited further before any worker asked for this norm.
+        """
         with self._lock:
             gradients, after = self._edited(window, edits), len(edits)
             wanted = [name for name in gradients if name in names]
@@ -236,7 +241,7 @@ class Unit:
             return sum(self._norms[after, name] for name in wanted)
 
     def is_finite(self, window: int) -> bool:
-        """Whether all gradients with which the optimizer steps are."""
+        """Whether all gradients that the optimizer steps with are finite."""
         with self._lock:
             gradients = self._edited(window, ())
             return all(bool(g.isfinite().all()) for name, g in gradients.items() if name in self._stepped)
@@ -244,10 +249,10 @@ class Unit:
     # the optimizer
 
     def update(self, window: int, edits: Sequence[Edit], options: Sequence[Mapping[str, Any]]) -> None:
-        """Step with what the window has gathered.
+        """Step with the gradients of the window.
 
         Raises:
-            UnsupportedModuleError: the optimizer keeps count in its groups' options, which are the workers'.
+            UnsupportedModuleError: the optimizer changes the options of its groups in a step, which the workers set.
         """
         with self._lock:
             self._begin_change()
@@ -281,7 +286,7 @@ class Unit:
 
     @contextlib.contextmanager
     def states(self, names: Collection[str]) -> Generator[dict[str, dict[str, Any]], None, None]:
-        """The optimizer's, of ``names``, as long as somebody reads them."""
+        """Yield the optimizer states of the parameters ``names``; they are valid inside the ``with`` block."""
         state = {} if self.optimizer is None else self.optimizer.state
         found = {n: dict(state[p]) for n, p in self.parameters.items() if n in names and p in state}
         yield self._with_masters(found, names, self._values) if self.layout.has_masters else found
@@ -293,12 +298,12 @@ class Unit:
         return {n: states.get(n, {}) | {MASTER_WEIGHT: master} for n, master in masters.items()}
 
     def state_keys(self, names: Collection[str]) -> dict[str, dict[str, int]]:
-        """What they consist of, and the bytes of each entry's numbers."""
+        """Return the keys of the states of ``names``, with the bytes of each tensor; 0 for other entries."""
         with self.states(names) as found:
             return {name: {key: _num_bytes(value) for key, value in state.items()} for name, state in found.items()}
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """The inverse, as torch loads states: in the parameters' types."""
+        """Load optimizer states, as ``Optimizer.load_state_dict`` does: in the parameters' types."""
         if self.optimizer is None:
             return
         with self._lock:
@@ -308,7 +313,7 @@ class Unit:
     def _load(self, optimizer: Optimizer, states: Mapping[str, Mapping[str, Any]]) -> None:
         for name in states if self.layout.has_masters else ():
             saved = states[name].get(MASTER_WEIGHT)
-            if saved is not None:  # unless other weights were loaded, say
+            if saved is not None:  # restore masters that round to the present values; other weights may be loaded
                 sent, master = self.layout.sent_dtype, self.parameters[name].detach()
                 master.copy_(torch.where(saved.to(sent) == master.to(sent), saved, master))
         states = {n: {k: v for k, v in state.items() if k != MASTER_WEIGHT} for n, state in states.items()}

@@ -1,13 +1,13 @@
-"""Updates: when an optimizer node steps its units, in two threads: one brings what a step needs, one computes.
+"""Updates: schedules the updates of an optimizer node's units, in two threads: one reads what a step needs, one computes.
 
-An update begins when every worker has committed it, and runs unit by unit in the order of the next forward. Where workers tell a step's
-options at its beginning ("begin"), a unit is updated when its last gradient has come, and the commit only confirms these; what is out of
-core is read ahead in the order of the backward, as far as there is room.
+An update begins when every worker has committed it, and runs unit by unit in the order of the next forward. If workers send a step's
+options at its beginning ("begin"), a unit is updated when its last gradient has arrived, and the commit only confirms the options; units
+on disk are read ahead in the order of the backward, as far as there is room.
 
-    updates = Updates(units, num_workers=2, name="optimizer node 0", changed=..., fail=...)
-    updates.begin(message)                     # of each worker
-    updates.complete(unit, window)             # all workers' gradients of the window are in it
-    updates.commit(0, message)                 # of each worker
+    updates = Updates(units, num_workers=2, changed=..., committed=..., fail=...)
+    updates.begin(message)                     # from each worker
+    updates.complete(unit, window)             # the unit has all workers' gradients of the window
+    updates.commit(0, message)                 # from each worker
 """
 
 import queue
@@ -22,12 +22,13 @@ from lightning_holmes.optim.node.unit import Edit, Unit
 
 
 class Updates:
-    """Of the ``units`` of a service, in the order of the forward.
+    """Updates the ``units`` of a service.
 
     Args:
-        changed: called after each.
-        committed: called with a window when all of its updates are where they stay.
-        fail: told what goes wrong; nothing is updated any more then.
+        units: in the order of the forward.
+        changed: called after each update.
+        committed: called with a window when all of its updates have been made and written.
+        fail: called with the exception if an update fails.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Updates:
         self._units = units
         self._changed, self._committed, self._fail = changed, committed, fail
         self._lock = threading.Lock()
-        # of each worker those that another one has not made: where updates need no commit, one may be a step ahead
+        # by worker, commits that other workers have not sent yet: if updates need no commit, a worker may be a step ahead
         self._commits: list[deque[dict[str, Any]]] = [deque() for _ in range(num_workers)]
-        self._added: list[deque[dict[str, Any]]] = [deque() for _ in range(num_workers)]  # likewise, of groups
+        # by worker, messages of added groups that other workers have not sent yet
+        self._added: list[deque[dict[str, Any]]] = [deque() for _ in range(num_workers)]
         self._last_window = 0
-        self._begun: dict[int, list[dict[str, Any]]] = {}  # by window, of all workers
+        self._begun: dict[int, list[dict[str, Any]]] = {}  # by window, the messages of all workers
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ahead: deque[Unit] = deque()
@@ -60,10 +62,10 @@ class Updates:
         for thread in self._threads:
             thread.start()
 
-    # what workers say
+    # messages of workers
 
     def begin(self, message: dict[str, Any]) -> None:
-        """A worker begins the last batch of a window, with these options."""
+        """Handle a worker's message that it begins the last batch of a window, with its options."""
         with self._lock:
             told = self._begun.setdefault(message["window"], [])
             told.append(message)
@@ -72,7 +74,8 @@ class Updates:
             self._orders.put(self._look_ahead)
 
     def add_groups(self, worker: int, message: dict[str, Any]) -> None:
-        """A worker's optimizer has been given more groups of parameters, before what it does next."""
+        """Handle a worker's message of added parameter groups; once all workers have sent it, the groups are added after the updates
+        ordered so far."""
         told = self._told_by_all(self._added, worker, message)
         if told is None:
             return
@@ -85,17 +88,17 @@ class Updates:
         self._orders.put(lambda: self._add(first))
 
     def complete(self, unit: Unit, window: int) -> None:
-        """The last gradients of a window are in ``unit``."""
+        """Order the update of ``unit``, which has the last gradients of a window."""
         self._orders.put(lambda: self._order(unit, window, (), self._options_begun(window)))
 
     def commit(self, worker: int, message: dict[str, Any]) -> None:
-        """A worker's optimizer has stepped."""
+        """Handle a worker's commit of a step; once all workers have sent it, the remaining units are updated."""
         told = self._told_by_all(self._commits, worker, message)
         if told is None:
             return
         first, *others = told
         for other, commit in enumerate(others, start=1):
-            if repr(commit) != repr(first):  # a norm that is no number is unlike itself
+            if repr(commit) != repr(first):  # not ``!=``: NaN differs from itself
                 what = next(key for key in first if repr(commit.get(key)) != repr(first[key]))
                 raise ConnectionLostError(
                     f"workers 0 and {other} step with different {what}: {first[what]} and {commit[what]}; set the optimizer's options, and clip or "
@@ -106,29 +109,29 @@ class Updates:
     def _told_by_all(
         self, told: list[deque[dict[str, Any]]], worker: int, message: dict[str, Any]
     ) -> list[dict[str, Any]] | None:
-        """The messages of all workers, if with this one each has told its next one; they are taken out then."""
+        """Queue a worker's message; once all workers have sent their next one, remove and return one message of each."""
         with self._lock:
             told[worker].append(message)
             return [of_worker.popleft() for of_worker in told] if all(told) else None
 
     def on_room(self) -> None:
-        """Memory has become free: more can be read ahead."""
+        """Try to read more units ahead, after memory has become free."""
         if self._ahead:
             self._orders.put(lambda: None)
 
     @property
     def num_waiting(self) -> int:
-        """Of what has been ordered."""
+        """The number of queued orders."""
         return self._orders.qsize() + self._work.qsize()
 
     def finish(self) -> None:
-        """Make what has been ordered, and nothing after it."""
+        """Finish the orders that are queued, and end the threads."""
         for orders, thread in zip((self._orders, self._work), self._threads, strict=True):
             orders.put(None)
             thread.join()
 
     def cancel(self) -> None:
-        """Nothing is updated any more; :meth:`finish` waits for what is under way."""
+        """End the threads after the orders that are queued, whose errors are ignored; :meth:`finish` waits for them."""
         self._is_over = True
         self._orders.put(None)
         self._work.put(None)
@@ -146,7 +149,7 @@ class Updates:
                     self._fail(error)
 
     def _add(self, message: Mapping[str, Any]) -> None:
-        """When all updates that were ordered before have been made."""
+        """Add groups to the units, after all updates that were ordered before."""
         is_reached = threading.Event()
         self._work.put(is_reached.set)
         while not is_reached.wait(0.1):
@@ -157,7 +160,7 @@ class Updates:
         self._changed()
 
     def _is_settled(self, unit: Unit) -> bool:
-        """Its last update has been made."""
+        """Whether the last update that was ordered for ``unit`` has been made."""
         return self._ordered.get(unit, 0) <= unit.updated_window
 
     def _look_ahead(self) -> None:
@@ -181,7 +184,7 @@ class Updates:
         self._work.put(lambda: self._update(unit, window, edits, options))
 
     def _finish_step(self, commit: dict[str, Any]) -> None:
-        """Update what is not updated yet."""
+        """Update the units that were not updated for the window yet, and end the step."""
         window, options = commit["window"], commit["options"]
         if window == self._last_window:
             raise HolmesError(
@@ -192,7 +195,7 @@ class Updates:
         with self._lock:
             begun = self._begun.pop(window, [])
             self._begun = {w: messages for w, messages in self._begun.items() if w > window}
-        if window in self._ordered.values():  # after these updates, which may say better what is wrong
+        if window in self._ordered.values():  # after these updates, whose errors may be more specific
             self._work.put(lambda: self._check_options(begun[0]["options"], options))
         self._ahead.clear()
         for unit in self._units:

@@ -1,4 +1,4 @@
-"""Action: one thing that a pipeline rank does in a step. Plain data; schedule.py says what each means.
+"""Action: one operation of a pipeline rank in a step. Plain data; the package's docstring describes each.
 
 str(Action(Op.BACKWARD_INPUT, stage=1, microbatch=3))       # "I1.3"
 """
@@ -32,14 +32,14 @@ COMPUTE_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD
 SEND_OPS = frozenset({Op.SEND_ACTIVATION, Op.SEND_GRADIENT})
 RECV_OPS = frozenset({Op.RECV_ACTIVATION, Op.RECV_GRADIENT})
 GRADIENT_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
-"""What needs the gradient of a stage's output and gives that of its input."""
+"""The operations that need the gradient of a stage's output and compute the gradient of its input."""
 RELEASING_OPS = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})
-"""What ends a microbatch's work on a stage, so that its activations are let go."""
+"""The operations that end a microbatch's work on a stage, so that its activations are freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does."""
+    """One operation of a rank."""
 
     op: Op
     stage: int

@@ -1,4 +1,4 @@
-"""Checking a schedule, and when its computations would start if transfers took no time.
+"""Validates a schedule, and computes when its computations would start if transfers took no time.
 
 validate_schedule(schedule)         # ValueError, naming the rank and the action, if it could go wrong
 start_slots(schedule)[1][0]         # (1, Action F1.0)
@@ -12,17 +12,16 @@ from lightning_holmes.plan.schedule.action import COMPUTE_OPS, GRADIENT_OPS, REC
 from lightning_holmes.plan.schedule.schedule import Schedule, receive_of
 
 SLOTS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}
-"""How long a computation is drawn."""
+"""The duration of each computation in slots."""
 
 
 def validate_schedule(schedule: Schedule) -> None:
-    """Raise ValueError, naming the rank and the action, if the schedule could go wrong.
+    """Raise ValueError, naming the rank and the action, if the schedule is not valid.
 
-    Checked: every action is there once, on its rank; receives come before and sends after their computation,
+    Checked: every action is present once, on its rank; receives come before and sends after their computation,
     a backward after its forward, a weight backward after its input backward, a reduction after all backwards of its
-    stage, and a stage after that of its own rank which hands it something; each computation between a fetch and the
-    release of its stage; for each ordered pair of ranks the receives have the order of the sends; and no rank waits for
-    ever.
+    stage, and a computation after the one of the same rank whose output it uses; each computation is between a fetch and the
+    release of its stage; for each ordered pair of ranks the receives have the order of the sends; and there is no deadlock.
     """
     if len(schedule.actions) != schedule.pipeline_parallel_size:
         raise ValueError(
@@ -64,7 +63,7 @@ def _check_actions(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -
 
 
 def _check_residency(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
-    """A stage's parameters are fetched before its computations, released after them, and each fetch has its release."""
+    """Check that a stage's parameters are fetched before its computations and released after them, and that each fetch has a release."""
     held: set[int] = set()
     for action in actions:
         stage = action.stage
@@ -81,7 +80,7 @@ def _check_residency(schedule: Schedule, rank: int, actions: tuple[Action, ...])
 
 
 def _expected(schedule: Schedule, rank: int) -> list[Action]:
-    """Every action that a rank must have."""
+    """All actions that a rank must have, except fetches and releases."""
     expected: list[Action] = []
     for stage in schedule.stages_of(rank):
         comes, goes = _crosses(schedule, stage - 1), _crosses(schedule, stage)
@@ -98,12 +97,12 @@ def _expected(schedule: Schedule, rank: int) -> list[Action]:
 
 
 def _crosses(schedule: Schedule, stage: int) -> bool:
-    """Whether what a stage gives the next one goes to another rank."""
+    """Whether a stage and the next one are on different ranks."""
     return 0 <= stage < schedule.num_stages - 1 and schedule.rank_of(stage) != schedule.rank_of(stage + 1)
 
 
 def _before(schedule: Schedule, action: Action) -> list[Action]:
-    """What must stand before an action on its own rank."""
+    """The actions that must come before an action on its own rank."""
     stage, microbatch = action.stage, action.microbatch
     if action.op is Op.FORWARD:
         if _crosses(schedule, stage - 1):
@@ -128,15 +127,15 @@ def _before(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def start_slots(schedule: Schedule) -> list[list[tuple[int, Action]]]:
-    """For each rank the slot in which each computation starts; transfers take no time.
+    """For each rank the slot in which each computation starts, if transfers take no time.
 
-    Sends and posts do not wait; a computation waits until what it needs was sent. Raises ValueError with the
-    waiting actions if nobody can go on.
+    Sends and receives do not block; a computation waits until the tensor that it needs was sent. Raises ValueError with the
+    waiting actions on a deadlock.
     """
     slots: list[list[tuple[int, Action]]] = [[] for _ in schedule.actions]
     clock = [0] * len(schedule.actions)
     cursor = [0] * len(schedule.actions)
-    arrival: dict[Action, int] = {}  # of the receive actions
+    arrival: dict[Action, int] = {}  # by receive action
     moved = True
     while moved:
         moved = False
@@ -165,7 +164,7 @@ def start_slots(schedule: Schedule) -> list[list[tuple[int, Action]]]:
 
 
 def _receive_before(schedule: Schedule, compute: Action) -> Action | None:
-    """The receive that a computation waits for; none at the two ends of the pipeline and within a rank."""
+    """The receive that a computation waits for; None at the ends of the pipeline and within a rank."""
     if compute.op is Op.FORWARD and _crosses(schedule, compute.stage - 1):
         return Action(Op.RECV_ACTIVATION, compute.stage, compute.microbatch)
     if compute.op in GRADIENT_OPS and _crosses(schedule, compute.stage):

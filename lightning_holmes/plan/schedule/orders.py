@@ -1,11 +1,11 @@
-"""The orders in which a pipeline rank computes. Plain data; specs.py says which schedule has which.
+"""The orders of a pipeline rank's computations. Plain data; specs.py assigns them to schedules.
 
     shape = RankShape(rank=1, num_ranks=2, num_microbatches=3, stages=(1,), groups=(range(3),))
     [str(action) for action in zero_bubble(shape)]
     # ["F1.0", "I1.0", "F1.1", "I1.1", "W1.0", "F1.2", "I1.2", "W1.1", "W1.2"]
 
-Where a backward is split, BACKWARD_INPUT gives what the stage before waits for, and BACKWARD_WEIGHT, which nobody waits
-for, fills what would be idle time. Stage 0 has nobody before it: its backward is never split.
+In a split backward, BACKWARD_INPUT computes the gradient that the previous stage waits for, and BACKWARD_WEIGHT, which no
+other rank waits for, fills idle time. The backward of stage 0 is never split, since there is no previous stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_holmes.plan.schedule.action import Action, Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShape:
-    """A pipeline rank, its stages, and the groups of microbatches that go through one of its chunks after another."""
+    """A pipeline rank, its stages, and its groups of microbatches: a group passes all chunks, one after the other, before the next group."""
 
     rank: int
     num_ranks: int
@@ -29,7 +29,7 @@ class RankShape:
 
     @property
     def following(self) -> int:
-        """Ranks after this one."""
+        """The number of ranks after this one."""
         return self.num_ranks - self.rank - 1
 
     def forwards(self) -> list[Action]:
@@ -37,22 +37,22 @@ class RankShape:
         return [Action(Op.FORWARD, stage, m) for group in self.groups for stage in self.stages for m in group]
 
     def backwards(self) -> list[Action]:
-        """All whole backwards, likewise, the last chunk first."""
+        """All whole backwards, group by group and chunk by chunk, the last chunk first."""
         return [
             Action(Op.BACKWARD, stage, m) for group in self.groups for stage in reversed(self.stages) for m in group
         ]
 
 
 def all_forwards_first(shape: RankShape) -> list[Action]:
-    """GPipe."""
+    """GPipe: all forwards, then all backwards."""
     return shape.forwards() + shape.backwards()
 
 
 def breadth_first(shape: RankShape) -> list[Action]:
     """All microbatches through a stage before the next one, and back in reverse (arXiv 2211.05953).
 
-    In the last stage of all each backward follows its forward at once: that ends no later, and holds what the head makes,
-    which may be large, for one microbatch.
+    In the last stage of the pipeline each backward directly follows its forward: the step takes no longer, and the head's
+    output, which may be large, is held for one microbatch only.
     """
     last = shape.num_ranks * len(shape.stages) - 1
     forwards, backwards = ([a for a in half if a.stage != last] for half in (shape.forwards(), shape.backwards()))
@@ -61,12 +61,12 @@ def breadth_first(shape: RankShape) -> list[Action]:
 
 
 def in_flight_breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[int, ...]:
-    """All microbatches in every stage but the last of all, which holds one."""
+    """The microbatches that each stage holds: all, except for the last stage of the pipeline, which holds one."""
     return (num_microbatches,) * (num_ranks * num_chunks - 1) + (1,)
 
 
 def one_forward_one_backward(shape: RankShape, warm_up: int = 1) -> list[Action]:
-    """So many forwards for each rank after this one, then one forward and one backward in turn."""
+    """1F1B: ``warm_up`` forwards for each rank after this one, then one forward and one backward in turn."""
     return _in_turn(shape.forwards(), shape.backwards(), warm_up * shape.following)
 
 
@@ -77,14 +77,14 @@ def interleaved(shape: RankShape) -> list[Action]:
 
 
 def in_flight_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int, warm_up: int = 1) -> tuple[int, ...]:
-    """The microbatches that each stage holds: those of its warm-up, and one."""
+    """The microbatches that each stage holds: those of its warm-up plus one."""
     return tuple(min(num_microbatches, warm_up * (num_ranks - rank - 1) + 1) for rank in range(num_ranks))
 
 
 def in_flight_interleaved(
     num_ranks: int, num_microbatches: int, num_chunks: int, group_size: int = 1
 ) -> tuple[int, ...]:
-    """Likewise, of groups of microbatches that each go through one chunk after another; exact for whole groups."""
+    """The microbatches that each stage holds under ``interleaved``; exact if all groups are full."""
     groups = microbatch_groups(num_microbatches, num_ranks, group_size)
     stages = [0] * (num_ranks * num_chunks)
     for rank in range(num_ranks):
@@ -96,15 +96,16 @@ def in_flight_interleaved(
 
 
 def microbatch_groups(num_microbatches: int, num_ranks: int, size: int) -> list[range]:
-    """The groups of microbatches that go through one chunk after another; at least P in each, larger ones first.
+    """Divide microbatches into groups for interleaved schedules; at least P (num_ranks) in each, larger groups first.
 
-    With groups of P (size 1) a rank needs a chunk's first microbatch back as soon as it has sent the last one of the chunk
-    before, and waits for the transfers. Groups of 2P give them P computations of time.
+    A group passes all chunks, one after the other, before the next group. With groups of P (size 1) a rank needs the first
+    microbatch of a chunk as soon as it has sent the last one of the previous chunk, and waits for the transfers. Groups of 2P
+    leave P computations of time for the transfers.
 
-    Megatron's order has groups of P and wants full ones. Groups that are a little larger hold a little more, and keep
-    the bubble of full ones for any number of microbatches: a last group filled up with microbatches that do not exist
-    costs up to a fifth of the step. Fewer than P are filled up and left out again at the end: an order without
-    circles stays one when some microbatches are left out.
+    Megatron's order has groups of exactly P. Slightly larger groups hold slightly more activations, and keep the bubble of full
+    groups for any number of microbatches: padding the last group with microbatches that do not exist would cost up to a fifth
+    of the step. Fewer than P microbatches are padded, and compute_order drops the padding: an order without deadlock
+    stays free of deadlock if some microbatches are left out.
     """
     number = max(1, num_microbatches // (size * num_ranks))
     each, more = divmod(max(num_microbatches, num_ranks), number)
@@ -113,7 +114,7 @@ def microbatch_groups(num_microbatches: int, num_ranks: int, size: int) -> list[
 
 
 def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> list[Action]:
-    """So many forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """num_warmup forwards, then one forward and one backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     num_steady = len(forwards) - num_warmup
     order = list(forwards[:num_warmup])
@@ -125,9 +126,8 @@ def _in_turn(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup
 def zero_bubble(shape: RankShape, warm_up: int = 1) -> list[Action]:
     """ZB-H1 (arXiv 2401.10241): 1F1B whose weight backwards lag by ``rank`` microbatches.
 
-    The later a rank's first backward is its own next work rather than the next rank's answer, the more weight backwards it
-    keeps for the end, when 1F1B idles. Every rank holds at most P microbatches, as the first rank of 1F1B does; with an
-    eager warm-up rank r holds 2P - r - 1.
+    A rank keeps its last ``rank`` weight backwards for the end of the step, when 1F1B would be idle. Every rank holds at most P
+    microbatches, as the first rank of 1F1B does; with an eager warm-up (2) rank r holds 2P - r - 1.
     """
     rank, num_microbatches = shape.rank, shape.num_microbatches
     if rank == 0:
@@ -146,9 +146,9 @@ def zero_bubble(shape: RankShape, warm_up: int = 1) -> list[Action]:
 def zero_bubble_v(shape: RankShape) -> list[Action]:
     """ZB-V (arXiv 2401.10241; V placements in 2405.15362): two chunks a rank, down and back up.
 
-    A rank first fills with forwards, as many as 1F1B's first rank holds (2P of its half stages); then each forward of
-    a chunk is followed by the same chunk's whole backward, so that the number held stays; at the end the input
-    backwards run first. The pattern needs 2P - 1 microbatches; fewer are the same order with the others left out.
+    A rank first runs forwards until it holds as much as 1F1B's first rank (2P of its half-size stages); then each forward of
+    a chunk is followed by the same chunk's whole backward, so that the number held stays constant; at the end the input
+    backwards run first. The pattern needs 2P - 1 microbatches; with fewer, the others are left out of the same order.
     """
     rank, num_ranks, stages = shape.rank, shape.num_ranks, shape.stages
     total = max(shape.num_microbatches, 2 * num_ranks - 1)
@@ -187,7 +187,7 @@ def _repeat(times: int, what: Callable[[], None]) -> None:
 
 
 def _unsplit(order: list[Action]) -> list[Action]:
-    """Stage 0's input backwards out, its weight backwards as whole ones: nobody waits for the gradient of its input."""
+    """Merge stage 0's split backwards into whole ones, at the place of the weight backwards: no rank needs the gradient of its input."""
     whole = []
     for action in order:
         if action.stage > 0:

@@ -27,11 +27,11 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline ranks times chunks."""
+        """The number of stages: pipeline ranks times chunks."""
         return self.pipeline_parallel_size * self.num_chunks
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank on which a stage lives."""
+        """The pipeline rank that holds a stage."""
         return spec_of(self.name).rank_of(stage, self.pipeline_parallel_size)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class Schedule:
         return spec_of(self.name).stages_of(rank, self.pipeline_parallel_size, self.num_chunks)
 
     def gradient_op(self, stage: int) -> Op:
-        """The kind of action that gives the gradient of a stage's input."""
+        """The kind of action that computes the gradient of a stage's input."""
         return Op.BACKWARD_INPUT if spec_of(self.name).splits_backward(stage) else Op.BACKWARD
 
     def last_op(self, stage: int) -> Op:
@@ -55,11 +55,11 @@ def make_schedule(
     num_chunks: int = 1,
     forward_only: bool = False,
 ) -> Schedule:
-    """The schedule of that name. Cached: the runner asks once a batch.
+    """Make the schedule of this name. Cached, since the runner calls it for every batch.
 
-    What each is, ``spec_of(name).description`` says.
+    ``spec_of(name).description`` describes each schedule.
 
-    Raises ConfigurationError for an unknown name and for numbers that do not go together.
+    Raises ConfigurationError for an unknown name and for numbers that do not go with it.
     """
     for what, value in (
         ("pipeline_parallel_size", pipeline_parallel_size),
@@ -120,8 +120,8 @@ def _make_schedule(
 def _with_transfers(
     computes: list[list[Action]], ranks: tuple[int, ...], forward_only: bool, *, ahead: int, lets_go: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """Put sends after the computations, receives ahead of them, and around each stage's its fetch, release and reduction."""
-    # What arrives at a rank from each source, in the order in which the source sends it.
+    """Insert sends after the computations, receives ahead of them, and fetches, releases and reductions around each stage's computations."""
+    # the receives of each rank by source, in the order in which the source sends
     arriving: list[dict[int, list[Action]]] = [{} for _ in computes]
     for source, order in enumerate(computes):
         for compute in order:
@@ -132,7 +132,7 @@ def _with_transfers(
 
     lists: list[tuple[Action, ...]] = []
     for rank, order in enumerate(computes):
-        # by what they wait for: a forward for its input, a whole or input backward for the gradient of its output
+        # the place of each computation that can wait for a receive: forwards, and whole or input backwards
         position = {
             (compute.op is Op.FORWARD, compute.stage, compute.microbatch): index
             for index, compute in enumerate(order)
@@ -149,7 +149,7 @@ def _with_transfers(
         actions: list[Action] = []
         for index, (compute, posted) in enumerate(zip(order, posts, strict=True)):
             actions += before.get(index, ())
-            # Reversed back to the order of each source; the sort is stable, so it only mixes the sources.
+            # restore the order of each source; the sort is stable, so that it only merges the sources
             posted.reverse()
             posted.sort(key=lambda entry: entry[0])
             actions += [receive for _, receive in posted]
@@ -165,11 +165,11 @@ def _with_transfers(
 def around_stages(
     order: list[Action], forward_only: bool, *, lets_go: bool = False
 ) -> tuple[dict[int, list[Action]], dict[int, list[Action]]]:
-    """What stands before and after the computations of a rank, by their places: fetches; reductions and releases.
+    """Return the fetches, reductions and releases to insert before and after a rank's computations, by index of the computation.
 
-    A stage is held from its first computation to its last one; with ``lets_go`` no longer than while one other stage is computed,
-    so that never more than two are here: the last one of the forwards waits for its backwards, and so does the one before it. A
-    reduction then comes after the fetch of a stage that is needed sooner.
+    A stage is held from its first computation to its last one. With ``lets_go`` it is released before another stage begins, unless it is
+    computed again directly after that one, so that at most two stages are held: the last two stages of the forwards are kept for their
+    backwards. A reduction is then inserted after the fetch of a stage that is needed sooner.
     """
     last = {compute.stage: index for index, compute in enumerate(order)}
     held: list[tuple[int, int, int]] = []  # stage, first and last computation
@@ -200,7 +200,7 @@ def around_stages(
 
 
 def _send_after(compute: Action, ranks: tuple[int, ...]) -> Action | None:
-    """The send that follows a computation; none at the two ends of the pipeline, and none within a rank."""
+    """The send that follows a computation; None at the ends of the pipeline and within a rank."""
     stage = compute.stage
     if compute.op is Op.FORWARD and stage < len(ranks) - 1 and ranks[stage + 1] != ranks[stage]:
         return Action(Op.SEND_ACTIVATION, stage, compute.microbatch)
@@ -210,7 +210,7 @@ def _send_after(compute: Action, ranks: tuple[int, ...]) -> Action | None:
 
 
 def receive_of(send: Action) -> Action:
-    """The receive, on the other rank, that takes what a send sends."""
+    """The receive on the other rank that matches a send."""
     if send.op is Op.SEND_ACTIVATION:
         return Action(Op.RECV_ACTIVATION, send.stage + 1, send.microbatch)
     return Action(Op.RECV_GRADIENT, send.stage - 1, send.microbatch)
@@ -219,8 +219,8 @@ def receive_of(send: Action) -> Action:
 def max_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """For each rank the largest number of forwards whose backward has not run yet; 0 if there is no backward.
 
-    A chunk counts by itself: a microbatch that has passed two chunks of a rank counts twice. A split backward has run
-    when its weight action has.
+    Each chunk counts: a microbatch that has passed two chunks of a rank counts twice. A split backward has run
+    when its BACKWARD_WEIGHT has run.
     """
     peaks = []
     for actions in schedule.actions:

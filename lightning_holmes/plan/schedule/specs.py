@@ -1,16 +1,16 @@
-"""The registry of schedules: one ScheduleSpec says all that tells a schedule from another. To add one, add an entry.
+"""The registry of schedules: a ScheduleSpec defines everything that is specific to a schedule. To add a schedule, add an entry.
 
     spec_of("zero_bubble").splits_backward(stage=1)     # True
-    rank_of_stage("interleaved_1f1b", 5, pipeline_parallel_size=4)      # 1: stages go round and round
-    rank_of_stage("zero_bubble_v", 5, pipeline_parallel_size=4)         # 2: down to the last rank and back up
+    rank_of_stage("interleaved_1f1b", 5, pipeline_parallel_size=4)      # 1: stages are placed in a loop
+    rank_of_stage("zero_bubble_v", 5, pipeline_parallel_size=4)         # 2: in a V, down to the last rank and back up
 
-    round and round (loop)             V
+    loop                               V
     rank 0: 0 4                        rank 0: 0 7
     rank 1: 1 5                        rank 1: 1 6
     rank 2: 2 6                        rank 2: 2 5
     rank 3: 3 7                        rank 3: 3 4
 
-In a V the last rank hands its first stage's output to its second stage without a transfer, and the first rank holds
+In a V the last rank passes its first stage's output to its second stage without a transfer, and the first rank holds
 both ends of the model, so that a microbatch's backward begins where its forward did.
 """
 
@@ -41,22 +41,22 @@ ScheduleName = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec:
-    """What there is to say about a schedule.
+    """The definition of a schedule.
 
     Attributes:
-        name: as the strategy's argument has it.
+        name: the value of the strategy's ``schedule`` argument.
         description: in a line.
-        order: the computations of a rank, in order.
-        num_chunks: stages a rank; None: as many as are asked for, at least two (one, where ``is_layered``).
-        is_v_shaped: stages go down the ranks and back up; else round and round.
-        is_layered: all microbatches pass one stage of a rank before they begin the next. A stage's parameters may go between
-            its forwards and its backwards, and one rank may hold all stages.
-        is_split: backwards are split in two actions, but for stage 0, whose input needs no gradient.
-        receives_ahead: a receive is posted so many computations before the one that needs it.
-        group_size: microbatches, in pipeline ranks, that go through one chunk after another.
-        split_variant: the same schedule with split backwards.
-        in_flight: for ranks, microbatches and chunks, the microbatches that each stage holds when its rank holds the most; None
-            for one that is told by its actions.
+        order: returns the computations of a rank, in order.
+        num_chunks: stages per rank; None: chosen by the user, at least two (at least one if ``is_layered``).
+        is_v_shaped: stages are placed down the ranks and back up, instead of in a loop.
+        is_layered: all microbatches pass one stage of a rank before they begin the next. A stage's parameters may be released
+            between its forwards and its backwards, and one rank may hold all stages.
+        is_split: backwards are split in two actions, except for stage 0, whose input needs no gradient.
+        receives_ahead: the number of computations before the one that needs it at which a receive is posted.
+        group_size: size of the groups of microbatches, as a multiple of the number of pipeline ranks (see microbatch_groups).
+        split_variant: the name of the same schedule with split backwards.
+        in_flight: (ranks, microbatches, chunks) -> the microbatches that each stage holds when its rank holds the most; None: count
+            them from the actions.
     """
 
     name: str
@@ -73,34 +73,34 @@ class ScheduleSpec:
 
     @property
     def is_eager(self) -> bool:
-        """It gives transfers time: by a longer warm-up, or larger groups of microbatches."""
+        """Whether it leaves time for transfers, by a longer warm-up or larger groups of microbatches."""
         return self.receives_ahead > 1
 
     @property
     def is_chunked(self) -> bool:
-        """It runs several stages a rank."""
+        """Whether it can run several stages per rank."""
         return self.num_chunks != 1
 
     @property
     def is_interleaved(self) -> bool:
-        """It runs as many stages a rank as are asked for, at least two."""
+        """Whether it runs a number of stages per rank that the user chooses, at least two."""
         return self.num_chunks is None and not self.is_layered
 
     def chunks(self, asked: int | Literal["auto"]) -> int | Literal["auto"]:
-        """The stages a rank: those of the schedule, where it settles them, or else what is asked for."""
+        """The stages per rank: the schedule's own number if it is fixed above 1, otherwise ``asked``."""
         return self.num_chunks if self.num_chunks not in (None, 1) else asked
 
     def splits_backward(self, stage: int) -> bool:
-        """Whether the backward of a stage is two actions."""
+        """Whether the backward of a stage is split into two actions."""
         return self.is_split and stage > 0
 
     def rank_of(self, stage: int, size: int) -> int:
-        """The pipeline rank, of ``size``, on which a stage lives."""
+        """The pipeline rank that holds a stage; ``size``: the number of pipeline ranks."""
         chunk, place = divmod(stage, size)
         return size - 1 - place if self.is_v_shaped and chunk % 2 else place
 
     def stages_of(self, rank: int, size: int, num_chunks: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank, ascending, one a chunk."""
+        """The stages of a pipeline rank, ascending, one per chunk."""
         back = size - 1 - rank if self.is_v_shaped else rank
         return tuple(chunk * size + (back if chunk % 2 else rank) for chunk in range(num_chunks))
 
@@ -199,19 +199,19 @@ SCHEDULE_NAMES: tuple[str, ...] = tuple(SCHEDULES)
 
 
 def spec_of(name: str) -> ScheduleSpec:
-    """The description of a schedule. Raises ConfigurationError for a name that there is not."""
+    """The spec of a schedule. Raises ConfigurationError for an unknown name."""
     if name not in SCHEDULES:
         raise ConfigurationError(f"schedule={name!r} is not known; use one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def rank_of_stage(schedule: str, stage: int, *, pipeline_parallel_size: int) -> int:
-    """The pipeline rank on which a stage lives."""
+    """The pipeline rank that holds a stage."""
     return SCHEDULES[schedule].rank_of(stage, pipeline_parallel_size)
 
 
 def stages_of_rank(schedule: str, rank: int, *, pipeline_parallel_size: int, num_chunks: int) -> tuple[int, ...]:
-    """The stages of a pipeline rank, ascending, one a chunk."""
+    """The stages of a pipeline rank, ascending, one per chunk."""
     return SCHEDULES[schedule].stages_of(rank, pipeline_parallel_size, num_chunks)
 
 

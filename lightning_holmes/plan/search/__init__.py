@@ -1,8 +1,8 @@
 """The search for the fastest plan that fits, for a run and for ``lightning-holmes plan`` alike.
 
-candidates.py says what is tried, balance.py assigns the layers, planner.py compares by simulation, preference.py decides
-between what is nearly as fast, refine.py moves single layers of the winner, and shard_search.py holds parameters in shards against
-whole ones.
+candidates.py lists the candidates, balance.py assigns the layers, planner.py compares candidates by simulation, preference.py chooses
+between plans of similar speed, refine.py moves single layers of the best plan, and shard_search.py compares sharded parameters with
+unsharded ones.
 
     result = search(cost_model, SearchSpace(tensor=(1, 2, 4, 8)))
     result.best.run, result.best.partition, result.best.step_s

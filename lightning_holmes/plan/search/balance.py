@@ -1,4 +1,4 @@
-"""The layers of each stage for one way of running a step, by the rule that was asked for.
+"""Assigns the layers to the stages of a candidate by a rule.
 
 partition = assign_layers(cost_model, run, "self_adapting")
 """
@@ -17,15 +17,15 @@ _GIB = 2.0**30
 def assign_layers(
     cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...], *, limit_memory: bool = True
 ) -> Partition:
-    """The partition; a stage's speed is that of the rank on which its schedule puts it.
+    """Make the partition of a run; a stage has the speed of the rank on which its schedule places it.
 
     Args:
-        rule: the name of one, or layer counts.
-        limit_memory: "self_adapting" keeps within the memory of each rank.
+        rule: the name of a rule, or layer counts.
+        limit_memory: whether "self_adapting" keeps within the memory of each rank.
 
     Raises:
-        NothingFitsError: "self_adapting" finds none that fits.
-        ConfigurationError: the rule cannot be had with these layers and stages.
+        NothingFitsError: "self_adapting" finds no partition that fits the memory.
+        ConfigurationError: the rule cannot be applied to these layers and stages.
     """
     ranks = ranks_of_stages(run.schedule, pipeline_parallel_size=run.layout.pipeline, num_chunks=run.num_chunks)
     by_rank = cost_model.speeds(run.layout)
@@ -35,7 +35,7 @@ def assign_layers(
 
 
 def check_memory(cost_model: CostModel, run: RunShape, partition: Partition) -> None:
-    """Raise NothingFitsError if the partition passes the memory of a rank; an upper bound, which the simulation may correct."""
+    """Raise NothingFitsError if the partition exceeds the memory of a rank. It checks an upper bound; a simulation may need less."""
     balance = cost_model.balance(run)
     assert balance.limits is not None
     used = balance.memory(partition.layer_counts)

@@ -1,7 +1,7 @@
-"""What the search may try: parallel sizes, schedules, chunks, microbatches and recomputation.
+"""The candidates of the search: parallel sizes, schedules, chunks, microbatches and recomputation.
 
-space = space_of(options, layout=layout)            # a run: the layout is settled
-space = SearchSpace(tensor=(1, 2, 4, 8))            # the command: sizes are open, too
+space = space_of(options, layout=layout)            # a run: the layout is fixed
+space = SearchSpace(tensor=(1, 2, 4, 8))            # the plan command: sizes are searched, too
 for set_up in make_set_ups(cost_model, space, left_out): set_up.runs
 """
 
@@ -29,26 +29,27 @@ LAYERED_SCHEDULES = ("breadth_first",)
 AUTO_SCHEDULES = (*PLAIN_SCHEDULES, *INTERLEAVED_SCHEDULES, *LAYERED_SCHEDULES)
 _CHUNKS = (2, 3, 4)
 _LAYERED_CHUNKS = (1, *_CHUNKS, 6, 8, 12, 16, 24, 32)
-# Beside other schedules, so that a search stays short: one chunk is gpipe, and of many stages or microbatches the bubble is small
+# fewer if other schedules are tried, too, so that a search stays short: one chunk is gpipe, and with many stages or microbatches the
+# bubble is small anyway
 _LAYERED_CHUNKS_BESIDE_OTHERS = (*_CHUNKS, 6, 8)
 _LAYERED_STAGES, _LAYERED_PER_RANK = 32, 4
 _MOST_PER_RANK = 16
 _COUNTS_TRIED = 8
-_SMALLEST_SIZES = 7  # microbatches of 1, 2, 4 ... 64 samples are tried where nothing larger fits
+_SMALLEST_SIZES = 7  # microbatches of 1, 2, 4 ... 64 samples are tried if no larger ones fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """What the search may choose from. None: whatever fits.
+    """The options that the search may choose from. None: any value that is possible.
 
     Attributes:
-        layout: where the devices of each rank are settled, as in a run; it stands in for the sizes.
-        pipeline, tensor, across: sizes to try; tensor sizes above 1 need a module that calls parallelize_module.
-        num_chunks: stages a rank of schedules that run as many as are asked for.
+        layout: the devices of each rank, if fixed as in a run; it overrides the sizes.
+        pipeline, tensor, across: values to try; tensor sizes above 1 need a module that calls parallelize_module.
+        num_chunks: stages per rank, for schedules that run any number of chunks.
         num_microbatches: by default those of :func:`microbatch_counts`.
         partition: the name of a rule, or layer counts.
-        prefers_eager: of plans that are nearly as fast, those whose schedule gives transfers time.
-        is_settled: nothing is left open, so a plan that does not fit the memory is taken, with a note.
+        prefers_eager: of plans of similar speed, prefer those whose schedule leaves time for transfers.
+        is_settled: nothing is left to choose, so that a plan that does not fit the memory is taken, with a note.
     """
 
     layout: Layout | None = None
@@ -74,11 +75,11 @@ class SearchSpace:
 
 
 def space_of(options: PlanOptions, *, interleaves: bool = True, **settings: Any) -> SearchSpace:
-    """What the strategy's arguments leave open, for a run and for the command.
+    """Make the SearchSpace of the choices that the strategy's arguments leave open, for a run and for the plan command.
 
     Args:
-        interleaves: schedules of several stages a rank may be chosen where the arguments do not name them.
-        settings: of the SearchSpace, beside what the arguments decide.
+        interleaves: whether schedules of several stages per rank may be chosen if the arguments do not name one.
+        settings: other attributes of the SearchSpace.
     """
     settled = options.num_chunks
     by_hand = not isinstance(options.partition, str)
@@ -100,16 +101,16 @@ def space_of(options: PlanOptions, *, interleaves: bool = True, **settings: Any)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetUp:
-    """A layout, with or without recomputation: its candidates, and those for when none of them fits the memory."""
+    """The candidates of a layout, with or without recomputation; ``smaller``: candidates with smaller microbatches if none of ``runs`` fits."""
 
     runs: tuple[RunShape, ...]
     smaller: tuple[RunShape, ...]
     bound_s: float
-    """No step of it is faster: all work spread over all devices, without a bubble or a wait."""
+    """A lower bound of the step: all work spread over all devices, without bubbles or waiting."""
 
 
 def make_set_ups(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) -> list[SetUp]:
-    """Those with candidates, the lowest bound first; ``left_out`` counts why there are no others."""
+    """Make the set-ups that have candidates, the lowest bound first; ``left_out`` counts the reasons against other layouts."""
     layouts = _layouts(cost_model, space, left_out) if space.layout is None else [space.layout]
     found = []
     for layout in layouts:
@@ -155,7 +156,7 @@ def _layouts(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) 
 
 
 def _as_placed(topology: Topology, layout: Layout) -> Layout:
-    """With the devices that a run would give to each pipeline rank, where these are not simply in order."""
+    """The layout with the devices that a run would give to each pipeline rank, if they are not in the order of the topology."""
     if is_plain(topology, layout.tensor * layout.data):
         return layout
     placement = make_placement(
@@ -179,7 +180,7 @@ def _runs(
     schedules = _schedules(space, layout.pipeline, model.num_layers, model.num_layers - len(set(model.forbidden_cuts)))
     for name, chunks in schedules:
         if recomputation and spec_of(name).is_split:
-            continue  # refused by the runner
+            continue  # the runner refuses this combination
         for count in counts:
             if chunks > 1 and count < layout.pipeline and len(schedules) > 1 and not spec_of(name).is_layered:
                 continue
@@ -197,15 +198,16 @@ def _runs(
 
 
 def _schedules(space: SearchSpace, size: int, num_layers: int, most_stages: int) -> list[tuple[str, int]]:
-    """Names and chunks a rank. What is asked for alone stays, though it may not go with the layers: that is told later.
+    """(schedule, chunks per rank) to try. A schedule that is the only one asked for is kept even if it does not go with the layers: a later
+    check reports that.
 
     Args:
-        most_stages: that split points which lose nothing allow.
+        most_stages: the largest number of stages without forbidden split points.
     """
     settled = space.num_chunks
     alone = len(space.schedules) == 1
     given = None
-    if not isinstance(space.partition, str) and settled is None:  # the layer counts tell the chunks
+    if not isinstance(space.partition, str) and settled is None:  # the layer counts imply the number of chunks
         given = max(1, len(space.partition) // size)
         settled = (given,)
     found: list[tuple[str, int]] = []
@@ -236,19 +238,19 @@ def _schedules(space: SearchSpace, size: int, num_layers: int, most_stages: int)
 
 
 def microbatch_counts(size: int, batch_size: int) -> tuple[int, ...]:
-    """Numbers of microbatches worth a try: those that divide the batch evenly, from one a rank to sixteen."""
+    """Numbers of microbatches to try: up to _COUNTS_TRIED that divide the batch evenly, from one to sixteen per pipeline rank."""
     most = min(batch_size, _MOST_PER_RANK * size)
     counts = [count for count in range(size, most + 1) if batch_size % count == 0]
-    if not counts:  # a batch smaller than the pipeline, or of a prime number of samples
+    if not counts:  # such as a batch smaller than the pipeline, or of a prime number of samples
         counts = sorted({min(batch_size, size * factor) for factor in (1, 2, 4)})
-    while len(counts) > _COUNTS_TRIED:  # the two nearest in ratio: one of them tells enough
+    while len(counts) > _COUNTS_TRIED:  # drop one of the two that are nearest in ratio
         ratios = [counts[index + 1] / counts[index] for index in range(len(counts) - 1)]
         del counts[ratios.index(min(ratios[1:-1])) if len(ratios) > 2 else 1]
     return tuple(counts)
 
 
 def smaller_microbatches(size: int, batch_size: int) -> tuple[int, ...]:
-    """More microbatches than those, for when they do not fit the memory."""
+    """Larger numbers of (smaller) microbatches than microbatch_counts, to try if those do not fit the memory."""
     counts = (batch_size >> power for power in range(_SMALLEST_SIZES) if batch_size % (1 << power) == 0)
     return tuple(sorted(count for count in counts if count > _MOST_PER_RANK * size))
 

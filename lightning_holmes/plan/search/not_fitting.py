@@ -1,4 +1,4 @@
-"""What is said where no plan fits the memory: by how much, and what would make it fit.
+"""The error if no plan fits the memory: how much is missing, and what would make one fit.
 
 raise nothing_fits(cost_model, runs, lacks=[lack_of(prediction)])
 """
@@ -14,7 +14,7 @@ from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import NothingFitsError, solve
 
-# what a run and the command say alike, around the error's message
+# texts around the error's message, for runs and for the plan command
 WITH_STATES = "memory: with an optimizer that keeps two numbers for each trained parameter, as AdamW does, "
 BY_HAND = "memory: by its estimate "
 WAY_OUT = (
@@ -26,7 +26,7 @@ _GIB = 2.0**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lack:
-    """What one way of running a step lacks: bytes of a device on its pipeline rank that lacks the most; negative where it
+    """The memory that a run shape lacks: bytes per device on the pipeline rank that lacks the most; negative if it
     fits."""
 
     run: RunShape
@@ -37,11 +37,11 @@ class Lack:
 def nothing_fits(
     cost_model: CostModel, runs: Sequence[RunShape], *, lacks: Sequence[Lack], recomputation: Sequence[bool] = (False,)
 ) -> NothingFitsError:
-    """The error, whose message says what would make one of ``runs`` fit.
+    """Make the error; its message says what would make one of ``runs`` fit.
 
     Args:
-        lacks: of those that were looked at; the least is told.
-        recomputation: what has been tried of it.
+        lacks: of the candidates that were evaluated; the message gives the smallest.
+        recomputation: the settings that have been tried.
     """
     least = min(lacks, key=lambda lack: lack.excess_bytes)
     excess_bytes, rank = least.excess_bytes, least.rank
@@ -71,7 +71,7 @@ def nothing_fits(
     needed = f"{(limits[rank] + excess_bytes) / training.memory_share / _GIB:.1f} GiB"
     if len(set(limits)) == 1:
         cures.append(f"devices with {needed} each")
-    else:  # the others may lack as much
+    else:  # other ranks may lack as much
         more = f"{excess_bytes / training.memory_share / _GIB:.1f} GiB"
         cures.append(f"devices with {more} more each, which is {needed} on pipeline rank {rank}")
     if max(run.layout.tensor for run in runs) == 1:
@@ -87,18 +87,17 @@ def nothing_fits(
 
 
 def lack_of(entry: Prediction) -> Lack:
-    """What a prediction lacks."""
+    """The Lack of a prediction."""
     lacking = (mine - limit for mine, limit in zip(entry.memory_bytes, entry.memory_limits, strict=True))
     excess, rank = max((excess, rank) for rank, excess in enumerate(lacking))
     return Lack(run=entry.run, excess_bytes=excess, rank=rank)
 
 
 def without_states(cost_model: CostModel, reason: NothingFitsError) -> CostModel:
-    """The costs with an optimizer that keeps nothing, since it is not known yet which one it will be, where ``reason`` says
-    that nothing fits with AdamW.
+    """The cost model with an optimizer without states, after nothing fitted with AdamW (``reason``): the optimizer is not known yet.
 
     Raises:
-        NothingFitsError: these are its costs already; ``reason`` with the way out.
+        NothingFitsError: ``cost_model`` already has no optimizer states; the message adds WAY_OUT to ``reason``.
     """
     bare = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
     if bare == cost_model.training:
@@ -107,7 +106,7 @@ def without_states(cost_model: CostModel, reason: NothingFitsError) -> CostModel
 
 
 def _smallest(runs: Sequence[RunShape], recomputation: Sequence[bool]) -> list[RunShape]:
-    """The runs with these settings of recomputation, the smallest microbatches of each layout."""
+    """For each layout, schedule and number of chunks the run with the smallest microbatches, with each setting of recomputation."""
     smallest: dict[tuple[Layout, str, int], RunShape] = {}
     for run in runs:
         key = run.layout, run.schedule, run.num_chunks
@@ -117,7 +116,7 @@ def _smallest(runs: Sequence[RunShape], recomputation: Sequence[bool]) -> list[R
 
 
 def _layered(run: RunShape, num_layers: int) -> RunShape:
-    """The run with a layer a stage, all microbatches through one before the next."""
+    """The run with the breadth_first schedule and about one layer per stage."""
     return replace(run, schedule="breadth_first", num_chunks=max(1, num_layers // run.layout.pipeline))
 
 

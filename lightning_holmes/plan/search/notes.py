@@ -1,4 +1,4 @@
-"""What a run says of its choices, in a line each: the layers, the microbatches, the schedule, and what others would cost.
+"""Notes on the choices of a run, a line each: partition, microbatches and schedule, compared with the alternatives.
 
 notes = describe_result(result, cost_model, options, described="FLOPs counted")
 """
@@ -23,11 +23,11 @@ def describe_result(
     not_interleaved: str | None = None,
     described: str = "",
 ) -> tuple[str, ...]:
-    """A note for everything that ``options`` left open, and one for the prediction.
+    """Return a note for each choice that ``options`` left open, and one for the prediction.
 
     Args:
-        not_interleaved: why interleaving was not to be chosen, in words; None: it could be.
-        described: how the costs came about.
+        not_interleaved: why interleaving must not be chosen, in words; None: it may be chosen.
+        described: where the costs come from.
     """
     best, notes = result.best, []
     if isinstance(options.partition, str) and options.partition != "uniform":

@@ -1,14 +1,14 @@
-"""The search: candidates are assigned their layers and simulated; the fastest that fits wins, and its layers are refined.
+"""The search: assigns layers to the candidates and simulates them; the fastest that fits is taken, and its partition refined.
 
     result = search(cost_model, SearchSpace(tensor=(1, 2, 4, 8)))
     result.best.run, result.best.partition, result.best.step_s
     result.runners_up[0].reason        # "1.12x slower: ..."
 
-Where several layouts are possible, each gets a lower bound of its step, in the order of which they are looked at: layers are
-assigned, memory is checked, the step is estimated by a closed form. Candidates are simulated in the order of their estimates
-until these pass the fastest that was found, a few at the least; layouts whose bound passes it are never looked at. The fastest
-layouts, or the one that is settled, have every candidate simulated, and preference.py says which one would be taken: so a run,
-whose layout is settled, and the command choose alike. Between layouts within _NEARLY of each other the simpler one is taken.
+If several layouts are possible, they are evaluated in the order of a lower bound of their step: layers are
+assigned, memory is checked, and the step is estimated by a closed form. Candidates are simulated in the order of their estimates
+until the estimates exceed the fastest step found, but at least a few; layouts whose bound exceeds it are never evaluated. For the
+fastest layouts, or for a fixed layout, every candidate is simulated, and preference.py chooses one: thus a run, whose layout is
+fixed, and the plan command choose the same. Of layouts within _NEARLY of each other the simpler one is taken.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.search.refine import refine
 from lightning_holmes.plan.self_adapting import NothingFitsError, solve
 
-_SIMULATED = 8  # candidates of all layouts that are simulated at the least, beside the runners-up
-_TRIED = 3  # layouts of which every candidate is tried
-_LARGEST = (
-    2**16
-)  # stages x microbatches of all candidates of a layout; beyond, those that are estimated to be slower are not simulated
+_SIMULATED = 8  # candidates of all layouts that are simulated at least, in addition to the number of runners-up
+_TRIED = 3  # layouts for which every candidate is tried
+# stages x microbatches, summed over the candidates of a layout; beyond it the candidates with the slowest estimates are not simulated
+_LARGEST = 2**16
 _NEARLY = 0.002
 _WORTH_TELLING = 0.01
 _NO_MEMORY = "does not fit the memory"
@@ -50,13 +49,14 @@ class SearchResult:
     """The best plan and the ones after it.
 
     Attributes:
-        runners_up: from several layouts, where these are open.
-        left_out: why candidates were not looked at or taken, and how many.
-        memory_note: what the plans lack, and with which optimizer; None where they fit with one like AdamW.
-        sharding_note: whether parameters live in shards, and why, where that was left to the search (shard_search.py).
-        fits_no_optimizer: the best plan does not fit even with one that keeps nothing; it is by hand.
-        unrefined: the best plan before single layers were moved.
-        tried: all that were simulated of its layout and fit, as they compare with it.
+        runners_up: of several layouts, unless the layout is fixed.
+        left_out: the number of candidates that were not evaluated or taken, by reason.
+        memory_note: how much memory the plans lack, and with which optimizer; None if they fit with an optimizer like AdamW.
+        sharding_note: whether parameters are sharded, and why, if the search decided it (shard_search.py).
+        fits_no_optimizer: the best plan, whose layers were given by hand or which had no choices left, does not fit even with an
+            optimizer without states.
+        unrefined: the best plan before single layers were moved; comparable with ``tried``.
+        tried: all simulated plans of the best plan's layout that fit.
     """
 
     best: Prediction
@@ -81,12 +81,14 @@ class _Looked:
 def search(
     cost_model: CostModel, space: SearchSpace | None = None, preference: Preference | None = None
 ) -> SearchResult:
-    """The fastest plan that fits; also where only an optimizer with fewer states than AdamW's does, and with layers that are
-    given by hand, or with nothing left open, where nothing fits. The result's memory_note says so.
+    """Find the fastest plan that fits the memory.
+
+    If nothing fits with AdamW: with layers given by hand, or with nothing left to choose, memory is not checked; otherwise the search
+    is repeated for an optimizer without states. The result's memory_note says so.
 
     Raises:
-        NothingFitsError: nothing fits the memory even if the optimizer keeps no states; by how much, and what would make it fit.
-        ConfigurationError: no sizes go together; no partition avoids the forbidden split points.
+        NothingFitsError: nothing fits even without optimizer states; the message says how much is missing, and what would make it fit.
+        ConfigurationError: no parallel sizes are possible, or no partition avoids the forbidden split points.
     """
     space, preference = space or SearchSpace(), preference or Preference()
     asked = _Search(cost_model, space, preference)
@@ -143,12 +145,12 @@ class _Search:
         )
 
     def _look_at_bare_stages(self, best: Prediction) -> None:
-        """Count what no run can have, where it would be faster: the layers assigned so that a stage has none."""
+        """Report in ``left_out`` a partition with an empty stage if it would be faster; no run can use it."""
         run = best.run
         if self.space.partition != "self_adapting" or run.num_chunks > 1 or run.layout.pipeline == 1:
             return
         balance = replace(self.cost_model.balance(run, limit_memory=self.limit_memory), bare_stages=True)
-        with contextlib.suppress(ConfigurationError):  # where nothing fits, that is told already
+        with contextlib.suppress(ConfigurationError):  # that nothing fits is reported elsewhere
             partition = Partition(solve(balance).layer_counts)
             if partition.bare_stages:
                 ratio = self._predict(run, partition).step_s / best.step_s
@@ -164,8 +166,8 @@ class _Search:
         return self.preference.pick(found, unit=unit, prefers_eager=self.space.prefers_eager)
 
     def _compare_layouts(self) -> list[tuple[SetUp, Prediction]]:
-        """Simulated candidates of the layouts that may be the fastest: in the order of their estimates, until these pass the
-        fastest that was found."""
+        """Simulate candidates of all layouts in the order of their estimates, until these exceed the fastest step
+        found."""
         wanted = _SIMULATED + self.space.runners_up
         made: list[tuple[SetUp, Prediction]] = []
         fastest = math.inf
@@ -191,8 +193,8 @@ class _Search:
         return made
 
     def _try_fastest(self, compared: Sequence[tuple[SetUp, Prediction]]) -> list[Prediction]:
-        """All that was tried of the layout that is taken. Its plan may be slower than its fastest candidate (preference.py), so
-        every candidate of the best few layouts is tried."""
+        """Choose a layout; return the predictions of all its candidates. The plan that preference.py picks may be slower than a
+        layout's fastest candidate, so every candidate of the best few layouts is tried."""
         best: dict[SetUp, float] = {}
         for set_up, entry in compared:
             best[set_up] = min(entry.step_s, best.get(set_up, math.inf))
@@ -216,7 +218,7 @@ class _Search:
         return self.refined[key]
 
     def _try_all(self, set_up: SetUp) -> list[Prediction]:
-        """The simulated candidates of a layout that fit, in the order in which they were made."""
+        """Simulate the candidates of a layout; return those that fit, in the order of the candidates."""
         for runs in (set_up.runs, set_up.smaller):
             looked = self._look(set_up, runs, bound_memory=False)
             most = _LARGEST
@@ -231,8 +233,8 @@ class _Search:
         return []
 
     def _look(self, set_up: SetUp, runs: Iterable[RunShape], *, bound_memory: bool = True) -> list[_Looked]:
-        """Assign layers and estimate. bound_memory: leave out what passes the memory by a bound, and do not wait for a
-        simulation."""
+        """Assign layers and estimate the step. bound_memory: leave out candidates that exceed the memory by an upper bound,
+        instead of simulating them."""
         found = []
         for run in runs:
             try:
@@ -262,12 +264,12 @@ class _Search:
         return partition
 
     def _simulate(self, looked: Iterable[_Looked]) -> list[Prediction]:
-        """Those that fit."""
+        """Simulate candidates; return those that fit."""
         found = []
         for entry in looked:
             made = self._predict(entry.run, entry.partition)
             if self.space.partition == "self_adapting" and entry.run.num_chunks > 1:
-                # of unlike layers, the slowest rank's optimum may have chunks of very unlike sizes, and wait between them
+                # with unequal layers, the optimum for the slowest rank may have chunks of very unequal sizes, and waits between them
                 uniform = make_uniform_partition(entry.partition.num_layers, entry.partition.num_stages)
                 if uniform != entry.partition and not uniform.split_points & set(self.cost_model.model.forbidden_cuts):
                     other = self._predict(entry.run, uniform)
@@ -321,8 +323,8 @@ def _plainness(run: RunShape) -> tuple[Any, ...]:
 
 
 def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> float:
-    """A step by closed form: the slowest rank or card for all microbatches, filling and draining, and of the reductions what
-    the backward and the draining after it do not hide."""
+    """Estimate a step by a closed form: the slowest rank or card for all microbatches, filling and draining the pipeline, and the part
+    of the reductions that does not overlap the backward and the draining."""
     costs = cost_model.step_costs(run, partition)
     ranks, stages, chunks = run.layout.pipeline, partition.num_stages, run.num_chunks
     both = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
@@ -342,12 +344,13 @@ def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> flo
             for (card, _), taken in zip(route.hops, seconds, strict=True):
                 cards[card] += taken  # type: ignore[assignment]
     slowest = max([*loads, *cards.values()])
-    # the first microbatch passes the first stage of every rank alone, and the last one comes back alone
+    # the first microbatch passes the first stage of every rank alone, and the last microbatch comes back alone
     fill = sum(both[:ranks]) - max(both[:ranks]) if chunks == 1 else sum(both) / stages * (ranks - 1)
     fill += sum(transfers[: ranks - 1])
     end, behind = 0.0, 0.0  # seconds from a rank's last backward to the first rank's
     for rank in range(ranks):
-        if costs.overlap_reduce and costs.reduce_s:  # of its first stage, whose backward is its last
+        # the reduction of the rank's first stage, whose backward is its last
+        if costs.overlap_reduce and costs.reduce_s:
             parts, whole_s = costs.reduce_parts[rank], costs.reduce_s[rank]
             reductions[rank] = max(whole_s / parts, whole_s - costs.backward_s[rank] * (1 - 1 / parts))
         end = max(end, reductions[rank] - behind + costs.update_s[rank] + costs.gather_s[rank])
@@ -356,7 +359,7 @@ def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> flo
 
 
 def _unlike(ranked: Sequence[Prediction], number: int) -> list[Prediction]:
-    """The next best, at most two of one layout: a list of one layout's microbatch counts would tell little."""
+    """The best ``number`` predictions, at most two of one layout, so that the list shows more than microbatch counts of one layout."""
     found: list[Prediction] = []
     seen: Counter[Layout] = Counter()
     for entry in ranked:
@@ -367,7 +370,7 @@ def _unlike(ranked: Sequence[Prediction], number: int) -> list[Prediction]:
 
 
 def _where_time_goes(entry: Prediction) -> dict[str, float]:
-    """Seconds of the step by cause, as the mean over pipeline ranks."""
+    """Seconds of the step by cause, averaged over pipeline ranks."""
     timeline, ranks = entry.timeline, entry.run.layout.pipeline
     update = math.fsum(entry.costs.update_s) / ranks
     tensor = timeline.exposed_s.get("tensor_parallel", 0.0) / ranks

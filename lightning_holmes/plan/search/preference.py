@@ -1,4 +1,4 @@
-"""Preference: which of several plans of one layout is taken, since predictions do not know everything.
+"""Preference: chooses between several plans of one layout, since predictions leave out some costs.
 
 best = Preference().pick(predictions, unit="flops")
 """
@@ -21,14 +21,14 @@ _WHY_MORE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """What must be saved, as a share of the step.
+    """The share of the step that an option must save, by prediction, to be chosen.
 
     Attributes:
-        counted_gain, timed_gain: by more microbatches, where FLOPs were counted and where layers were timed.
-        interleaving_gain: by interleaving: more messages and more work a stage than its costs know. Plans of one step took 0 to 2 %
-            longer with it than predicted beside those without (docs/log.md, 2026-11-23).
-        sharding_gain: by parameters in shards.
-        nearly: plans within it of the fastest are told apart by simplicity.
+        counted_gain, timed_gain: for more microbatches, if FLOPs were counted or layers were timed.
+        interleaving_gain: for interleaving, which has more messages and more work per stage than its costs include. Relative to plans
+            without it, interleaved steps took 0 to 2 % longer than predicted (docs/log.md, 2026-11-23).
+        sharding_gain: for sharded parameters.
+        nearly: plans are compared in steps of this share; of plans in the same step the simplest is chosen.
     """
 
     counted_gain: float = 0.08
@@ -38,14 +38,14 @@ class Preference:
     nearly: float = 0.01
 
     def microbatch_gain(self, unit: WorkUnit) -> tuple[float, str]:
-        """What more microbatches must save, and why."""
+        """The share of the step that more microbatches must save, and the reason."""
         return self.counted_gain if unit == "flops" else self.timed_gain, _WHY_MORE[unit]
 
     def pick(self, found: Sequence[Prediction], *, unit: WorkUnit, prefers_eager: bool = False) -> Prediction:
-        """The plan to take, of some of one layout.
+        """Choose one of several plans of one layout.
 
         Args:
-            prefers_eager: take a schedule that gives transfers time where its prediction is as good as another's.
+            prefers_eager: prefer a schedule that leaves time for transfers if its prediction is as good as another's.
         """
         plain = min((p.step_s for p in found if p.run.num_chunks == 1), default=math.inf)
         kept = [p for p in found if p.run.num_chunks == 1 or p.step_s < plain * (1 - self.interleaving_gain)]
@@ -56,7 +56,7 @@ class Preference:
 
         def rank(entry: Prediction) -> tuple[int, int, bool, bool]:
             slower, spec = math.floor((entry.step_s / fastest - 1) / self.nearly), spec_of(entry.run.schedule)
-            # of like ones a layered schedule comes last: it holds the activations of all microbatches
+            # of equal plans a layered schedule comes last, since it holds the activations of all microbatches
             return slower, entry.run.num_chunks, spec.is_layered, spec.is_eager != prefers_eager
 
         return min(kept, key=rank)

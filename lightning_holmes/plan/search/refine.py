@@ -1,9 +1,9 @@
-"""Moves layers between neighbouring stages while that makes the simulated step faster.
+"""Moves layers between neighbouring stages while the simulated step becomes faster.
 
     prediction = refine(cost_model, predict(cost_model, run, partition))
 
-The optimum of the slowest stage (self_adapting.py) does not know of transfers: with few stages a rank that is not quite
-as loaded as its neighbour has time to wait for what is under way, and the step may be faster for it.
+The partition with the fastest slowest rank (self_adapting.py) ignores transfers: with few stages, a rank with slightly less
+load than its neighbour can wait for transfers without slowing the step, so that the step may be faster.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 
-_GAIN = 0.01  # what a move must save
-_LARGEST = 2048  # stages x microbatches: a simulation of more takes too long to be repeated
-_MOST = 64  # simulations
+_GAIN = 0.01  # the share of the step that a move must save
+_LARGEST = 2048  # stages x microbatches: a larger simulation takes too long to be repeated
+_MOST = 64  # the largest number of simulations
 
 
 def refine(cost_model: CostModel, prediction: Prediction) -> Prediction:
-    """The prediction with the best partition that single moves lead to; the same one where none saves 1 %.
+    """Return the prediction of the best partition that single moves lead to; ``prediction`` itself if no move saves 1 %.
 
-    Split points that are forbidden are not tried, nor are partitions that do not fit the memory. It ends after 64 simulations, and
-    where stages x microbatches are more than 2048 there is none.
+    Forbidden split points are not tried, and partitions that do not fit the memory are not taken. At most 64 partitions are simulated;
+    none if stages x microbatches exceed 2048.
     """
     run, best = prediction.run, prediction
     if best.partition.num_stages * run.num_microbatches > _LARGEST:
@@ -40,7 +40,7 @@ def refine(cost_model: CostModel, prediction: Prediction) -> Prediction:
 
 
 def _moved(partition: Partition, forbidden_cuts: tuple[int, ...]) -> Iterator[Partition]:
-    """Every partition in which one layer has gone to the stage before or after its own."""
+    """Every allowed partition with one layer moved to the previous or next stage."""
     counts = partition.layer_counts
     for stage in range(len(counts) - 1):
         for step in (1, -1):

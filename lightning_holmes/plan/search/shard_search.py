@@ -1,10 +1,10 @@
-"""Whether parameters live in shards, where that is left to us: the best plan with them held against the best one without.
+"""Decides whether parameters are sharded: compares the best plan with sharded parameters to the best plan without.
 
     result = search_with_sharding(cost_model, space, "auto")
     result.best.sharded_parameters, result.sharding_note
 
-The costs are those of whole parameters. In shards goes what runs breadth-first: any other order would gather a stage for each
-microbatch, or keep it whole.
+``cost_model`` is for unsharded parameters. Parameters are sharded with breadth-first schedules only: any other order would gather a
+stage for each microbatch, or hold it unsharded.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lightning_holmes.plan.self_adapting import NothingFitsError
 def search_with_sharding(
     cost_model: CostModel, space: SearchSpace, asked: bool | Literal["auto"], *, why_not: str | None = None
 ) -> SearchResult:
-    """The fastest plan that fits, with parameters in shards if ``asked`` says so. "auto": where nothing fits otherwise, or where
-    it saves as much by prediction as interleaving must.
+    """Find the fastest plan that fits, with sharded parameters if ``asked`` is True. "auto": if nothing fits otherwise, or if sharding
+    saves more than Preference.sharding_gain of the step by prediction.
 
     Args:
-        why_not: why parameters cannot live in shards where it is left to us, in words.
+        why_not: why "auto" must not shard parameters, in words; None: it may.
 
     Raises what :func:`search` raises.
     """
@@ -80,7 +80,7 @@ def search_with_sharding(
 
 
 def _layered(space: SearchSpace) -> SearchSpace | None:
-    """What the space leaves of schedules under which a stage is gathered twice a step; no tensor parallelism beside it."""
+    """The space with layered schedules only, which gather a stage twice a step, and without tensor parallelism; None if it is empty."""
     names = tuple(name for name in space.schedules if spec_of(name).is_layered)
     if not names and len(space.schedules) > 1:
         names = LAYERED_SCHEDULES

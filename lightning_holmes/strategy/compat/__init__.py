@@ -1,1 +1,1 @@
-"""What keeps Lightning's callbacks, metrics and signals right while ranks hold parts of a module."""
+"""Adapters that keep Lightning's callbacks, metrics and signal handling correct while ranks hold parts of a module."""

@@ -1,13 +1,13 @@
-"""Lightning's callbacks that average weights, SWA and EMA, where a rank holds a part of the module.
+"""Lightning's callbacks that average weights, SWA and EMA, for ranks that hold a part of the module.
 
-They copy the module, which each rank still holds as a whole then, and later go through all its parameters and those of
-the copy in turn. Here both show them the rank's own only, while such a callback runs: of parameters in shards the parts of this
-replica, and the copy is cut as they are. What the callbacks write into checkpoints is brought together.
+These callbacks copy the module while each rank still holds it whole, and later iterate over its parameters and those of
+the copy together. While such a callback runs, both yield only the rank's own parameters. If parameters are sharded, they yield this
+replica's parts, and the copy is sharded in the same way. The entries that the callbacks write into checkpoints are gathered.
 
     averages = WeightAverages(trainer, pipeline, p2p, replicas, first_replica=0)
     with averages:
-        averages.shard(stage_shards)                # parameters have gone into shards
-        averages.close()                            # before they come back
+        averages.shard(stage_shards)                # after the parameters were sharded
+        averages.close()                            # before they are whole again
 """
 
 import functools
@@ -40,11 +40,11 @@ _HOOKS = (
 
 
 class WeightAverages(Replacements):
-    """Inside, the averaging callbacks of ``trainer`` are right for this rank's part, ``pipeline``.
+    """Inside, the averaging callbacks of ``trainer`` work on this rank's part of the module, ``pipeline``.
 
     Args:
-        replicas: a group of them; None: there is one.
-        first_replica: the one that writes files, and what of a folder no rank has a part in.
+        replicas: the data-parallel process group; None: there is one replica.
+        first_replica: the replica that writes files, and that is sent parameters of which no replica has entries.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WeightAverages(Replacements):
         self._averages: dict[Callback, StageShards] = {}
 
     def __enter__(self) -> Self:
-        """Wrap the callbacks' hooks; take the average's copies of other stages' parameters out of what they see."""
+        """Wrap the callbacks' hooks, so that they do not see the average's copies of other stages' parameters."""
         for callback in self._callbacks:
             self.replace(callback, **{hook: self._wrapped(callback, getattr(callback, hook)) for hook in _HOOKS})
             if isinstance(callback, StochasticWeightAveraging):
@@ -77,7 +77,7 @@ class WeightAverages(Replacements):
     # averages in shards
 
     def shard(self, shards: StageShards) -> None:
-        """The module's parameters are in ``shards`` from now on: so are the averages. All replicas call."""
+        """Shard the averages like the module's parameters, which are in ``shards`` from now on. All replicas must call."""
         self._shards = shards
         for callback in self._callbacks:
             average = average_model(callback)
@@ -87,14 +87,14 @@ class WeightAverages(Replacements):
             self._averages[callback] = shards.twin(parameters)
 
     def close(self) -> None:
-        """Averages are whole again. All replicas call, unless the run has failed."""
+        """Make the averages whole again. All replicas must call, unless the run has failed."""
         for average in self._averages.values():
             average.close()
         self._averages.clear()
         self._shards = None
 
     def abandon(self) -> None:
-        """The run has failed: averages stay where they are."""
+        """Leave the averages in shards, after the run has failed."""
         for average in self._averages.values():
             average.abandon()
 
@@ -110,7 +110,7 @@ class WeightAverages(Replacements):
 
     @contextmanager
     def _showing_local(self, callback: Any) -> Iterator[None]:
-        """``parameters()`` of the module and of its average yield those that this rank holds, by the same names."""
+        """Inside, ``parameters()`` of the module and of its average yield the parameters that this rank holds, of the same names."""
         average = average_model(callback)
         modules = [self._pipeline.module]
         if average is not None:
@@ -123,7 +123,7 @@ class WeightAverages(Replacements):
                 if shards is not None and module is average and isinstance(callback, StochasticWeightAveraging):
                     shown.replace(
                         module, to=lambda device, module=module: module
-                    )  # its shares lie where the module's do
+                    )  # its shards are on the same device as the module's
             yield
 
     def _local_parameters(self, module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -135,10 +135,11 @@ class WeightAverages(Replacements):
     # checkpoints
 
     def _gathered(self, state: Mapping[str, Any], collected: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-        """Each entry from the rank whose copy counts; all ranks of the pipeline must call.
+        """Gather ``state``, each entry from the rank that owns it; all ranks of the pipeline must call.
 
         Args:
-            collected: of parameters in shards, those that were brought to this rank; those that were brought to none are left out.
+            collected: if parameters are sharded, the whole ones that were brought to this rank; parameters that were brought to no rank are left
+                out.
         """
         pipeline, p2p = self._pipeline, self._p2p
         if collected is None and (p2p is None or p2p.size == 1):
@@ -166,11 +167,13 @@ class WeightAverages(Replacements):
     def _collected(
         self, shards: StageShards | None, destination: Callable[[str], int] | None = None
     ) -> dict[str, Tensor] | None:
-        """Whole parameters out of ``shards``, on the replica that writes files or what ``destination`` gives."""
+        """Return whole parameters from ``shards``, on the replica that writes files, or on the replica that ``destination`` returns for each name;
+        None without shards."""
         return None if shards is None else shards.collect(destination or (lambda name: self._first))
 
     def _holder_of(self, present: Iterable[str]) -> Callable[[str], int]:
-        """Which replica wants a parameter, if each wants those whose entries it has, ``present``. All replicas call."""
+        """Return a function from the name of a parameter to the replica that needs it, if each replica needs the parameters of its entries
+        ``present``. All replicas must call."""
         keys = self._pipeline.module.state_dict(keep_vars=True)
         names = {self._pipeline.name_of(keys[key], key) for key in present if key in keys}
         everyone = [names] if self._replicas is None else all_gather_values(names, self._replicas)
@@ -193,7 +196,8 @@ class WeightAverages(Replacements):
         own = callback.on_save_checkpoint
 
         def on_save_checkpoint(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            present = set(checkpoint["state_dict"])  # of one file: all on rank 0; of a folder: this rank's part
+            # for one file: all entries, on rank 0; for a folder: this rank's part
+            present = set(checkpoint["state_dict"])
             own(trainer, pl_module, checkpoint)
             if "averaging_state" in checkpoint:
                 current = self._collected(self._shards)
@@ -207,11 +211,11 @@ class WeightAverages(Replacements):
 
 
 class WholeAverages(Replacements):
-    """In an evaluation of its own, which begins with the whole module: ``WeightAveraging`` swaps its average with the whole module, before
-    and after, so that both are on every rank what they were.
+    """For an evaluation outside of fit, which begins with the whole module: inside, ``WeightAveraging`` swaps its average with the whole module,
+    before and after the evaluation, so that afterwards both are unchanged on every rank.
 
     Args:
-        whole: calls a function while the whole module is on every rank; all of them call it.
+        whole: calls a function while the whole module is on every rank; all ranks must call.
     """
 
     def __init__(self, trainer: "pl.Trainer", whole: Callable[[Callable[[], None]], None]) -> None:
@@ -239,13 +243,13 @@ def _is_averaged(module: nn.Module) -> bool:
 
 
 def _parts_of(shards: StageShards, recurse: bool = True) -> Iterator[nn.Parameter]:
-    """This replica's part of each parameter: writing to it is writing to the shard."""
+    """Yield this replica's part of each parameter, as a view: writing to it writes to the shard."""
     for name, parameter in shards.parameters.items():
         yield nn.Parameter(shards.own(name), requires_grad=parameter.requires_grad)
 
 
 def refusal_of_averages(callbacks: Iterable[Callback]) -> str:
-    """Why an average among ``callbacks`` may need more of a parameter than a replica's part; empty if none does."""
+    """Return why an averaging callback among ``callbacks`` may need more of a parameter than a replica's part; empty if none does."""
     for callback in callbacks:
         if not isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             continue
@@ -261,7 +265,7 @@ def refusal_of_averages(callbacks: Iterable[Callback]) -> str:
 
 
 def _is_elementwise(function: Callable[..., Any], is_multiple: bool) -> bool:
-    """Whether an averaging function gives the same of a tensor and of parts of it."""
+    """Return whether an averaging function gives the same result for a tensor as for its parts."""
 
     def run(averaged: Tensor, current: Tensor) -> Tensor:
         averaged, count = averaged.clone(), torch.tensor(3)

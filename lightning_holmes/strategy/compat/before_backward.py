@@ -1,8 +1,8 @@
-"""Refuses hooks that change parameters between a step's forward and its backward: both have been run when Lightning calls these hooks.
+"""Refuses hooks that change parameters between a step's forward and its backward: a pipeline has run both before Lightning calls these hooks.
 
 unchanged = UnchangedParameters(module, callbacks, lambda: held_values(pipeline, shards))
-unchanged.note()        # when the step has been run, forward and backward
-unchanged.check()       # when Lightning comes to its backward
+unchanged.note()        # after the step has been run, forward and backward
+unchanged.check()       # when Lightning calls its backward
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +19,10 @@ from lightning_holmes.strategy.user_hooks import BACKWARD_HOOKS, overridden_hook
 
 
 class UnchangedParameters:
-    """Compares checksums, where the user has such hooks; else nothing is looked at. On each rank by itself.
+    """Compares checksums of parameters, if the user has such hooks; else does nothing. Each rank checks by itself.
 
     Args:
-        values: gives parameters as this rank has them.
+        values: returns the tensors of this rank's parameters.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class UnchangedParameters:
         self._before: tuple[int, int] | None = None
 
     def note(self) -> None:
-        """The step has been run."""
+        """Take a checksum after the step has been run."""
         if self._hooks:
             self._before = self._sums()
 
     def check(self) -> None:
-        """The hooks have been called.
+        """Compare the checksum after the hooks have been called.
 
         Raises:
-            UnsupportedModuleError: parameters have been changed; names the hooks.
+            UnsupportedModuleError: parameters have been changed; the message names the hooks.
         """
         before, self._before = self._before, None
         if before is not None and self._sums() != before:
@@ -58,8 +58,8 @@ class UnchangedParameters:
 
 
 def held_values(pipeline: PipelineModule, shards: StageShards | None) -> list[Tensor]:
-    """Trained parameters as this rank has them between steps: whole, its share of them, or none. Of those that are frozen most are a teacher's,
-    an average that such hooks go on with, and that no backward comes to."""
+    """Return the trained parameters as this rank has them between steps: whole, its shards of them, or none. Frozen parameters are left out: most
+    belong to a teacher, an average that such hooks update, and that no backward reads."""
     if shards is not None:
         return [part.shard for part in shards.parts if part.is_trained]
     own = (pipeline.parameters[name] for name in sorted(pipeline.local_parameters))

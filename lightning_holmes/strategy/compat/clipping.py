@@ -1,4 +1,4 @@
-"""Lightning's clipping, and what surrounds the hooks between backward and step, where the optimizer's host knows more.
+"""Gradient clipping over all stages, and whole gradients for the hooks between backward and step.
 
 with clipping(trainer.precision_plugin, host, run.lifted): ...
 """
@@ -16,11 +16,11 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 
 @contextmanager
 def clipping(plugin: Any, host: OptimizerHost, lifted: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Inside, ``plugin`` clips by the norm over all stages, and hooks between backward and step see whole gradients where
-    they read them, and change them.
+    """Inside, ``plugin`` clips by the norm over all stages, and hooks between backward and step can read and change whole gradients.
 
     Args:
-        lifted: around what the host does where a hook has called for it (tripwires.py).
+        plugin: the trainer's precision plugin.
+        lifted: returns a context for the host's work inside a hook (tripwires.py).
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
@@ -42,7 +42,7 @@ def _with_whole_gradients(plugin: Any, host: ShardedHost) -> Callable[[Any, Any]
     own, scaler = getattr(plugin, AFTER_CLOSURE), getattr(plugin, "scaler", None)
 
     def after_closure(model: Any, optimizer: Any) -> None:
-        if scaler is not None and not handles_unscaling(optimizer):  # it has unscaled the pieces here
+        if scaler is not None and not handles_unscaling(optimizer):  # the scaler has unscaled the pieces of this rank
             host.unscaled(1.0 / scaler.get_scale())
         own(model, optimizer)
         host.absorb()

@@ -1,4 +1,4 @@
-"""Callbacks of ours among a trainer's, for as long as a run lasts."""
+"""Adds callbacks to a trainer for the duration of a run."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 def extra_callbacks(
     trainer: "pl.Trainer", *, first: Sequence[pl.Callback] = (), last: Sequence[pl.Callback] = ()
 ) -> Iterator[None]:
-    """Inside, the trainer has these callbacks too, ahead of its own and after them."""
+    """Inside, the trainer also has these callbacks: ``first`` before its own, ``last`` after them."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [*first, *callbacks, *last]
     try:

@@ -1,8 +1,8 @@
-"""The optimizer's parameter groups, of which a rank holds a part, also where callbacks add to them in mid-run.
+"""The optimizer's parameter groups, of which a rank holds a part, also if callbacks add groups in mid-run.
 
-Owns the names of all parameters in all groups. ``BaseFinetuning`` adds what it unfreezes, and writes the names of all
-groups into checkpoints: while a hook of such a callback runs, the groups hold all parameters of the module, as in plain
-Lightning; after it, each rank's own again.
+Keeps the names of all parameters in all groups. ``BaseFinetuning`` adds the parameters that it unfreezes, and writes the names of all
+groups into checkpoints. While a hook of such a callback runs, the groups hold all parameters of the module, as in plain
+Lightning; after it, only the rank's own again.
 
     with ParameterGroups(pipeline, trainer.optimizers, names, callbacks, values, job.all_gather) as groups:
         groups.names_of(optimizer)
@@ -28,15 +28,15 @@ _NOT_TRAINING = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 
 
 class ParameterGroups(Replacements):
-    """The groups of ``optimizers``: knows the names and places of all parameters, and takes other stages' out.
+    """The groups of ``optimizers``: keeps the names and places of all parameters, and removes other stages' parameters from the groups.
 
     Inside, hooks of finetuning callbacks see whole groups.
 
     Args:
-        names: those of all parameters of each optimizer's groups, as configure_optimizers made them.
-        callbacks: the trainer's, any.
-        values: gives this rank's parameters by name, whole; all ranks must call.
-        gather: what each rank gives, on every rank; all must call.
+        names: the names of all parameters of each optimizer's groups, as configure_optimizers made them.
+        callbacks: the trainer's callbacks, of any kind.
+        values: returns this rank's parameters by name, whole; all ranks must call.
+        gather: all-gathers a Python value over all ranks; all ranks must call.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class ParameterGroups(Replacements):
         self._pipeline = pipeline
         self._optimizers = list(optimizers)
         self._names = list(names)
-        self._num_taken = [len(of_optimizer) for of_optimizer in names]  # groups that there were before a batch
+        self._num_taken = [len(of_optimizer) for of_optimizer in names]  # the number of groups before the last batch
         self._finetuning = [c for c in callbacks if isinstance(c, BaseFinetuning)]
         self._own_values, self._gather = values, gather
 
     def keep_local(self) -> None:
-        """Take out of the groups what this rank does not hold, with its states. Once, when that is known."""
+        """Remove from the groups the parameters that this rank does not hold, with their states. Call once, when the plan is known."""
         local = self._pipeline.local_parameters
         for index, optimizer in enumerate(self._optimizers):
             self._names[index] = checkpoint.parameter_group_names(self._pipeline, optimizer)
@@ -68,13 +68,13 @@ class ParameterGroups(Replacements):
                 del optimizer.state[parameter]
 
     def take_added(self, optimizer: Optimizer, *, in_window: bool) -> None:
-        """Before a batch: this rank's part of groups that were added since the last one.
+        """Before a batch, reduce groups that were added since the last batch to this rank's part.
 
         Args:
-            in_window: batches before it have gathered gradients for the same step.
+            in_window: whether earlier batches have accumulated gradients for the same optimizer step.
 
         Raises:
-            UnsupportedModuleError: a group was added there, whose parameters may have gradients of any batch before.
+            UnsupportedModuleError: a group was added inside an accumulation window: its parameters may have gradients of any earlier batch.
         """
         index, count = self._index(optimizer), len(self.names_of(optimizer))
         before, self._num_taken[index] = self._num_taken[index], count
@@ -85,11 +85,11 @@ class ParameterGroups(Replacements):
             )
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
-        """The names of all parameters, of all stages, in each group of ``optimizer``; also of groups that were added
-        meanwhile, from which other stages' parameters are now taken out.
+        """Return the names of all parameters, of all stages, in each group of ``optimizer``. From groups that were added
+        meanwhile, remove other stages' parameters.
 
         Raises:
-            UnsupportedModuleError: the optimizer is none of those that the run began with.
+            UnsupportedModuleError: the optimizer is not one of those with which the run began.
         """
         index = self._index(optimizer)
         known = len(self._names[index])
@@ -127,7 +127,7 @@ class ParameterGroups(Replacements):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, the groups hold all parameters of the module, and may be changed, alike on all ranks."""
+        """Inside, the groups hold all parameters of the module, and may be changed, in the same way on all ranks."""
         parameters = self._pipeline.parameters
         for optimizer in self._optimizers:
             for group, names in zip(optimizer.param_groups, self.names_of(optimizer), strict=True):
@@ -147,10 +147,10 @@ class ParameterGroups(Replacements):
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, the groups show all parameters of the module, whatever the optimizer steps in their place.
+        """Inside, the groups show all parameters of the module, even if the optimizer steps other tensors in their place.
 
         Raises:
-            UnsupportedModuleError: somebody has put others into a group, or taken some out.
+            UnsupportedModuleError: parameters were added to a group, or removed from it.
         """
         named = [(o, g, n) for o in self._optimizers for g, n in zip(o.param_groups, self.names_of(o), strict=True)]
         held = [(group["params"], group.get("param_names")) for _, group, _ in named]
@@ -174,8 +174,8 @@ class ParameterGroups(Replacements):
                     group["param_names"] = param_names
 
     def _filter_on_optimizer(self, optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Lightning's, which passes over parameters that are equal to one that the optimizer has: by their values, which
-        may lie on other stages. All ranks must call."""
+        """Replace Lightning's filter_on_optimizer, which skips parameters that are equal to one that the optimizer has: compare digests of the
+        values, which may be on other stages. All ranks must call."""
         values = self._values()
         params = list(params)
         held = {values.get(id(p)) or content_of(p) for group in optimizer.param_groups for p in group["params"]}
@@ -188,7 +188,7 @@ class ParameterGroups(Replacements):
         return added
 
     def _values(self) -> dict[int, str]:
-        """A digest of each parameter of the module, by identity."""
+        """Return a digest of each parameter of the module, by the parameter's id. All ranks must call."""
         parameters = self._pipeline.parameters
         mine = {
             name: f"{tuple(value.shape)} {value.dtype} {content_of(value)}"
@@ -198,7 +198,7 @@ class ParameterGroups(Replacements):
         found: dict[str, str] = {}
         for theirs in self._gather(
             mine
-        ):  # ranks of a tensor group have parts, the same on each of its pipelines' replicas
+        ):  # ranks of a tensor-parallel group have different parts of a parameter, which are the same on all replicas
             for name, value in theirs.items():
                 known = found.get(name, "")
                 found[name] = known if value in known else f"{known}, {value}"

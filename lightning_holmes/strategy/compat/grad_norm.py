@@ -1,8 +1,8 @@
-"""Lightning's ``grad_norm`` where a rank has the gradients of its own stages only.
+"""Lightning's ``grad_norm`` for ranks that have the gradients of their own stages only.
 
-People import the function into files of their own, so it is exchanged there while a pipeline fits; where it is not found
-so, tripwires.py brings all gradients, which is exact, too, and sends more. Every rank must call it (in a hook that runs
-on all of them, as on_before_optimizer_step does).
+Users import the function into their own files, so it is replaced there while a pipeline fits. If it is not found
+there, tripwires.py brings all gradients, which is exact, too, but sends more. Every rank must call the function (in a hook that runs
+on all ranks, such as on_before_optimizer_step).
 
     with GradNormExchange(pipeline, group, run.lifted): ...
 """
@@ -22,18 +22,18 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements
 
 _WITHOUT_LIGHTNING = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath"}
-"""Packages that have nothing of Lightning's, and half of all names. A user's file that is called as one of them is left to the tripwires."""
+"""Packages that never import from Lightning, but make up half of all modules. A user's file with one of these names is left to the tripwires."""
 _searched: dict[str, tuple[int, int]] = {}
-"""Modules in which it was not found, each with its identity and number of names: to look through all of them costs 8 ms a fit. Who puts it in the
-place of another name afterwards is left to the tripwires."""
+"""Modules in which the function was not found, each with its id and number of names, since searching all modules takes 8 ms a fit. A module that
+assigns the function to an existing name afterwards is left to the tripwires."""
 
 
 class GradNormExchange(Replacements):
-    """Inside, a ``grad_norm`` over all stages stands in place of Lightning's wherever the user's code has it.
+    """Inside, Lightning's ``grad_norm`` is replaced by one over all stages in all modules that have imported it.
 
     Args:
-        group: the ranks of the pipeline.
-        lifted: around what is done where a hook has called for it.
+        group: the process group of the pipeline.
+        lifted: returns a context for the strategy's own work inside a hook (tripwires.py).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class GradNormExchange(Replacements):
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in _WITHOUT_LIGHTNING:
                 continue
-            held = getattr(module, "__dict__", {})  # whatever stands for a module
+            held = getattr(module, "__dict__", {})  # entries of sys.modules need not be modules
             seen = id(module), len(held)
             if _searched.get(name) == seen:
                 continue
@@ -65,7 +65,8 @@ class GradNormExchange(Replacements):
     def grad_norm(
         self, module: nn.Module, norm_type: float | int | str, group_separator: str = "/"
     ) -> dict[str, Tensor]:
-        """As Lightning's: the norm of each parameter's gradient, and of all together, over all stages."""
+        """Return, as Lightning's function does, the norm of each parameter's gradient and of all gradients together, over all stages. All ranks of
+        the pipeline must call."""
         norm_type = float(norm_type)
         if norm_type <= 0:
             raise ValueError(f"norm_type={norm_type!r}: give a positive number or 'inf' (infinity norm)")
@@ -88,6 +89,6 @@ class GradNormExchange(Replacements):
         return norms
 
     def _owns(self, parameter: nn.Parameter) -> bool:
-        """Whether it counts on this rank; one that is none of the module's counts everywhere."""
+        """Return whether this rank contributes the parameter's norm; every rank does for a parameter that is not the module's."""
         name = self._pipeline.name_of(parameter, "")
         return not name or self._pipeline.is_owner(name)

@@ -1,17 +1,17 @@
-"""Lockstep: all ranks are at the same place of the training loop, or all end and say who was where.
+"""Lockstep: checks that all ranks are at the same place of the training loop; if not, all end, and say which rank was where.
 
-Lightning sends a message from rank 0 to all before each batch, for SIGTERM. Here it also says at which place rank 0 is, and goes
-out before validation, at the end of an epoch and of the fit, too: at a place where ranks part, one of them hears another
-place than its own. Without it the one that goes on would wait for the other until the timeout.
+Lightning broadcasts a message from rank 0 before each batch, for SIGTERM. Here the message also contains the place of rank 0, and is also
+sent before validation, at the end of an epoch and at the end of the fit. If ranks go to different places, one of them receives a
+place that differs from its own. Without this check, the rank that continues would wait for the others until the timeout.
 
-    with Lockstep(trainer, signals):
+    with Lockstep(trainer, signals, group):
         ...
 
-A batch that is announced so and then left on one rank only (``on_train_batch_start`` returns -1) is seen by the ranks that are
-in its step: who leaves says so in the store, where each rank's watch for failures looks.
+If a rank alone skips a batch after its message (``on_train_batch_start`` returns -1), the other ranks are already in
+the batch's step: the rank that has skipped it says so in the store, which each rank's watch for failures reads.
 
-What is to be done with a signal is signals.py's. That the stages of a replica have as many batches each is compared where they
-compare their batches (pipeline/steps.py), evaluation included.
+Signals are handled by signals.py. That the stages of a replica have the same number of batches is checked where they
+compare their batches (pipeline/steps.py), also in evaluation.
 """
 
 import functools
@@ -32,11 +32,11 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.snapshots import Due, Snapshots
 
-_SNAPSHOTS = {8: Due.WHOLE, 16: Due.BESIDE_NODES}  # beside what signals ask for
+_SNAPSHOTS = {8: Due.WHOLE, 16: Due.BESIDE_NODES}  # values of the message in addition to those of signals.py
 
 
 class Place(IntEnum):
-    """Where ranks meet."""
+    """The places of the training loop at which ranks meet."""
 
     BATCH = 0
     VALIDATION = 1
@@ -53,15 +53,15 @@ _DOES = {
 
 
 class Lockstep(Replacements):
-    """The places of a fit with several processes.
+    """Keeps the processes of a fit in lockstep.
 
     Args:
-        signals: what rank 0 has been told, which goes with the message before each batch.
-        group: all ranks, on their hosts, so that no device is waited for; None: WORLD is such a group.
-        explaining: turns a lost connection inside into an error that names the group.
-        waiting: notes, where somebody measures, that this rank waits for rank 0 inside.
-        watch: tells the others what this rank has left; None after a failure.
-        snapshots: are taken before a batch, when rank 0 says so; None: never.
+        signals: the signals that rank 0 has received, which are sent with the message before each batch.
+        group: a process group of all ranks for CPU tensors, so that no device is waited for; None: WORLD is such a group.
+        explaining: returns a context that turns a lost connection into an error that names the group.
+        waiting: returns a context whose time a monitored run records as waiting.
+        watch: reports to the other ranks that this rank has skipped a batch; None after a failure.
+        snapshots: taken before a batch when rank 0 says so; None: never.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Lockstep(Replacements):
         self._waiting = waiting
         self._watch = watch
         self._snapshots = snapshots
-        self._announced = self._begun = 0  # batches, and the last one of them whose step this rank has begun
+        # the number of announced batches, and the last of them whose step this rank has begun
+        self._announced = self._begun = 0
 
     def __enter__(self) -> Self:
         loop: Any = self._trainer.fit_loop
@@ -98,7 +99,7 @@ class Lockstep(Replacements):
         return self
 
     def begin_step(self) -> None:
-        """This rank's step of the batch begins."""
+        """Note that this rank's step of the announced batch begins."""
         self._begun = self._announced
 
     def _before_batch(self) -> None:
@@ -119,7 +120,11 @@ class Lockstep(Replacements):
         return meet_first
 
     def _meet(self, place: Place, wanted: int = 0) -> int:
-        """Be at the same place as rank 0; what it wants to be done. Raises UnevenDataError."""
+        """Check that this rank is at the same place as rank 0, and return what rank 0 wants to be done.
+
+        Raises:
+            UnevenDataError: ranks are at different places.
+        """
         trainer = self._trainer
         left = place != Place.BATCH and self._begun < self._announced
         if place == Place.BATCH:
@@ -133,13 +138,13 @@ class Lockstep(Replacements):
             with self._waiting():
                 dist.broadcast(message, src=0, group=self._group)
         except Exception as error:
-            if left or "imed out" in str(error):  # in the batch it would be waited for another time
+            if left or "imed out" in str(error):  # else the batch would wait for the timeout once more
                 with self._explaining():
                     raise
-            return 0  # as Lightning: what is broken shows in the batch, with its reason
+            return 0  # as in Lightning: the broken connection shows in the batch, with its reason
         wanted, *rank_0s = message.tolist()
         everyone = {0: rank_0s, trainer.global_rank: mine}
-        if rank_0s[0] != Place.BATCH:  # all hear so, and none is in a batch yet
+        if rank_0s[0] != Place.BATCH:  # all ranks receive this, and none is in a batch yet
             with self._explaining():
                 everyone = dict(enumerate(all_gather_values(mine)))
         if len({tuple(at[:2]) for at in everyone.values()}) > 1:
@@ -158,8 +163,13 @@ class Lockstep(Replacements):
 
 
 def describe_places(everyone: Mapping[int, Sequence[int]], epoch: int) -> str:
-    """What to say where ranks are at different places: each rank's place, batches since the start, whether should_stop is set,
-    and whether the last of them was the last of its data."""
+    """Return the error message for ranks at different places.
+
+    Args:
+        everyone: for each rank its place, the number of batches since the start, whether should_stop is set, and whether the last batch was the
+            last of its data.
+        epoch: the current epoch.
+    """
     at: dict[tuple[int, ...], list[int]] = {}
     for rank, where in sorted(everyone.items()):
         at.setdefault(tuple(where), []).append(rank)

@@ -1,5 +1,5 @@
-"""A GradScaler where gradients are no plain tensors of this process: torch's unscales DTensors and plain tensors in one operator, which
-takes no mixture, and finds none where optimizer nodes have them.
+"""A GradScaler for gradients that are not all plain tensors of this process. torch's unscales DTensors and plain tensors in one operator, which
+accepts no mixture, and finds no gradients if optimizer nodes hold them.
 
 with unscaling_parts(scaler): ...
 with unscaling_on_nodes(scaler, host.unscale, device): ...
@@ -19,7 +19,7 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 
 @contextmanager
 def unscaling_parts(scaler: Any) -> Iterator[None]:
-    """Inside, ``scaler.unscale_`` goes over the parts of gradients on this rank. Ranks agree on an overflow before
+    """Inside, ``scaler.unscale_`` unscales this rank's parts of gradients. Before that, ranks agree on whether there was an overflow
     (optim/loss_scale.py)."""
     own = scaler.unscale_
 
@@ -40,8 +40,8 @@ def unscaling_parts(scaler: Any) -> Iterator[None]:
 
 @contextmanager
 def unscaling_on_nodes(scaler: Any, unscale: Callable[[float], bool], device: torch.device) -> Iterator[None]:
-    """Inside, ``scaler.unscale_`` calls ``unscale`` with the factor, and sees an overflow where that tells one: it then leaves out the
-    step, so that nodes are told of none, and lowers the scale; ``device``: of the scale."""
+    """Inside, ``scaler.unscale_`` calls ``unscale`` with the factor. If that returns True, for an overflow, the scaler skips the step, so that the
+    nodes do not step, and lowers the scale. ``device``: the device of the scale."""
     own = scaler.unscale_
 
     def unscale_(optimizer: Optimizer) -> None:

@@ -11,11 +11,11 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 
 
 class ReplicaMetrics(Replacements):
-    """Within a replica every rank is given the same state, so that only replicas have something to gather.
+    """Inside, the module's metrics gather over replicas: within a replica every rank has the same metric state.
 
     Args:
-        module: whose metrics; one that has a process group of its own keeps it.
-        group: of this rank's replicas, or None where there is one.
+        module: the module whose metrics are changed; a metric that has a process group of its own keeps it.
+        group: the data-parallel process group of this rank, or None if there is one replica.
     """
 
     def __init__(self, module: nn.Module, group: Any) -> None:
@@ -36,5 +36,5 @@ class ReplicaMetrics(Replacements):
 
 
 def _never() -> bool:
-    """torchmetrics' ``distributed_available_fn`` where a metric's state is whole on each rank."""
+    """The ``distributed_available_fn`` for metrics whose state is whole on each rank."""
     return False

@@ -1,10 +1,10 @@
-"""Optimizer states while a hook of the user runs: a rank has those of what it steps, and a hook would take them for all.
+"""Hides optimizer states while a hook of the user runs: a rank has only the states that it steps, and a hook would take them for all.
 
     with hiding_states(trainer.strategy.optimizers, "Logs.on_train_batch_end"):
-        ...                         # the user's hook; optimizer.state[p] raises, optimizer.state.clear() does what it says
+        ...                         # the user's hook; optimizer.state[p] raises, optimizer.state.clear() works
 
-The optimizer's own methods go on reading and writing them, but for ``state_dict``. Where optimizer nodes have the states nobody can read
-them, in hooks or elsewhere: ``optimizer.state = StateOnNodes(optimizer)``.
+The optimizer's own methods can still read and write the states, except ``state_dict``. If optimizer nodes hold the states, the user's code can
+never read them, in hooks or elsewhere: ``optimizer.state = StateOnNodes(optimizer)``.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _OWN = {"lightning", "pytorch_lightning", __name__.partition(".")[0]}
 
 
 class HiddenState(MutableMapping[Any, Any]):
-    """Stands for ``optimizer.state``.
+    """Replaces ``optimizer.state``, and refuses reads by anything but the optimizer's own methods.
 
     Args:
         place: the user's hook, for messages.
@@ -32,14 +32,14 @@ class HiddenState(MutableMapping[Any, Any]):
         self.own: Any = optimizer.state
 
     def _shown(self) -> Any:
-        """The states, to a method of the optimizer."""
+        """Return the states, if the caller is a method of the optimizer; else raise UnsupportedModuleError."""
         here: Any = inspect.currentframe()
         if not self.may_read(here.f_back.f_back):
             self._refuse()
         return self.own
 
     def may_read(self, frame: FrameType) -> bool:
-        """Whether what runs in ``frame`` is the optimizer itself."""
+        """Return whether the code of ``frame`` is a method of the optimizer, other than ``state_dict``."""
         return frame.f_locals.get("self") is self._optimizer and frame.f_code.co_name != "state_dict"
 
     def _refuse(self) -> NoReturn:
@@ -89,14 +89,15 @@ class HiddenState(MutableMapping[Any, Any]):
         return self._shown().setdefault(key, default)
 
     def clear(self) -> None:
-        """Forget all states, here those of this rank."""
+        """Clear all states of this rank."""
         if isinstance(self.own, StateOnNodes):
             self.own.refuse_to_forget()
         self.own.clear()
 
 
 class StateOnNodes(HiddenState):
-    """The same, where optimizer nodes have it and this rank has none; for all but Lightning and this package, from now on."""
+    """Replaces ``optimizer.state`` while optimizer nodes hold the states: only the optimizer, Lightning and this package may read it, in hooks and
+    elsewhere."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer, "")
@@ -111,14 +112,18 @@ class StateOnNodes(HiddenState):
         )
 
     def clear(self) -> None:
-        """Lightning and this package only."""
+        """Clear all states; only the optimizer, Lightning and this package may."""
         here: Any = inspect.currentframe()
         if not self.may_read(here.f_back):
             self.refuse_to_forget()
         self.own.clear()
 
     def refuse_to_forget(self) -> NoReturn:
-        """The nodes would keep them."""
+        """Refuse to clear the states, since the nodes would keep them.
+
+        Raises:
+            UnsupportedModuleError: always.
+        """
         raise UnsupportedModuleError(
             f"the state of {type(self._optimizer).__name__} is cleared, which optimizer nodes hold: begin a fit anew, or use "
             f"optimizer_nodes=0"
@@ -127,10 +132,11 @@ class StateOnNodes(HiddenState):
 
 @contextmanager
 def hiding_states(optimizers: Sequence[Optimizer], place: str) -> Iterator[None]:
-    """Inside, which is the user's ``place``, states cannot be read; they may be cleared, or replaced by none.
+    """Inside, the user's code cannot read optimizer states; it may clear them, or replace them by empty ones. ``place``: the user's hook, for
+    messages.
 
     Raises:
-        UnsupportedModuleError: they are read, or others are put in their place.
+        UnsupportedModuleError: states are read, or replaced by others.
     """
     hidden = [HiddenState(optimizer, place) for optimizer in optimizers]
     for optimizer, state in zip(optimizers, hidden, strict=True):

@@ -1,8 +1,8 @@
-"""Replacements: attributes of other people's objects, exchanged for as long as a run lasts.
+"""Replacements: replaces attributes of objects of the user's or of other packages for the duration of a run.
 
 with Replacements() as run:
     run.replace(callback, on_train_end=mine)      # callback.on_train_end is mine
-...                                               # and what it was before, also after an exception
+...                                               # it is restored here, also after an exception
 """
 
 from contextlib import ExitStack, suppress
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class Replacements(ExitStack):
-    """An ExitStack that also exchanges attributes: its end puts back what stood there, the last change first."""
+    """An ExitStack that also replaces attributes, and restores them at its end, the last change first."""
 
     def replace(self, owner: Any, **values: Any) -> None:
-        """Set attributes of an object, a class or a module; what it only inherits, it inherits again afterwards."""
+        """Set attributes of an object, a class or a module; inherited attributes are inherited again afterwards."""
         for name, value in values.items():
             if name in vars(owner):
                 self.callback(setattr, owner, name, vars(owner)[name])
@@ -23,5 +23,5 @@ class Replacements(ExitStack):
 
 
 def _delete(owner: Any, name: str) -> None:
-    with suppress(AttributeError):  # its owner has deleted it meanwhile
+    with suppress(AttributeError):  # the attribute has been deleted meanwhile
         delattr(owner, name)

@@ -1,10 +1,10 @@
-"""ResumableSampler: the order of a replica's samples goes on in mid-epoch, also where it was drawn at random.
+"""ResumableSampler: continues the order of a replica's samples in mid-epoch, also if the order is random.
 
-torchdata's StatefulDataLoader saves how far it is, and the state of a sampler that has one. With replicas Lightning puts a
-DistributedSampler in between, which has none: resumed, it would draw another order, and count into that.
+torchdata's StatefulDataLoader saves its position, and the state of a sampler that has one. With several replicas Lightning wraps the sampler in a
+DistributedSampler, which has no state: a resumed loader would draw another order, and skip to its position in that.
 
     with Replacements() as run:
-        make_resumable(loader, run)        # loader.state_dict() now holds what its order was drawn from
+        make_resumable(loader, run)        # loader.state_dict() now holds the random state from which its order was drawn
 """
 
 import itertools
@@ -22,7 +22,7 @@ _HOST = torch.device("cpu")
 
 
 def make_resumable(loader: DataLoader[Any], changes: Replacements) -> None:
-    """Let a stateful loader that takes its samples from a DistributedSampler save and restore their order."""
+    """Let a stateful loader with a DistributedSampler save and restore the order of its samples."""
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or hasattr(sampler, "load_state_dict"):
         return
@@ -31,10 +31,10 @@ def make_resumable(loader: DataLoader[Any], changes: Replacements) -> None:
 
 
 class ResumableSampler(Sampler[int]):
-    """``sampler`` with a state: what the present pass was drawn from, and how many samples it has given.
+    """``sampler`` with a state: the random state from which the order of the present pass was drawn, and the number of samples given so far.
 
-    What Lightning's wrapper draws it draws when the pass begins, from a generator of the sampler that it wraps, or from the
-    process's.
+    Lightning's wrapper draws all its random numbers when the pass begins, from the generator of the sampler that it wraps, or from the
+    process's generators.
     """
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:

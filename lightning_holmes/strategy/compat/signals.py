@@ -1,8 +1,8 @@
-"""SIGTERM, Ctrl-C, and SLURM's signal before a job is requeued: answered between two training batches, by all ranks at the same one.
+"""SIGTERM, Ctrl-C, and SLURM's signal before a job is requeued: handled between two training batches, on all ranks before the same batch.
 
-Lightning's handlers act where the signal arrives, in the midst of a batch, while other stages wait for this one. Here they
-leave a note; before each batch rank 0 tells all ranks, in the message of lockstep.py. A signal that reached other ranks only is
-handed to rank 0 through the job's store. Snapshots, where some are taken, get a last one. The second Ctrl-C ends a process at once.
+Lightning's handlers act when the signal arrives, in the middle of a batch, while other stages wait for this one. Here the handlers only
+note the signal; before each batch rank 0 tells all ranks, in the message of lockstep.py. A signal that only other ranks have received is
+reported to rank 0 through the job's store. If the fit takes snapshots, a last one is taken. The second Ctrl-C ends a process at once.
 
     with BatchSignals(trainer, watch) as signals:
         ...
@@ -28,18 +28,18 @@ from lightning_holmes.strategy.snapshots import Snapshots
 
 _GO_ON, _END, _REQUEUE, _INTERRUPT = 0, 1, 2, 3
 _LEFT_BEHIND = 128 + signal.SIGTERM
-"""The exit code of a rank that was not told itself: a launcher starts the rest again."""
+"""The exit code of a rank that has not received the signal itself, so that a launcher restarts it."""
 _FOR_STEP_S = 10.0
-"""How long those wait that were told to end, for batches whose gradients are summed for one step: between them no snapshot can be taken, and a
-launcher that sends SIGTERM sends SIGKILL half a minute later."""
+"""How long ranks wait, after a signal to end, for the remaining batches of an accumulation window: between these batches no snapshot can be taken,
+but a launcher that sends SIGTERM sends SIGKILL half a minute later."""
 
 
 class BatchSignals(Replacements):
-    """The signals of a trainer with several processes. Enter it before Lightning registers its handlers.
+    """Handles the signals of a trainer with several processes. Must be entered before Lightning registers its handlers.
 
     Args:
-        watch: talks to rank 0 beside the batches; None after a failure.
-        snapshots: one is taken before all leave; None: none.
+        watch: communicates with rank 0 outside of collectives; None after a failure.
+        snapshots: takes a last snapshot before all ranks end; None: the fit takes none.
     """
 
     def __init__(self, trainer: "pl.Trainer", watch: FailureWatch | None, snapshots: Snapshots | None = None) -> None:
@@ -53,7 +53,7 @@ class BatchSignals(Replacements):
         self._interrupted = False
         self._waits_since: float | None = None
         self.ends_together = False
-        """All ranks have left their loops at the same place, and none has failed."""
+        """Whether a signal has ended the loops of all ranks before the same batch, and no rank has failed."""
 
     def __enter__(self) -> Self:
         self._save_and_requeue = getattr(self._connector, ON_REQUEUE)
@@ -66,7 +66,7 @@ class BatchSignals(Replacements):
         return self
 
     def hear_interrupts(self) -> None:
-        """Note the first Ctrl-C; what follows the second is interrupt.py's."""
+        """Note the first Ctrl-C; the second one is handled by comm/interrupt.py."""
         signal.signal(signal.SIGINT, self._note_interrupt)
 
     def _note_interrupt(self, signum: int, _: Any) -> None:
@@ -83,13 +83,13 @@ class BatchSignals(Replacements):
             launcher.kill(signum)
         self._told_to_end = True
         if not self._trainer.training:
-            self._connector.received_sigterm = True  # evaluation ends where it is
+            self._connector.received_sigterm = True  # evaluation ends at once
 
     def _note_requeue(self, signum: int, _: Any) -> None:
         self._told_to_requeue = signum
 
     def wanted(self) -> int:
-        """What this rank, if it is rank 0, tells all to do before the next batch."""
+        """Return what all ranks shall do before the next batch, by the signals that this rank knows; rank 0's value counts."""
         wanted = self._told()
         if wanted != _GO_ON and self._snapshots is not None and self._snapshots.is_accumulating:
             self._waits_since = self._waits_since or time.monotonic()
@@ -104,7 +104,11 @@ class BatchSignals(Replacements):
         return _END if rank_0_told else _GO_ON if self._told_to_requeue is None else _REQUEUE
 
     def obey(self, wanted: int) -> None:
-        """Do on all ranks what rank 0 has been told to. Raises SIGTERMException or KeyboardInterrupt."""
+        """Do what rank 0's :meth:`wanted` says; all ranks must call.
+
+        Raises:
+            SIGTERMException, KeyboardInterrupt: the run ends on all ranks.
+        """
         if wanted in (_END, _INTERRUPT):
             dist.barrier()
             if self._snapshots is not None:
@@ -132,8 +136,8 @@ class BatchSignals(Replacements):
 
 
 class _HearsAgain(pl.Callback):
-    """Hears from when training starts: Lightning notes before whose handlers it shall put back at the end. And again after an exception: it
-    ignores SIGINT once it has come to one, also the one that shall end a save that hangs."""
+    """Sets the SIGINT handler when training starts, since Lightning before that notes the handlers to restore at the end; and again after a
+    KeyboardInterrupt: Lightning then ignores SIGINT, also one that shall end a save that hangs."""
 
     def __init__(self, signals: BatchSignals) -> None:
         self._signals = signals

@@ -1,4 +1,4 @@
-"""Seeds of data loaders' workers, by the data-parallel coordinate, for as long as a run lasts.
+"""Seeds the workers of data loaders by the data-parallel rank, for the duration of a run.
 
 with seeded_workers(dataloader, rank): ...
 """
@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 @contextmanager
 def seeded_workers(dataloader: "DataLoader[Any]", rank: int) -> Iterator[None]:
-    """Inside, workers are seeded where the user has asked for it and not done it: by ``rank``, as Lightning does."""
+    """Inside, workers are seeded by ``rank``, as Lightning does, if the user has asked for it (PL_SEED_WORKERS) and has set no worker_init_fn."""
     if not int(os.environ.get("PL_SEED_WORKERS", 0)) or dataloader.worker_init_fn is not None:
         yield
         return
     dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=rank)
     loader = weakref.ref(dataloader)
-    del dataloader  # which may go before the run ends
+    del dataloader  # the loader may be collected before the run ends
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""Refuses an ``optimizer_zero_grad`` that leaves gradients: plain Lightning adds the next batch's to them, and a run here begins anew with each batch.
+"""Refuses an ``optimizer_zero_grad`` that keeps gradients: plain Lightning would add the next batch's gradients to them, but this strategy begins
+anew with each batch.
 
 with RefusesKeptGradients(module, True, run.lifted): ...
 """
@@ -16,11 +17,11 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 
 
 class RefusesKeptGradients(Replacements):
-    """Inside, each call of the hook of ``module`` is watched; where it is Lightning's own, nothing is.
+    """Inside, each call of the ``optimizer_zero_grad`` hook of ``module`` is checked, if the user has overridden it.
 
     Args:
-        has_parameters: whether those of the optimizer are on this rank; else only a call of zero_grad tells.
-        lifted: around what writes to gradients.
+        has_parameters: whether the optimizer's parameters are on this rank; if not, the hook is only checked for a call of zero_grad.
+        lifted: returns a context for the strategy's own writes to gradients inside a hook (tripwires.py).
     """
 
     def __init__(
