@@ -1,7 +1,8 @@
-"""For all tests: generated cases are not judged by how long they take, since the cores are shared with other tests,
-each test ends with the environment that it began with, and `make exhaustive` logs each case.
+"""Settings for all tests: hypothesis has no deadline, since the cores are shared with other tests, each test restores
+the environment that it started with, and `make exhaustive` logs each case.
 
-The process that starts the workers and hears of their tests loads this file, too, and need not import torch."""
+The pytest-xdist controller, which starts the workers and collects their results, loads this file, too, and need not
+import torch."""
 
 import gc
 import itertools
@@ -16,12 +17,11 @@ from covering import EXHAUSTIVE
 from hypothesis import HealthCheck, settings
 from launch import keep_what_is_left, prepare_for_fits
 
-gc.disable()  # until all is imported, a sixth of what that takes
+gc.disable()  # until everything is imported: the collections are a sixth of the import time
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell starts what is in its background so, and all that is started from here
+# A shell starts background jobs with SIGINT ignored, and every process started from here would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -30,8 +30,9 @@ _caches = itertools.count()
 
 @pytest.fixture(autouse=True)
 def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A Trainer leaves LOCAL_RANK and its like behind; a process that a later test starts would take them for a launcher's
-    word, start no other processes, and wait for them. What a test measures is kept for no other."""
+    """Restore the environment after each test, and give each test its own HOLMES_CACHE_DIR, so that measurements are
+    not shared between tests. A Trainer leaves LOCAL_RANK and similar variables behind; a process started by a
+    later test would take them as set by a launcher, start no other processes, and wait for them."""
     before = dict(os.environ)
     os.environ["HOLMES_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / f"cache{next(_caches)}")
     yield
@@ -41,7 +42,8 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _few_objects() -> Iterator[None]:
-    """Each fit and each node begins with a collection, which goes through all that tests before have imported."""
+    """Freeze objects after a module's tests: each fit and each node begins with a garbage collection, which visits
+    all objects that earlier tests have imported."""
     yield
     if len(gc.get_objects(generation=2)) > 30_000:
         keep_what_is_left()
@@ -49,7 +51,8 @@ def _few_objects() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def testbed_works() -> None:
-    """Skips where this machine cannot carry a testbed (it takes root and namespaces); with HOLMES_REQUIRE_TESTBED=1 that is a failure."""
+    """Skip if this machine cannot run a testbed (it needs root and namespaces); with HOLMES_REQUIRE_TESTBED=1, fail
+    instead."""
     from lightning_holmes.cluster.testbed import find_problem
 
     problem = find_problem()
@@ -66,7 +69,7 @@ def pytest_runtestloop() -> None:
 
 
 class Log:
-    """Writes each test's name, result and seconds to runs/exhaustive.log as it ends, and a sum at the end."""
+    """Writes each test's name, result and seconds to runs/exhaustive.log when it ends, and a summary line at the end."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -87,5 +90,6 @@ class Log:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if EXHAUSTIVE and not hasattr(config, "workerinput"):  # in the process that hears of every worker's tests
+    # only in the controller, which receives the reports of all xdist workers
+    if EXHAUSTIVE and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Log(config.rootpath / "runs" / "exhaustive.log"))

@@ -1,4 +1,5 @@
-"""How much work a function does, in calls: the same on any machine and beside any load, where seconds are not."""
+"""Measure the work of a function as its number of calls, which does not depend on the machine or its load, unlike
+seconds."""
 
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ T = TypeVar("T")
 
 
 def count_calls(function: Callable[[], T]) -> tuple[T, int]:
-    """What ``function`` returns, and how often anything was called and returned in it, C functions included."""
+    """Return the result of ``function`` and the number of call and return events in it, including C functions."""
     calls = 0
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

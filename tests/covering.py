@@ -1,10 +1,11 @@
-"""Which cases of a large product run: enough for every pair of values, or all of them under `make exhaustive`.
+"""Select which cases of a large product run: enough to cover every pair of values, or all of them under `make
+exhaustive`.
 
     rows = [(family, layout) for family in "abc" for layout in (1, 2)]
     selected(rows)                       # in `make test`: pairwise(rows); with HOLMES_EXHAUSTIVE=1/1: rows; 2/10: each tenth
 
-A fault that needs one value, or two that meet, is found by a pairwise selection; one that needs three may be missed, which
-is what `make exhaustive` is for.
+A pairwise selection finds a fault that needs one value or a combination of two; it may miss a fault that needs three, for
+which `make exhaustive` exists.
 """
 
 import os
@@ -16,13 +17,13 @@ import numpy as np
 
 Row = TypeVar("Row", bound=tuple[Hashable, ...])
 Level = tuple[int, Hashable]
-"""An axis, by its place in the rows, and a value on it."""
+"""The index of an axis in the rows, and a value on that axis."""
 EXHAUSTIVE = os.environ.get("HOLMES_EXHAUSTIVE", "")
-"""Which part of the products runs, of how many: "2/10"; "": the pairwise selection."""
+"""Which part of the products runs, out of how many parts: "2/10"; "" means the pairwise selection."""
 
 
 def pairs_of(row: tuple[Hashable, ...]) -> list[tuple[Level, Level]]:
-    """The pairs of values that meet in a row."""
+    """Return all pairs of values in a row."""
     return list(combinations(enumerate(row), 2))
 
 
@@ -32,10 +33,10 @@ def pairwise(
     cost: Callable[[Row], float] = lambda row: 1.0,
     needed: Callable[[Level, Level], bool] = lambda one, other: True,
 ) -> list[Row]:
-    """Some of ``rows`` in which every pair of values of two axes meets that meets in any of ``rows``.
+    """Return a subset of ``rows`` that contains every pair of values of two axes that occurs in any of ``rows``.
 
-    Greedy: the row that covers the most new pairs for its cost is taken next, the first one of equals. ``rows`` is the whole
-    product without what is refused; a pair that is not ``needed`` counts for nothing.
+    Greedy: the next row is the one that covers the most new pairs per cost; of equal rows, the first one. ``rows`` is
+    the whole product without the refused cases; pairs that are not ``needed`` do not count.
     """
     numbers: dict[tuple[Level, Level], int] = {}
     table = np.array([[numbers.setdefault(pair, len(numbers)) for pair in pairs_of(row)] for row in rows])
@@ -55,7 +56,8 @@ def selected(
     cost: Callable[[Row], float] = lambda row: 1.0,
     needed: Callable[[Level, Level], bool] = lambda one, other: True,
 ) -> list[Row]:
-    """What is to run: the pairwise selection, or under `make exhaustive` all ``rows``, or the part of them that is asked for."""
+    """Return the rows to run: the pairwise selection, or under `make exhaustive` all ``rows`` or the requested part
+    of them."""
     if not EXHAUSTIVE:
         return pairwise(rows, cost=cost, needed=needed)
     part, parts = map(int, EXHAUSTIVE.split("/"))

@@ -1,10 +1,10 @@
-"""In place of the Python interpreter, on any host of a testbed: the test's nursery forks the process (launch.py).
+"""Stand-in for the Python interpreter on any host of a testbed: the test's nursery (launch.py) forks the process.
 
     python -I -S forked.py SOCKET SCRIPT ARGUMENT...      # as python SCRIPT ARGUMENT...
     python -I -S forked.py SOCKET -m MODULE ARGUMENT...   # as python -m MODULE ARGUMENT...
 
-The forked process has the arguments, environment, folder, output, namespaces and cgroup of this one, which hands
-signals on to it and ends as it ends.
+The forked process gets the arguments, environment, folder, output, namespaces and cgroup of this process. This
+process forwards signals to the forked one and ends with its exit code or signal.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The groups of a process that has no others."""
+"""The ProcessGroups of a job that has only one process."""
 
 from types import SimpleNamespace
 

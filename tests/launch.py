@@ -1,10 +1,10 @@
-"""Runs a function in several processes that form one job, as torchrun would, and collects what it returns.
+"""Run a function in several processes that form one job, as torchrun would, and collect the return values.
 
-    results = launch(4, "parity_cases:train", {"case": "gpt"}, timeout_s=120)   # one entry a rank
+    results = launch(4, "parity_cases:train", {"case": "gpt"}, timeout_s=120)   # one entry per rank
 
-The function is named "module:function" with a module of the tests; it is called with the payload in each
-process, where Lightning finds rank and world size in the environment. Nothing is left running. On a testbed
-forked_python() stands for the interpreter.
+The function is named "module:function", with a module of the tests; it is called with the payload in each
+process. Lightning finds rank and world size in the environment. No process is left running. On a testbed,
+the command of forked_python() replaces the interpreter.
 """
 
 import atexit
@@ -37,7 +37,7 @@ TESTS = Path(__file__).parent
 
 
 class WorkerFailure(AssertionError):
-    """A worker ended with an error or too late; the message holds the end of every worker's output."""
+    """A worker failed or timed out; the message contains the end of every worker's output."""
 
 
 @dataclass
@@ -50,8 +50,8 @@ class Worker:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at this moment, and none of those that the kernel gives to connections (from 32768 on):
-    it might give one away before a worker listens there."""
+    """Return a port that is not in use now and is outside the kernel's ephemeral range (from 32768 on): the kernel
+    might assign such a port before a worker listens there."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def launch(world_size: int, target: str, payload: Any = None, *, timeout_s: float = 120.0) -> list[Any]:
-    """Call ``target`` in ``world_size`` processes and return what each returned, by rank.
+    """Call ``target`` in ``world_size`` processes and return the results, ordered by rank.
 
     Raises:
         WorkerFailure: a process failed or did not end in time.
@@ -76,9 +76,9 @@ def launch(world_size: int, target: str, payload: Any = None, *, timeout_s: floa
 def launch_raw(
     world_size: int, target: str, payload: Any, *, timeout_s: float, folder: Path, environment: Any = None
 ) -> list[Worker]:
-    """Like :func:`launch`, but returns exit codes and outputs whatever they are.
+    """Like :func:`launch`, but return exit codes and outputs even if workers fail or time out.
 
-    ``environment(rank)`` gives further variables for a rank.
+    ``environment(rank)`` gives additional environment variables for a rank.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "payload").write_bytes(pickle.dumps((target, payload)))
@@ -112,7 +112,8 @@ def launch_raw(
 def start_worker(
     folder: Path, rank: int, world_size: int, port: int, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Start one rank, whose result, log and exit code come into ``folder``, where "payload" says what it does; its process id."""
+    """Start one rank and return its process id. ``folder`` holds the "payload", which says what to run, and receives
+    the rank's result, log and exit code."""
     env = os.environ | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -130,7 +131,7 @@ def start_worker(
 class Nursery:
     """A process that has imported torch, Lightning and this package, and forks the workers.
 
-    The imports are most of what a short run costs. It ends, with its workers, when this process does.
+    The imports take most of the time of a short run. The nursery and its workers end when this process does.
     """
 
     def __init__(self) -> None:
@@ -155,11 +156,11 @@ class Nursery:
 
     @property
     def alive(self) -> bool:
-        """Whether it can start workers."""
+        """Whether the nursery can start workers."""
         return self._process.poll() is None
 
     def start(self, folder: Path, rank: int, env: dict[str, str]) -> int:
-        """Start a worker for what is written in ``folder``; its process id."""
+        """Start a worker for the payload in ``folder`` and return its process id."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             print(json.dumps({"folder": str(folder), "rank": rank, "env": env}), file=self._process.stdin, flush=True)
@@ -171,7 +172,7 @@ _nurseries_lock = threading.Lock()
 
 
 def _nursery() -> Nursery:
-    """This process's own, made when the first worker is wanted."""
+    """Return this process's nursery, creating it when the first worker is needed."""
     with _nurseries_lock:
         if not _nurseries or not _nurseries[0].alive:
             _nurseries[:] = [Nursery()]
@@ -179,19 +180,20 @@ def _nursery() -> Nursery:
 
 
 def forked_python() -> list[str]:
-    """What stands for ``python`` in a command on a host of a testbed: the process is forked by the nursery, and has
-    the imports after it. After it stand a script, or -m and a module, and arguments."""
+    """Return the command that replaces ``python`` on a host of a testbed: the nursery forks the process, so its
+    imports are already done. It is followed by a script, or -m and a module, and arguments."""
     return _nursery().python
 
 
 def forked_executable() -> str:
-    """The same as one file, for torchrun, which starts what PYTHON_EXEC names."""
+    """Return the same command as a single executable file, for torchrun, which starts the program named by
+    PYTHON_EXEC."""
     return str(_nursery().executable)
 
 
 def prepare_for_fits() -> None:
-    """In a process that runs many fits, or forks some that do: what is imported stays, so that their collections need not go through it,
-    each a fifth of a second; and what is installed stays, which each Trainer asks."""
+    """Prepare a process that runs many fits, or forks such processes: freeze the imported objects, which saves each
+    garbage collection a fifth of a second, and cache the installed entry points, which each Trainer reads."""
     registry = sys.modules.get("lightning.fabric.utilities.registry")
     if registry is not None and not hasattr(registry.entry_points, "cache_info"):
         registry.entry_points = functools.cache(registry.entry_points)  # type: ignore[attr-defined]
@@ -199,33 +201,36 @@ def prepare_for_fits() -> None:
 
 
 def keep_what_is_left() -> None:
-    """Between fits of one process: what the last one has left, caches and imports, stays; the next ones' collections do not go through it."""
+    """Freeze the objects that the last fit left, such as caches and imports, so that the garbage collections of later
+    fits do not visit them."""
     gc.collect()
     gc.freeze()
 
 
 def _serve(listener: socket.socket) -> Callable[[], None] | None:
-    """Fork a worker for each line of standard input, and write down how each ended; and a process for each connection,
-    and tell how it ended. Returns, in a forked process, what it is to do."""
+    """Fork a worker for each line of standard input and write its exit code to a file; fork a process for each
+    connection and send its exit code. Returns, in a forked process, the function that it is to run."""
     gc.disable()
     for name in ("torch", "lightning.pytorch", "torchmetrics", "lightning_holmes"):
         importlib.import_module(name)
     from lightning_holmes.cluster.topology import Topology
 
-    Topology.single_cluster(1, 1)  # what pydantic makes of its classes is made once
-    with contextlib.suppress(ImportError):  # an extra; half a second in each worker that has a model of its
+    Topology.single_cluster(1, 1)  # pydantic builds its validators once, before the forks
+    with contextlib.suppress(
+        ImportError
+    ):  # an optional extra; importing it takes half a second in each worker that uses its models
         importlib.import_module("transformers.modeling_utils")
     prepare_for_fits()
     gc.enable()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch takes its 176 libraries apart, in each worker
+        finalizer.atexit = False  # else torch unloads its 176 libraries in each worker
     workers: dict[int, Path] = {}
     clients: dict[socket.socket, int] = {}
     buffer = b""
     while True:
         poll = select.poll()
         for file, what in ((0, select.POLLIN), (listener.fileno(), select.POLLIN), *((c.fileno(), 0) for c in clients)):
-            poll.register(file, what)  # of a client only that it is gone
+            poll.register(file, what)  # for a client, only poll whether it has disconnected
         happened = dict(poll.poll(20 if workers or clients else None))
         while workers or clients:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -234,7 +239,7 @@ def _serve(listener: socket.socket) -> Callable[[], None] | None:
             code = os.waitstatus_to_exitcode(status)
             if pid in workers:
                 path = workers.pop(pid)
-                with contextlib.suppress(FileNotFoundError):  # nobody waits any more: it was killed for being late
+                with contextlib.suppress(FileNotFoundError):  # nobody waits for it: it was killed after its timeout
                     path.with_suffix(".part").write_text(str(code))
                     path.with_suffix(".part").rename(path)
             for client in [c for c, of in clients.items() if of == pid]:
@@ -273,12 +278,12 @@ def _serve(listener: socket.socket) -> Callable[[], None] | None:
 
 
 def _tell(client: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # it may be gone
+    with contextlib.suppress(OSError):  # the client may have ended
         client.sendall(f"{number}\n".encode())
 
 
 def _become_worker(folder: str, rank: int, env: dict[str, str]) -> None:
-    """In the forked process: with an environment, a log and random numbers of its own, does what the folder says."""
+    """In the forked process: set its own environment, log and random numbers, and call the payload's function."""
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     _take_over(log, log, env)
     target, payload = pickle.loads(Path(folder, "payload").read_bytes())
@@ -291,9 +296,10 @@ def _become_worker(folder: str, rank: int, env: dict[str, str]) -> None:
 
 
 def _end_at_once() -> None:
-    """What the end of the interpreter does that others may see: threads are waited for, what is registered is called, what was printed is
-    written. It would then take all modules apart, and so copy most of the memory that is shared with the nursery, 0.4 s of processor. A worker
-    that fails, and a process that stands for python, ends as any."""
+    """Do what is visible to others when the interpreter ends: wait for threads, call registered exit functions, flush
+    the output. A normal exit would also destroy all modules, and so copy most of the memory that is shared with
+    the nursery, which takes 0.4 s of processor time. A worker that fails, and a process that replaces python, end
+    normally."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -302,17 +308,20 @@ def _end_at_once() -> None:
 
 
 def _become_python(client: socket.socket) -> None:
-    """In the forked process: the place, output and environment of the client, and then what its arguments say."""
+    """In the forked process: take over the host, folder, output and environment of the client, then run its script or
+    module."""
     data, outputs, _, _ = socket.recv_fds(client, 1 << 16, 2)
     while not data.endswith(b"\n"):
         data += client.recv(1 << 16)
     client.close()
     order = json.loads(data)
-    os.setsid()  # as the client has: by sessions Linux shares out the CPU, and rates are measured that depend on it
+    os.setsid()  # as the client has: Linux shares CPU time between sessions, and measured rates depend on it
     _enter_host(order["pid"])
     os.chdir(order["folder"])
     _take_over(*outputs, order["env"])
-    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)  # Lightning's launcher starts the other ranks by it
+    sys.executable = os.environ.get(
+        "PYTHON_EXEC", sys.executable
+    )  # Lightning's launcher starts the other ranks with this executable
     script, *sys.argv[1:] = (argument for argument in order["argv"] if argument != "-u")
     installed = [path for path in sys.path if not path.startswith(str(TESTS))]
     sys.path[:] = ["", *filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep)), *installed]
@@ -325,7 +334,7 @@ def _become_python(client: socket.socket) -> None:
 
 
 def _enter_host(pid: int) -> None:
-    """Join the cgroup for the CPU and the namespaces of another process, and end when the nursery does."""
+    """Join the cpu cgroup and the namespaces of process ``pid``, and end when the nursery does."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     from lightning_holmes.cluster.testbed.cgroup import find_cpu_hierarchy

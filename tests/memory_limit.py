@@ -1,11 +1,11 @@
-"""Limits of memory for processes of a test: a cgroup of the memory controller for each, version 1 or 2.
+"""Memory limits for the processes of a test: one cgroup of the memory controller (version 1 or 2) for each process.
 
     with memory_limits(4, limit_bytes) as limits:
         launch_raw(4, "workers:run", {"limits": [limit.procs for limit in limits]}, ...)
-        limits[0].kills                       # processes that the kernel has ended there
+        limits[0].kills                       # processes that the kernel has killed there
 
-A process joins by writing its id to ``procs``. What it holds by then is not counted in version 1; that of version 2 neither, as
-pages stay with the group that they were charged to (docs.kernel.org: cgroup-v1/memory, cgroup-v2).
+A process joins by writing its process id to ``procs``. Memory that it already holds then is not counted, neither in
+version 1 nor in version 2, as pages stay with the group that they were charged to (docs.kernel.org: cgroup-v1/memory, cgroup-v2).
 """
 
 import contextlib
@@ -21,26 +21,27 @@ import pytest
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """One group of processes."""
+    """One cgroup with a memory limit."""
 
     path: Path
     version: int
 
     @property
     def procs(self) -> str:
-        """The file that a process joins by."""
+        """The path of the file to which a process writes its id to join."""
         return str(self.path / "cgroup.procs")
 
     @property
     def kills(self) -> int:
-        """How many processes the kernel has ended here for want of memory."""
+        """The number of processes that the kernel has killed in this cgroup because they ran out of memory."""
         text = (self.path / ("memory.oom_control" if self.version == 1 else "memory.events")).read_text()
         return int(re.findall(r"^oom_kill (\d+)", text, re.MULTILINE)[0])
 
 
 @contextlib.contextmanager
 def memory_limits(count: int, limit_bytes: int) -> Iterator[list[MemoryLimit]]:
-    """As many groups, each with a limit; no swap. Skips the test where they cannot be had."""
+    """Create ``count`` cgroups with this limit each and no swap (version 2). Skips the test if they cannot be
+    created."""
     root, version = _hierarchy()
     limits = [MemoryLimit(root / f"holmes-memory-{os.getpid()}-{rank}", version) for rank in range(count)]
     try:
@@ -62,7 +63,7 @@ def _remove(path: Path) -> None:
     while path.exists():
         try:
             path.rmdir()
-        except OSError:  # busy: its last process is still on its way out
+        except OSError:  # busy: its last process has not ended yet
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)

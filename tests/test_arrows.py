@@ -1,9 +1,10 @@
-"""The arrows of the package, read from its imports: one way only, no circles, no torch where plans are made.
+"""The import order of the package, read from its imports: one direction only, no cycles, and no torch in cluster/ and
+plan/.
 
 cluster <- plan <- comm <- {pipeline, optim} <- checkpoint <- strategy <- cli
 and inside strategy: {compat, checks} <- options <- job <- planning <- run <- checkpointing <- strategy
 
-All imports count, those inside functions and under TYPE_CHECKING too.
+All imports count, including those inside functions and under TYPE_CHECKING.
 """
 
 import ast
@@ -21,7 +22,7 @@ BELOW_STRATEGY = COMM | {"pipeline", "optim", "checkpoint"}
 LEAVES = {"models", "data"}
 BESIDE_STRATEGY = {"strategy", "callbacks", "loggers", "checking"}
 
-# What each part may import besides itself. The package's own __init__ is called "".
+# The parts that each part may import besides itself. The package's own __init__ is called "".
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
@@ -63,7 +64,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def imports_of(path: Path, root: Path, modules: set[str]) -> Iterator[tuple[int, str]]:
-    """Line and full name of every module that a file imports; `from a import b` gives a.b if that is one."""
+    """Return line and full name of every module that a file imports; `from a import b` gives a.b if that is a module."""
     package = module_name(path, root).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
@@ -84,13 +85,13 @@ def part_of(module: str) -> str:
 
 
 def row_of(module: str) -> int | None:
-    """The row of a module of strategy/; None where it has no place, or is no such module."""
+    """Return the row of a module of strategy/; None if it has no row, or is not such a module."""
     names = [*module.split("."), ""]
     return next((row for row, members in enumerate(STRATEGY) if names[1] == "strategy" and names[2] in members), None)
 
 
 def problems(root: Path) -> list[str]:
-    """Every import against the arrows, every circle, and every torch in cluster/ or plan/."""
+    """Return every import against the order, every cycle, and every import of torch in cluster/ or plan/."""
     paths = {module_name(path, root): path for path in sorted(root.rglob("*.py"))}
     modules = set(paths)
     found: list[str] = []
@@ -123,7 +124,7 @@ def problems(root: Path) -> list[str]:
 
 
 def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """One circle as a list that starts and ends with the same module; empty if there is none."""
+    """Return one cycle as a list that starts and ends with the same module; empty if there is none."""
     finished: set[str] = set()
 
     def visit(module: str, trail: list[str]) -> list[str]:

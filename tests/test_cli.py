@@ -1,4 +1,4 @@
-"""lightning-holmes: the parser, the recipe's files, check's arguments and exit codes, errors shown."""
+"""lightning-holmes: the parser, the recipe's files, check's arguments and exit codes, and error messages."""
 
 import sys
 from importlib.metadata import version
@@ -29,7 +29,7 @@ def _from_the_root(monkeypatch):
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
+    """Return the exit code, stdout and stderr of one command."""
     code = 0
     try:
         main(list(args))
@@ -49,7 +49,7 @@ class Report:
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Stands in for lightning_holmes.check; keeps what it was called with."""
+    """Replace lightning_holmes.check by a function that records its arguments."""
     calls = []
 
     def check(module, batch, **kwargs):
@@ -155,7 +155,7 @@ def test_check_of_a_checkpoint(capsys, checked, tmp_path):
     code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options)
     assert code == 0, err
     torch.testing.assert_close(checked[0][0].state_dict(), model.state_dict())
-    assert checked[0][2]["num_microbatches"] == 2  # nothing but a name was given
+    assert checked[0][2]["num_microbatches"] == 2  # only a name was given
     code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options, "--model.init_args.hidden_size=32")
     assert code == 2 and "another model than this GPT: size mismatch for embedding.weight" in err
     code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options, "--model.init_args.num_layers=3")

@@ -1,4 +1,4 @@
-"""The pairwise selection covers every pair, is the same each time, and is small."""
+"""The pairwise selection covers every pair, is deterministic, and is small."""
 
 from itertools import product
 
@@ -7,7 +7,7 @@ from covering import pairwise
 
 
 def meets(rows: list[tuple[object, ...]]) -> set[tuple[object, ...]]:
-    """By plain loops: (axis, value, other axis, other value) of all that meet in a row."""
+    """Return, by plain loops, all pairs of values in a row as (axis, value, other axis, other value)."""
     found = set()
     for row in rows:
         for one in range(len(row)):
@@ -37,4 +37,4 @@ def test_dear_rows_are_taken_only_for_what_they_alone_have() -> None:
     rows = list(product("abcd", "xyz", ("cheap", "dear")))
     chosen = pairwise(rows, cost=lambda row: 10.0 if row[2] == "dear" else 1.0)
     assert meets(chosen) == meets(rows)
-    assert sum(row[2] == "dear" for row in chosen) == 4  # each of abcd has to be dear once
+    assert sum(row[2] == "dear" for row in chosen) == 4  # each of abcd must be the expensive one once

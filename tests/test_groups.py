@@ -1,4 +1,5 @@
-"""Tests that share a launch run in one worker of xdist: without an xdist_group each worker would launch it anew, and nothing says so."""
+"""Tests that share a launch run in one worker of xdist: without an xdist_group each worker would launch it again, and
+no message would say so."""
 
 import ast
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ def has(nodes: Iterable[ast.AST], word: str) -> bool:
 
 
 def ungrouped(source: str) -> list[str]:
-    """The tests of a file that use a fixture of its own which launches, once a module or session, or one that uses such; and have no group."""
+    """Return the tests of a file without an xdist_group that use one of its module or session fixtures that launches
+    processes, directly or through another such fixture."""
     body = ast.parse(source).body
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
     kept = [f for f in functions if has(f.decorator_list, "scope='module'") or has(f.decorator_list, "scope='session'")]

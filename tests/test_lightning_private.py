@@ -1,4 +1,5 @@
-"""What lightning_holmes/lightning_private.py relies on; a failure here means that Lightning or torchmetrics has changed it."""
+"""The private behaviour on which lightning_holmes/lightning_private.py relies; a failure here means that Lightning or
+torchmetrics has changed it."""
 
 import argparse
 import inspect
@@ -67,7 +68,7 @@ def test_the_launcher_is_the_first_that_a_trainer_calls_and_is_given_the_trainer
         dist.destroy_process_group()
         os.environ.pop("LOCAL_RANK", None)
     assert seen == [(trainer, [], True)]
-    trainer.strategy.launcher.kill(signal.SIGTERM)  # no process of others
+    trainer.strategy.launcher.kill(signal.SIGTERM)  # no process of another job
 
 
 def test_the_processes_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def test_the_processes_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch
     found: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     private.set_num_threads(2)
-    assert found == []  # what the user has set counts
+    assert found == []  # the user's setting takes precedence
     monkeypatch.delenv("OMP_NUM_THREADS")
     private.set_num_threads(2)
     assert found == [max(1, len(os.sched_getaffinity(0)) // 2)]
@@ -137,7 +138,7 @@ def test_files_are_opened_by_one_function_that_two_modules_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in (saving, torch_io):
-        monkeypatch.setattr(place, "pl_load", place.pl_load)  # as it is now, afterwards
+        monkeypatch.setattr(place, "pl_load", place.pl_load)  # so that it is restored afterwards
     asked: list[Any] = []
 
     def read(path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
@@ -494,7 +495,7 @@ def test_a_metric_gathers_nothing_while_it_shall_not() -> None:
 
 
 def test_a_trainer_is_built_for_one_cpu_whatever_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_module, "_AcceleratorConnector", trainer_module._AcceleratorConnector)  # to be put back
+    monkeypatch.setattr(trainer_module, "_AcceleratorConnector", trainer_module._AcceleratorConnector)  # to be restored
     private.build_trainers_for_one_cpu()
     trainer = pl.Trainer(accelerator="gpu", devices=8, num_nodes=4, precision="16-mixed", strategy="fsdp", logger=False)
     assert (

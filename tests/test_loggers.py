@@ -1,4 +1,4 @@
-"""What RunRecord writes while a run goes on."""
+"""The records that RunRecord writes during a run."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,7 @@
 """No private name of torch, Lightning or torchmetrics is used outside torch_private.py and lightning_private.py.
 
 Read from the code: imports of such names, attributes of these libraries, and private attributes of any object that
-the file itself does not define, which are other people's.
+the file itself does not define, since such objects come from other modules.
 """
 
 import ast
@@ -15,15 +15,17 @@ ROOT = Path(__file__).resolve().parent.parent / "lightning_holmes"
 HOME = {"torch": "torch_private.py"} | dict.fromkeys(
     ("lightning", "lightning_utilities", "pytorch_lightning", "torchmetrics"), "lightning_private.py"
 )
-# Methods that a class of ours overrides, each with a test in tests/test_lightning_private.py or test_torch_private.py.
+# Methods that a class of the package overrides, each with a test in tests/test_lightning_private.py or
+# test_torch_private.py.
 OVERRIDDEN = {
     ("cli.py", "_add_subcommands"),
     ("cli.py", "_prepare_subcommand_parser"),
     ("cli.py", "_run_subcommand"),
     ("models/hf.py", "_apply"),
-    ("models/lora.py", "_build"),  # of HFCausalLM
+    ("models/lora.py", "_build"),  # overrides the method of HFCausalLM
 }
-# Of other libraries: a named tuple's public methods, os's and sys's documented ones, argparse's, jsonargparse's, and what transformers' models have.
+# Names of other libraries: a named tuple's public methods, documented names of os and sys, and names of argparse,
+# jsonargparse and transformers' models.
 OTHERS = {
     "_fields",
     "_replace",
@@ -42,7 +44,7 @@ def is_private(name: str) -> bool:
 
 
 def defined_in(tree: ast.AST) -> set[str]:
-    """Private names which a file gives to its own classes and their objects."""
+    """Return the private names that a file gives to its own classes and their objects."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -64,14 +66,14 @@ def is_super(node: ast.AST) -> bool:
 
 
 def library_of(node: ast.AST, imported: dict[str, str]) -> str:
-    """The library that an expression like ``torch.nn.modules`` belongs to; empty for other objects."""
+    """Return the library that an expression like ``torch.nn.modules`` belongs to; empty for other objects."""
     while isinstance(node, ast.Attribute):
         node = node.value
     return imported.get(node.id, "") if isinstance(node, ast.Name) else ""
 
 
 def private_uses(file: str, text: str, package: set[str]) -> Iterator[str]:
-    """Every use against the rule, as "file:line name". ``package``: private names that classes of the package define."""
+    """Yield every violation as "file:line name". ``package``: private names that classes of the package define."""
     tree = ast.parse(text, filename=file)
     own, imported = defined_in(tree), {}
     for node in ast.walk(tree):
@@ -109,7 +111,7 @@ def private_uses(file: str, text: str, package: set[str]) -> Iterator[str]:
 
 @functools.cache
 def wrapped_names() -> frozenset[str]:
-    """The private attributes that the two files wrap; elsewhere they are not even written as text."""
+    """Return the private attributes that the two files wrap; other files may not even contain them as strings."""
     found = set()
     for file in HOME.values():
         for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):

@@ -1,4 +1,5 @@
-"""Every recipe: its files, its round trip through --print_config, its model without weights and its plan; some are run."""
+"""Every recipe: its files, its round trip through --print_config, its model without weights and its plan; some
+recipes are run."""
 
 import contextlib
 import io
@@ -67,7 +68,8 @@ def test_files_and_round_trip(capsys, tmp_path, recipe):
 
 
 def command_of_each_node(job: str, first_node: int, nodes: int, folder: Path) -> list[list[str]]:
-    """What job.sh starts on each node of one cluster: srun and torchrun are stand-ins that show their arguments."""
+    """Return the arguments with which job.sh starts each node of one cluster: srun and torchrun are stand-ins that
+    print their arguments."""
     stand_ins = {
         "srun": f'for i in $(seq 0 {nodes - 1}); do SLURM_NODEID=$i "$@" || exit; done',
         "torchrun": """printf '%s\\n' "$@"; echo END""",
@@ -91,7 +93,8 @@ def test_the_slurm_script_starts_every_node_of_all_clusters(capsys, tmp_path, re
     job = "".join(f"{line[4:]}\n" for line in block[1].splitlines())
     nodes = int(re.search(r"--nodes=(\d+)", job)[1])
     firsts = [int(n) for n in re.findall(r"FIRST_NODE=(\d+) sbatch", text)]
-    assert firsts == [cluster * nodes for cluster in range(1 if recipe in ONE_CLUSTER else 2)]  # a controller each
+    # each cluster has its own SLURM controller
+    assert firsts == [cluster * nodes for cluster in range(1 if recipe in ONE_CLUSTER else 2)]
     commands = [c for first in firsts for c in command_of_each_node(job, first, nodes, tmp_path)]
     ranks = []
     for command in commands:
@@ -142,7 +145,7 @@ def test_a_model_too_large_for_a_worker_fits_in_shards_or_on_nodes_only(capsys, 
 
 
 def output_of(args):
-    """What a command prints; for a process of its own."""
+    """Return the output of a command; runs in a separate process."""
     from lightning_holmes.cli import main
 
     os.chdir(ROOT)
@@ -154,7 +157,7 @@ def output_of(args):
 
 @pytest.mark.parametrize("recipe", LARGE)
 def test_a_large_models_plan_is_that_of_its_config(recipe):
-    """In a process of its own, as commands run."""
+    """Runs in a separate process, as commands do."""
     shape, layers, hidden, num_microbatches = LARGE[recipe]
     config = yaml.safe_load((ROOT / config_of(recipe)).read_text())
     command = ["plan", "--config", config_of(recipe), f"--batch_shape={shape}", "--device_type=A100-80GB"]
@@ -177,7 +180,7 @@ def test_a_large_models_plan_is_that_of_its_config(recipe):
 
 @pytest.fixture(scope="module")
 def tune(tmp_path_factory):
-    """A tiny model's folder with its tokenizer, and a token file."""
+    """Return the folder of a tiny model with its tokenizer, and a token file."""
     pytest.importorskip("transformers", reason="needs the extra: pip install lightning-holmes[hf]")
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -232,8 +235,9 @@ def run_cli(payload):
 
 
 def test_fine_tuning_runs_in_two_processes_as_in_one(tmp_path, tune):
-    """Whole and LoRA, two stages. Baseline: one process, same seed; 1e-4. For all weights that is plain Lightning; for LoRA
-    the strategy in one process, since adapters begin at values drawn by their names there."""
+    """Full fine-tuning and LoRA, two stages. Baseline: one process with the same seed, tolerance 1e-4; plain
+    Lightning for full fine-tuning, the strategy in one process for LoRA, since adapters get initial values that
+    depend on their names there."""
     commands, alone = [], []
     for recipe in FINETUNE:
         plain = tune_options(recipe, tune, tmp_path / f"{recipe}_plain")
@@ -276,7 +280,8 @@ def test_the_demo_learns_on_four_processes(tmp_path):
     ]
     launch(4, "test_recipes:run_cli", [command], timeout_s=240)
     losses = losses_of(tmp_path)
-    assert len(losses) == 20 and 5.3 < losses[0] < 5.8  # bytes, of which the model knows nothing yet: log(256) is 5.5
+    # an untrained model of bytes: log(256) is 5.5
+    assert len(losses) == 20 and 5.3 < losses[0] < 5.8
     assert losses[-1] < 3.0
 
 
@@ -303,7 +308,7 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
     assert len(events.Scalars("train_loss")) == 3
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert "|pipeline rank|" in texts["plan/text_summary"] and "hidden_size: 16" in texts["config/text_summary"]
-    # the other commands on what it saved
+    # the other commands on the checkpoint that fit saved
     saved = tmp_path / "last.ckpt"
     for command, shown in (("validate", "val_loss"), ("test", "test_loss"), ("predict", ""), ("check", "exact")):
         written = tmp_path / f"{command}.yaml"
@@ -319,7 +324,7 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
         code, out, err = run(capsys, command, "--config", str(written))
         assert code == 0 and shown in out, err
     assert not (ROOT / "config.yaml").exists()  # only fit writes it
-    # the configuration counts, and not what the checkpoint was made with
+    # the configuration is used, not the values with which the checkpoint was made
     code, _, err = run(capsys, "test", "--config", str(tmp_path / "test.yaml"), "--model.init_args.hidden_size=32")
     assert code == 2 and "another model than this GPT: size mismatch" in err
     convert([str(saved), str(tmp_path / "folder.ckpt")])
@@ -341,12 +346,12 @@ def test_wandb_stays_offline_without_a_login_or_a_network(tmp_path, key):
 
 
 def run_with_wandb(payload):
-    """In a process of its own: W&B starts anew only there."""
+    """Runs in a separate process, since W&B starts anew only there."""
     folder, key = payload["folder"], payload["key"]
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         os.environ.pop(name, None)
     os.environ |= {"HOME": folder, "NETRC": f"{folder}/netrc", "WANDB_SILENT": "true"}
-    os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # nobody listens there
+    os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # no server listens there
     os.environ |= {} if key is None else {"WANDB_API_KEY": key}
     os.chdir(ROOT)
     import wandb
@@ -423,7 +428,8 @@ def test_every_schedule_can_be_named_on_the_command_line():
 
 
 def test_completion_knows_all_commands_and_options():
-    """In a process of its own: among the choices are all subclasses that a process has seen, here those of all tests."""
+    """Runs in a separate process: the choices contain all subclasses that the process has imported, here those of all
+    tests."""
     pytest.importorskip("shtab")
     (out,) = launch(1, "test_recipes:print_completion", timeout_s=200)
     for word in ("tokenize", "convert", "--trainer.strategy.num_microbatches", "--batch_shape"):

@@ -1,4 +1,5 @@
-"""What lightning_holmes/torch_private.py relies on; a failure here means that torch has changed it."""
+"""The private behaviour on which lightning_holmes/torch_private.py relies; a failure here means that torch has
+changed it."""
 
 import os
 import subprocess
@@ -17,7 +18,7 @@ from lightning_holmes import torch_private
 
 
 class Recorder(torch_private.TorchDispatchMode):  # type: ignore[misc]
-    """Keeps the names of operators and what they write."""
+    """Records the names of operators and their outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,9 +181,10 @@ def test_a_backend_may_give_a_group_that_forwards_to_another(tmp_path) -> None: 
 
 
 def test_gloo_has_no_ibverbs() -> None:
-    """Where this fails, torch has learnt it: let gloo groups on an RDMA fabric use it (comm/gloo.py), where it opens."""
+    """If this fails, torch supports it: let gloo groups on an RDMA fabric use it (comm/gloo.py), where the device
+    opens."""
     program = "from lightning_holmes import torch_private; torch_private.gloo_device('lo')"
-    asked = subprocess.run(  # gloo reads the variable once a process
+    asked = subprocess.run(  # gloo reads the variable once per process
         [sys.executable, "-c", program],
         env={**os.environ, "GLOO_DEVICE_TRANSPORT": "IBVERBS"},
         capture_output=True,
@@ -193,7 +195,7 @@ def test_gloo_has_no_ibverbs() -> None:
 
 
 def test_gloos_default_device_does_not_read_the_interface_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is why the user's interfaces are given to it by name (comm/group_transports.py)."""
+    """This is why the user's interfaces are passed to it by name (comm/group_transports.py)."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     assert torch_private.gloo_device(None) is not None
 
@@ -361,14 +363,14 @@ def test_operators_name_their_arguments() -> None:
 
 def test_nccl_groups_take_the_network_module_by_name() -> None:
     if not dist.is_nccl_available():
-        assert not hasattr(dist, "ProcessGroupNCCL")  # this torch is built without it: nothing asks for such a group
+        assert not hasattr(dist, "ProcessGroupNCCL")  # this torch is built without it: no group asks for it
         return
     assert torch_private.nccl_options("Socket").config.net_name == "Socket"
 
 
 def test_a_work_of_nccls_tells_its_error_without_being_waited_for() -> None:
     class Works:
-        """torch's works have these names."""
+        """The work objects of torch have these names."""
 
         result, error = torch.futures.Future(), None  # type: ignore[var-annotated]
 
@@ -387,7 +389,8 @@ def test_a_work_of_nccls_tells_its_error_without_being_waited_for() -> None:
 
 
 def test_nccl_groups_have_a_watchdog_unless_they_wait_by_the_host() -> None:
-    """Only that the header has these names, since torch may be built without NCCL; what they do was read in its sources (docs/log.md)."""
+    """Only checks that the header has these names, since torch may be built without NCCL; docs/log.md has their
+    behaviour, read from the sources."""
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
     if header.exists():
         text = header.read_text()

@@ -1,4 +1,4 @@
-"""Where the package pickles, unpickles, or lets torch do so: each place with its reason."""
+"""The places where the package pickles, unpickles, or lets torch do so, each with its reason."""
 
 import ast
 import re

@@ -1,4 +1,5 @@
-"""The versions that pyproject.toml promises are those that are tested: the oldest by `make oldest`, the newest by `make test`."""
+"""The versions promised in pyproject.toml are the tested ones: the oldest by `make oldest`, the newest by `make
+test`."""
 
 import tomllib
 from pathlib import Path

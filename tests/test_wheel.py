@@ -1,7 +1,8 @@
-"""The wheel, in an environment that has what it depends on and nothing else, far from the repository.
+"""The wheel, in an environment that contains only its dependencies, outside the repository.
 
-The environment is made of links to what is installed here: the distributions that the wheel's metadata ask for, with theirs. So
-a dependency that is not declared, a file that is not packed and an import of the repository fail here.
+The environment consists of links to the packages installed here: the distributions required by the wheel's metadata,
+and their dependencies. So a dependency that is not declared, a file that is not packed and an import from the
+repository fail here.
 """
 
 import importlib.metadata
@@ -45,7 +46,7 @@ Stack.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
 
 
 def dependencies(requirement: Requirement, found: dict[str, importlib.metadata.Distribution]) -> None:
-    """Add to ``found`` the distribution of a requirement, and those that it and its extras ask for."""
+    """Add to ``found`` the distribution of a requirement, and the distributions that it and its extras require."""
     distribution = importlib.metadata.distribution(requirement.name)
     key = distribution.metadata["Name"].lower()
     if key in found and not requirement.extras:
@@ -60,7 +61,7 @@ def dependencies(requirement: Requirement, found: dict[str, importlib.metadata.D
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an environment's programs, with the wheel installed."""
+    """Return the folder of an environment's programs, with the wheel installed."""
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     shutil.copytree(

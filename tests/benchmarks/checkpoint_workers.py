@@ -1,4 +1,4 @@
-"""What tests/benchmarks/test_checkpoint.py times, in four processes."""
+"""The code that tests/benchmarks/test_checkpoint.py times, in four processes."""
 
 import os
 import time
@@ -26,7 +26,8 @@ def _seconds(run: Any) -> float:
 
 
 def throughput(folder: str) -> dict[str, list[float]]:
-    """Seconds of saving and loading the state, each way, in turn; a quarter of the state on each rank."""
+    """Return the seconds of saving and loading the state in each way; the ways take turns, and each rank holds a
+    quarter of the state."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -69,7 +70,7 @@ def throughput(folder: str) -> dict[str, list[float]]:
     for number in range(REPEATS + 1):
         for way, run in ways.items():
             seconds = _seconds(run)
-            if number > 0:  # the first round makes staging memory and imports
+            if number > 0:  # the first round allocates staging memory and imports modules
                 found[way].append(seconds)
             if way == "stall":
                 keepers["stall"].finish()

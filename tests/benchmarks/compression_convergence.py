@@ -1,9 +1,10 @@
-"""How a tiny GPT learns with compressed gradients and activations, against none; prints the table of docs/gradient-sync.md.
+"""Train a tiny GPT with and without compressed gradients and activations, and print the table of
+docs/gradient-sync.md.
 
     python tests/benchmarks/compression_convergence.py --steps 400 --seeds 3
 
-Two processes, as if each were a cluster of its own: two replicas, whose gradients cross, or two stages, whose activations
-do. Every row trains on the same windows, from the same weights, with the same steps.
+Two processes, each in its own cluster: two replicas, whose gradients cross the link between clusters, or two stages,
+whose activations do. Every row trains on the same windows, from the same weights, with the same number of steps.
 """
 
 import argparse
@@ -30,13 +31,13 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def train_all(payload: tuple[int, int]) -> dict[str, list[tuple[float, float]]]:
-    """By row and seed: the mean loss of the last tenth of the steps, and the loss of validation."""
+    """Return, by row and seed, the mean loss of the last tenth of the steps and the validation loss."""
     steps, seeds = payload
     return {name: [train(options, steps, seed) for seed in range(seeds)] for name, options in ROWS.items()}
 
 
 def train(options: dict[str, Any], steps: int, seed: int) -> tuple[float, float]:
-    """One run in this process, with the other."""
+    """Train once in this process, together with the other process."""
     from lightning.pytorch import Callback, Trainer, seed_everything
 
     from lightning_holmes import HolmesStrategy
@@ -45,7 +46,7 @@ def train(options: dict[str, Any], steps: int, seed: int) -> tuple[float, float]
     from lightning_holmes.models import GPT
 
     class Losses(Callback):
-        """Of every step."""
+        """Records the loss of every step."""
 
         def __init__(self) -> None:
             self.found: list[float] = []

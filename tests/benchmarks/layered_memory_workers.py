@@ -1,4 +1,5 @@
-"""What the tests of the memory of parameters in shards run in their processes: a deep module of equal layers, built without memory."""
+"""The code that the memory tests of sharded parameters run in their processes: a deep module of equal layers, built
+without memory."""
 
 import gc
 import os
@@ -20,11 +21,11 @@ from lightning_holmes import HolmesStrategy
 from lightning_holmes.commands.convert import main as convert
 
 STATES = 4
-"""Parameters, gradients, and the two moments of Adam: as many times the bytes of the parameters."""
+"""Parameters, gradients, and Adam's two moments: together this multiple of the parameters' bytes."""
 
 
 class Block(nn.Module):
-    """A product beside a residual."""
+    """A linear layer with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Block(nn.Module):
 
 
 class Deep(pl.LightningModule):
-    """Equal layers and nothing else, in which a batch of one sample has hardly any activations."""
+    """Equal layers and nothing else; with a batch of one sample it has hardly any activations."""
 
     def __init__(self, width: int, depth: int, *, is_checkpointed: bool = False) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Deep(pl.LightningModule):
 
 
 class ShardedDeep(Deep):
-    """The same for FSDP2, each layer sharded before it has memory."""
+    """The same module for FSDP2; each layer is sharded before it has memory."""
 
     def configure_model(self) -> None:
         if self.layers is None:
@@ -95,17 +96,20 @@ def loader(width: int, num_samples: int = 16) -> DataLoader:
 
 
 def rss_mb(field: str) -> float:
-    """A line of /proc/self/status in MB: VmRSS now, VmHWM at its highest since it was reset."""
+    """Return a line of /proc/self/status in MB: VmRSS is the current resident memory, VmHWM its peak since the last
+    reset."""
     found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024 / 1e6
 
 
 def peaks(payload: dict[str, Any]) -> dict[int, dict[str, float]]:
-    """By number of layers, the growth of this rank's peak memory, MB: while it trains, with validation; saves; and tests afterwards."""
+    """Return, by number of layers, the growth of this rank's peak memory in MB: after a fit with validation, after a
+    save, and after an evaluation."""
     torch.set_num_threads(1)
     width, found = payload["width"], {}
-    for depth in (2, *payload["depths"]):  # two layers first: what is connected and made only once
+    # two layers first: this creates the connections and everything else that is created only once
+    for depth in (2, *payload["depths"]):
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before, grown = rss_mb("VmRSS"), {}
@@ -131,7 +135,7 @@ OTHERS: dict[str, Any] = {
 
 
 class Losses(pl.Callback):
-    """Keeps the loss of each step."""
+    """Records the loss of each step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -149,7 +153,8 @@ def train(
     save: Path | None = None,
     is_checkpointed: bool = False,
 ) -> dict[str, Any]:
-    """A fit up to ``epochs``, two steps each, by HolmesStrategy with these arguments, by "ddp" or "fsdp2", from one checkpoint on and to another: the losses of its steps."""
+    """Fit up to ``epochs``, two steps each, with HolmesStrategy and these arguments, or with "ddp" or "fsdp2"; resume
+    from one checkpoint and save another; return the losses of the steps."""
     pl.seed_everything(3)
     losses = Losses()
     module = (ShardedDeep if strategy == "fsdp2" else Deep)(width, depth, is_checkpointed=is_checkpointed)
@@ -163,19 +168,19 @@ def train(
 
 
 def export(source: Path, file: Path, **_: Any) -> dict[str, Any]:
-    """A checkpoint folder as one file for plain Lightning."""
+    """Convert a checkpoint folder to one file for plain Lightning."""
     convert([str(source), str(file)])
     return {}
 
 
 def bare() -> dict[str, Any]:
-    """What a process holds that has done nothing but its imports, MB."""
+    """Return the memory in MB of a process that has only done its imports."""
     return {"resident": rss_mb("VmRSS")}
 
 
 def main(folder: Path, rank: str) -> None:
-    """In a process of its own: call what the folder says in a group with a limit of memory, which this joins when all is imported, and
-    write down what it returns, with the growth of the peak memory, MB. An optimizer "node" has no limit."""
+    """In a separate process: after the imports, join a cgroup with a memory limit, call the payload's function, and
+    write its result with the growth of the peak memory in MB. An optimizer "node" has no limit."""
     torch.set_num_threads(1)
     target, payload, procs = pickle.loads((folder / "payload").read_bytes())
     before = rss_mb("VmRSS")

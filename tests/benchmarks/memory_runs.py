@@ -1,4 +1,5 @@
-"""Runs of layered_memory_workers in processes with a limit of memory each, and an optimizer node beside them that has none."""
+"""Runs functions of layered_memory_workers in processes with a memory limit each, optionally with an optimizer node
+that has no limit."""
 
 import contextlib
 import os
@@ -18,9 +19,10 @@ WORKERS = str(Path(__file__).with_name("layered_memory_workers.py"))
 def run_within(
     limit_mb: float, ranks: int, target: str, folder: Path, *, node: bool = False, **payload: Any
 ) -> tuple[list[int], list[int], list[Any], str]:
-    """Call a function of the workers in processes of their own, which join groups with a limit each: exit codes, how many the kernel has
-    ended in each group, what they returned, and the end of what they wrote. Not forked ones: what they share with their parent, and
-    change, would count. With an optimizer node beside them if asked, without a limit."""
+    """Call a function of the workers in separate processes, each in its own cgroup with a memory limit. Returns the
+    exit codes, the number of processes that the kernel has killed in each cgroup, the results, and the end of the
+    outputs. The processes are not forked: copied pages that they share with their parent would count. With ``node``,
+    an optimizer node without a limit runs, too."""
     folder.mkdir()
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GROUP_RANK": "0"}
     environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test"}

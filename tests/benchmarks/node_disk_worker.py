@@ -1,10 +1,12 @@
-"""An optimizer node with parameters and states of several times its memory on disk, and beside it who only reads and writes as much.
+"""An optimizer node with parameters and states of several times its memory on disk, compared with plain reads and
+writes of the same size.
 
     PYTHONPATH=tests:tests/optim python tests/benchmarks/node_disk_worker.py FOLDER LAYERS WIDTH MEMORY_MB eager|deferred|by_layers
 
-Prints as JSON the seconds of a step's update, those that reading and writing the same bytes each way takes alone, before and after, and
-the peak of the process's memory beside its limit. Gradients come from a thread of the process as fast as the node takes them.
-"by_layers" is "eager" without what a node does at the same time: each layer is read, stepped and written before the next one is begun.
+Prints as JSON the seconds of a step's update, the seconds for only reading and writing the same bytes, before and
+after it, and the peak of the process's memory with its limit. A thread of the process supplies gradients as fast as
+the node takes them. "by_layers" is "eager" without overlap: each layer is read, stepped and written before the next
+one is begun.
 """
 
 import json
@@ -28,8 +30,9 @@ REQUEST_BYTES, NUM_REQUESTS, WINDOWS = 4 << 20, 8, 4
 
 
 def bare_seconds(folder: str, num_bytes: int) -> float:
-    """To read ``num_bytes`` of a file and write them again, in requests of 4 MB, eight at once, past the page cache. The file was
-    written before: what never was is not read from the disk."""
+    """Return the seconds for reading ``num_bytes`` of a file and writing them again, in requests of 4 MB, eight at
+    once, past the page cache. The file is written before, since blocks that were never written are not read from the
+    disk."""
     path = Path(folder) / "bare"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     starts = range(0, num_bytes, REQUEST_BYTES)
@@ -52,13 +55,13 @@ def bare_seconds(folder: str, num_bytes: int) -> float:
 
 
 def peak_bytes() -> int:
-    """Resident, since it was last reset."""
+    """Return the peak resident memory since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def by_layers(updates: Updates) -> None:
-    """Let ``updates`` begin with a unit when the one before it has been written."""
+    """Make ``updates`` begin with a unit only when the previous one has been written."""
     order, work_all = updates._order, updates._work.put
 
     def wait(unit: Unit) -> None:
@@ -76,8 +79,8 @@ def by_layers(updates: Updates) -> None:
 
 
 def main(folder: str, layers: str, width: str, memory_mb: str, way: str) -> dict[str, Any]:
-    """One run."""
-    torch.set_num_threads(os.cpu_count() or 1)  # a node has its host for itself
+    """Run once and return the figures."""
+    torch.set_num_threads(os.cpu_count() or 1)  # a node has its host to itself
     side = int(width)
     told = told_of("adamw", num_layers=int(layers), shape=(side, side), num_workers=1, states=folder)
     gradient = torch.full((side * side + side,), 1e-3)

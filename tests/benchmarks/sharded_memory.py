@@ -1,6 +1,7 @@
-"""Memory and time of the optimizer, whole and sharded over four replicas, as a table: `PYTHONPATH=tests python tests/benchmarks/sharded_memory.py`
+"""Print a table of the optimizer's memory and time, whole and sharded over four replicas: `PYTHONPATH=tests python
+tests/benchmarks/sharded_memory.py`
 
-Each kind in four processes of its own: the peak of resident memory never falls again.
+Each kind runs in its own four processes, since the peak of resident memory never falls again.
 """
 
 import resource
@@ -20,7 +21,7 @@ STEPS, SKIPPED = 8, 2
 
 
 class Clock(Callback):
-    """When each step ended."""
+    """Records when each step ended."""
 
     def __init__(self) -> None:
         self.marks: list[float] = []

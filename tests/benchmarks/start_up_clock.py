@@ -1,4 +1,4 @@
-"""Prints when a process is about to run its first training step, and the loss after each step."""
+"""Print when a process is about to run its first training step, and the loss after each step."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class FirstStepClock(Callback):
-    """One line per process, in one piece, so that lines of several processes do not mix."""
+    """Prints one line per process in one write, so that lines of several processes do not mix."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 0:

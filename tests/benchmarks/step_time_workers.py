@@ -1,4 +1,4 @@
-"""What the step-time benchmarks run in their processes: plain, staged and bare loops, in turn."""
+"""The code that the step-time benchmarks run in their processes: plain, staged and bare loops, in turn."""
 
 import ctypes
 import itertools
@@ -34,7 +34,7 @@ class Windows(Dataset):  # type: ignore[type-arg]
 
 
 class StepClock(Callback):
-    """Seconds from one training batch's start to the next one's, after what a GPU still had to do."""
+    """Records the seconds from one training batch's start to the next one's; a GPU is synchronized first."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -83,7 +83,8 @@ def build(hidden_size: int, num_layers: int) -> GPT:
 
 
 def one_process(options: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of every step: plain Lightning and the strategy, in turn, in this process, on a CPU or ``options["accelerator"]``."""
+    """Return the seconds of every step of plain Lightning and of the strategy, in turn, in this process, on a CPU or
+    ``options["accelerator"]``."""
     found: dict[str, list[float]] = {"plain": [], "holmes": []}
     for turn in range(options["rounds"]):
         order = ["plain", "holmes"] if turn % 2 == 0 else ["holmes", "plain"]
@@ -96,7 +97,7 @@ def one_process(options: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def two_replicas(options: dict[str, int]) -> dict[str, list[float]]:
-    """Seconds of every step on this rank: DDP and the strategy without a pipeline, in turn."""
+    """Return the seconds of every step on this rank, with DDP and with the strategy without a pipeline, in turn."""
     found: dict[str, list[float]] = {"ddp": [], "holmes": []}
     for turn in range(options["rounds"]):
         order = ["ddp", "holmes"] if turn % 2 == 0 else ["holmes", "ddp"]
@@ -112,10 +113,12 @@ def two_replicas(options: dict[str, int]) -> dict[str, list[float]]:
 
 
 def layered_in_turn(options: dict[str, int]) -> dict[str, list[float]]:
-    """Processor seconds of a step, the median of each run, in alternating order: all layers in one stage, and each in its own with all
-    microbatches through one before the next; the same microbatches, everything resident, one process. With ``bare``, by plain torch, too.
-    The first steps, in which a process gets the memory of all microbatches, are not counted; nor is it given back to the system after
-    each step and faulted in again, which glibc does at will, up to 0.09 s of 2.8 s: MALLOC_TRIM_THRESHOLD_ for a process that runs."""
+    """Return the processor seconds of a step, as the median of each run, in alternating order: all layers in one
+    stage; and each layer in its own stage, which runs all microbatches before the next stage. Both use the same
+    microbatches, everything resident, in one process. With ``bare``, the same in plain torch. The first steps, which
+    allocate the memory of all microbatches, are not counted. malloc options keep this memory: glibc may otherwise
+    return it to the system after each step and fault it in again, up to 0.09 s of 2.8 s; in a running process mallopt
+    replaces MALLOC_TRIM_THRESHOLD_."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     found: dict[str, list[float]] = {"one stage": [], "layered": []}
@@ -135,8 +138,8 @@ def layered_in_turn(options: dict[str, int]) -> dict[str, list[float]]:
 
 
 def bare_order(gpt: GPT, options: dict[str, int], *, layered: bool) -> list[float]:
-    """Processor seconds of each step of plain torch: microbatch by microbatch, or layer by layer, where each layer is a backward of
-    its own."""
+    """Return the processor seconds of each step in plain torch: microbatch by microbatch, or layer by layer, where
+    each layer has its own backward."""
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
     microbatches = Windows(options["batch_size"]).tokens.chunk(options["num_microbatches"])
     stages = [[layer] for layer in gpt.layers] if layered else [list(gpt.layers)]
@@ -195,7 +198,7 @@ class BareStage(nn.Module):
 
 
 def bare_loop(options: dict[str, int], rank: int, num_microbatches: int) -> list[float]:
-    """Step seconds of a loop over torch's 1F1B with the same optimizer."""
+    """Return the step seconds of a loop over torch's 1F1B with the same optimizer."""
     gpt = build(options["hidden_size"], options["num_layers"])
     half = options["num_layers"] // 2
     layers = range(half) if rank == 0 else range(half, options["num_layers"])
@@ -232,7 +235,7 @@ def bare_loop(options: dict[str, int], rank: int, num_microbatches: int) -> list
 
 
 def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
-    """Seconds of every step on this rank: the strategy, and a bare loop, in turn."""
+    """Return the seconds of every step on this rank, of the strategy and of a bare loop, in turn."""
     import torch.distributed as dist
 
     found: dict[str, list[float]] = {"bare": [], "holmes": []}
@@ -250,7 +253,7 @@ def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
 
 
 def monitored_in_turn(options: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of batches of one run, every second one noted by the strategy's clock."""
+    """Return the seconds of the batches of one run, every second one recorded by the strategy's clock."""
     seconds: dict[str, list[float]] = {"holmes": [], "plain": []}
 
     class InTurn(Callback):

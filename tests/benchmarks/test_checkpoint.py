@@ -1,4 +1,4 @@
-"""Checkpoints' figures: throughput against torch.save and torch.load, and the stall of an asynchronous save.
+"""Performance of checkpoints: throughput against torch.save and torch.load, and the stall of an asynchronous save.
 
 A figure is the median over rounds of one launch, in which all ways take turns on the same disk.
 """
@@ -15,16 +15,17 @@ from launch import launch
 pytestmark = [pytest.mark.benchmark, pytest.mark.timeout(900)]
 
 SAVING = 0.7
-"""Of torch.save's throughput, at least, where both do the same: a new file, on the disk, takes the old one's place.
-torch.save over the old file, not waiting for the disk, is printed beside it: a kill then leaves nothing."""
+"""The least share of torch.save's throughput if both do the same: write a new file to the disk and replace the old
+one with it. For comparison, torch.save over the old file without waiting for the disk is printed, too: a kill then
+leaves no valid file."""
 STALL = 0.15
-"""Of a synchronous save's time, at most."""
+"""The largest share of a synchronous save's time."""
 LAUNCHES = 3
 REPLACED = "plain save to a new file that takes the old one's place"
 
 
 def test_throughput_and_stall(tmp_path: Path) -> None:
-    """Each launch is a measurement of its own: other work on the machine can spoil one, never better it."""
+    """The best of several launches counts: other work on the machine can only slow one down."""
     savings, stalls = [], []
     for attempt in range(LAUNCHES):
         folder = tmp_path / str(attempt)

@@ -1,4 +1,5 @@
-"""Whole fits with fewer bits between clusters: near to those without, and not the same, or nothing would be compressed."""
+"""Complete fits with fewer bits between clusters: the results are near those without compression, and not equal,
+since then nothing would be compressed."""
 
 from compression_convergence import ROWS
 from launch import launch

@@ -1,5 +1,5 @@
-"""What a worker holds of parameters in shards: resident memory, at its highest, of four processes that train a deep module, and what
-they train within a limit that other ways do not keep."""
+"""The memory that a worker needs for sharded parameters: peak resident memory of four processes that train a deep
+module, and a model that they train within a limit that other strategies exceed."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ LAYER_MB = 4 * WIDTH * WIDTH / 1e6
 
 
 def test_a_worker_holds_its_share_and_two_layers(tmp_path: Path) -> None:
-    """At most a quarter of parameters, gradients and states, two layers and 60 MB, from before the module is built to the end of a fit
-    with validation, a saved folder and an evaluation afterwards."""
+    """At most a quarter of the parameters, gradients and states, plus two layers and 60 MB, from before the module is
+    built to the end of a fit with validation, a save to a folder and an evaluation afterwards."""
     payload = {"width": WIDTH, "depths": [24], "folder": str(tmp_path)}
     ranks = launch(RANKS, "layered_memory_workers:peaks", payload, timeout_s=280)
     everything = STATES * 24 * LAYER_MB
@@ -35,8 +35,8 @@ CONTROLS = {"DDP": "ddp", "two stages, two replicas": {"pipeline_parallel_size":
 
 
 def test_a_model_of_three_times_the_limit_trains_resumes_and_exports(tmp_path: Path) -> None:
-    """Parameters, gradients and states need three times what a worker's limit leaves above the bare process. Baseline: the strategy on
-    one process without a limit; losses and parameters to 1e-5."""
+    """Parameters, gradients and states need three times the memory that a worker's limit leaves above its imports.
+    Baseline: the strategy on one process without a limit; losses and parameters to 1e-5."""
 
     def run(name: str, ranks: int, target: str = "train", limit_mb: float = LIMIT_MB, **payload: Any) -> list[Any]:
         settings = {"width": WIDTH, "depth": DEPTH, "strategy": LAYERED, "epochs": 2, "resume": None, "save": None}
@@ -61,7 +61,7 @@ def test_a_model_of_three_times_the_limit_trains_resumes_and_exports(tmp_path: P
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_other_ways_are_ended_by_that_limit(name: str, tmp_path: Path) -> None:
-    """By the kernel, in each process that it needs for that; the others end since their neighbours are gone."""
+    """The kernel kills the processes that exceed the limit; the others end since their peers are gone."""
     settings = {"width": WIDTH, "depth": DEPTH, "epochs": 1, "resume": None, "save": None}
     codes, kills, _, _ = run_within(LIMIT_MB, RANKS, "train", tmp_path / "run", strategy=CONTROLS[name], **settings)
     print(f"{name}: exit codes {codes}, ended by the kernel {kills}")

@@ -1,4 +1,5 @@
-"""How fast an optimizer node updates what it has on disk, beside a bare reader and writer of the same bytes in the same run."""
+"""How fast an optimizer node updates its states on disk, compared with plain reads and writes of the same bytes in
+the same run."""
 
 import json
 import os
@@ -18,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def run(way: str, folder: Path) -> dict[str, Any]:
-    """Of node_disk_worker.py."""
+    """Run node_disk_worker.py and return its figures."""
     command = [
         sys.executable,
         str(HERE / "node_disk_worker.py"),
@@ -44,13 +45,15 @@ def run(way: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["eager", "deferred"])
 def test_updates_are_as_fast_as_the_disk(way: str, tmp_path: Path) -> None:
-    """At least 0.85 of the disk's own rate. Deferred, gradients are written and read, too, where they find no memory."""
+    """At least 0.85 of the disk's own rate. In "deferred", gradients for which there is no memory are also written
+    and read."""
     assert run(way, tmp_path)["share"] >= 0.85
 
 
 def test_reading_stepping_and_writing_go_on_at_once(tmp_path: Path) -> None:
-    """Updates by steps (the next layer is read and the last one written while one is stepped) against updates by layers, of which LuWu
-    (arXiv 2409.00918) tells that they take 1.10 to 1.17 times as long. On how many times depends what the disk and the processor give."""
+    """Updates that overlap (the next layer is read and the last one written while one is stepped) against updates
+    layer by layer, which according to LuWu (arXiv 2409.00918) take 1.10 to 1.17 times as long. The ratio depends on
+    the speeds of the disk and the processor; only a ratio above 1 is required."""
     seconds = [run(way, tmp_path)["update_s"] for way in ("by_layers", "eager", "by_layers", "eager")]
     ratio = (seconds[0] + seconds[2]) / (seconds[1] + seconds[3])
     print(f"by layers {ratio:.2f} times as long as by steps")

@@ -1,4 +1,5 @@
-"""What a worker holds beside an optimizer node: two layers, however deep the module is; and what it trains within a limit beside FSDP2."""
+"""The memory of a worker with an optimizer node: two layers, however deep the module is; and the depth that it trains
+within a limit, compared with FSDP2."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ NODES = {"optimizer_nodes": 1, "keep_parameters": False}
 
 
 def test_a_worker_holds_two_layers_however_deep_the_module_is(tmp_path: Path) -> None:
-    """At most two layers' weights and gradients, and 60 MB, from before the module is built to the end of a fit with validation and a
-    saved folder; 36 layers more have 151 MB more weights."""
+    """At most two layers' weights and gradients plus 60 MB, from before the module is built to the end of a fit with
+    validation and a save to a folder; 36 more layers have 151 MB more weights."""
     highest = {}
     for depth in (12, 24, 48):
         payload = {"width": WIDTH, "depths": [depth], "folder": str(tmp_path), "holmes": NODES}
@@ -33,7 +34,7 @@ WORKER_MB, STEP = 600.0, 4
 
 @pytest.mark.timeout(1200)
 def test_three_times_the_depth_that_fsdp2_trains_within_the_same_limit(tmp_path: Path) -> None:
-    """Four workers with 600 MB each, their imports included; activation checkpointing in both."""
+    """Four workers with 600 MB each, including their imports; activation checkpointing in both."""
     found = run_within(1e6, 1, "bare", tmp_path / "bare")[2]
     limit_mb = WORKER_MB - found[0]["resident"]
 
@@ -49,7 +50,7 @@ def test_three_times_the_depth_that_fsdp2_trains_within_the_same_limit(tmp_path:
         return not any(codes)
 
     deepest, too_deep = 0, STEP * round(RANKS * limit_mb / (4 * LAYER_MB) / STEP)
-    assert not trains("fsdp2", too_deep, node=False)  # its shares alone are the limit
+    assert not trains("fsdp2", too_deep, node=False)  # its shards alone fill the limit
     while too_deep - deepest > STEP:
         middle = STEP * ((deepest + too_deep) // 2 // STEP)
         deepest, too_deep = (middle, too_deep) if trains("fsdp2", middle, node=False) else (deepest, middle)

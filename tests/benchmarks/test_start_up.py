@@ -1,8 +1,9 @@
-"""Seconds from launching the demo's recipe on four processes to its first step, and to a loss that shows it learns.
+"""Seconds from launching the demo's recipe on four processes to its first step, and to a loss that shows that it
+learns.
 
-The limit is 20 s. Where the machine is so slow that Lightning's own DDP needs as long for the same recipe (importing Lightning,
-reading the config, joining four processes), it is 1.35 times what DDP needs: a run of Holmes also finds the layers, counts what
-they cost and plans. Both are then started in turn, and their medians compared.
+The limit is 20 s. If the machine is so slow that Lightning's own DDP needs as long for the same recipe (importing
+Lightning, reading the config, joining four processes), the limit is 1.35 times DDP's time: a run of Holmes also finds
+the layers, counts their costs and plans. Both are then started in turn, and their medians compared.
 """
 
 import os
@@ -45,7 +46,8 @@ def test_four_processes_reach_their_first_step_within_twenty_seconds_and_learn_w
 
 
 def run_recipe(folder: Path, steps: int = 1, strategy: str = "") -> tuple[float, list[tuple[int, float, float]]]:
-    """Seconds from the launch to the first step of the last process; by step its number, loss, and seconds."""
+    """Return the seconds from the launch to the first step of the last process, and the number, loss and seconds of
+    each step."""
     command = [
         str(Path(sys.executable).parent / "lightning-holmes"),
         "fit",
@@ -54,7 +56,7 @@ def run_recipe(folder: Path, steps: int = 1, strategy: str = "") -> tuple[float,
         f"--trainer.max_steps={steps}",
         f"--trainer.default_root_dir={folder}",
     ]
-    if strategy:  # in the place of the recipe's
+    if strategy:  # instead of the recipe's
         command.append(f"--trainer.strategy={strategy}")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": "tests/benchmarks"}
     started = time.time()

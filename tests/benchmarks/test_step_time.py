@@ -1,8 +1,8 @@
-"""Step times against their yardsticks; the figures are printed.
+"""Step times against their baselines; the figures are printed.
 
     python -m pytest tests/benchmarks -m benchmark -n 0 -s
 
-The two sides run in turn in the same processes. What else runs on the machine only adds to a step, so each side
+The two sides run in turn in the same processes. Other work on the machine can only slow a step down, so each side
 is judged by the tenth percentile of its steps, and a ratio by the best of five attempts, which are all printed.
 """
 
@@ -18,14 +18,14 @@ ATTEMPTS = 5
 
 
 def undisturbed(times: list[float]) -> float:
-    """The tenth percentile."""
+    """Return the tenth percentile."""
     return statistics.quantiles(times, n=10)[0]
 
 
 def in_turn(
     num_processes: int, worker: str, rank: int, options: dict[str, Any]
 ) -> Callable[[], dict[str, list[float]]]:
-    """Runs a worker of step_time_workers, and returns the seconds that ``rank`` measured."""
+    """Return a function that runs a worker of step_time_workers and returns the seconds that ``rank`` measured."""
 
     def run() -> dict[str, list[float]]:
         times: dict[str, list[float]] = launch(num_processes, f"step_time_workers:{worker}", options, timeout_s=280)[
@@ -43,7 +43,7 @@ def measure(
     run: Callable[[], dict[str, list[float]]],
     judged: Callable[[list[float]], float] = undisturbed,
 ) -> float:
-    """The smallest ratio of all attempts; prints each."""
+    """Return the smallest ratio of all attempts; print each."""
     ratios = []
     for _ in range(ATTEMPTS):
         times = run()
@@ -94,7 +94,8 @@ def test_monitoring_costs_at_most_two_percent() -> None:
 
 
 def layered_against_one(hidden_size: int, *, bare: bool) -> dict[str, float]:
-    """Twelve stages of a layer against one, by the median of ten alternating pairs of processor time; and the same in plain torch."""
+    """Return the ratio of twelve stages of one layer to one stage, as the median of ten alternating pairs of
+    processor time; with ``bare``, also in plain torch."""
     sizes = {"hidden_size": hidden_size, "num_layers": 12, "batch_size": 8, "num_microbatches": 4}
     options = {"pairs": 10, "steps": 4, "bare": bare} | sizes
     times = launch(1, "step_time_workers:layered_in_turn", options, timeout_s=1400)[0]
@@ -110,12 +111,13 @@ def layered_against_one(hidden_size: int, *, bare: bool) -> dict[str, float]:
 
 @pytest.mark.timeout(1500)
 def test_a_stage_for_each_layer_costs_at_most_two_percent_over_one_stage() -> None:
-    """Layered accumulation with everything resident, where a layer of a microbatch computes for some ten milliseconds."""
+    """Layered accumulation with everything resident, with layers that compute for about ten milliseconds per
+    microbatch."""
     assert layered_against_one(512, bare=False)[""] <= 1.02
 
 
 @pytest.mark.timeout(1500)
 def test_a_stage_for_each_layer_costs_what_it_costs_in_plain_torch() -> None:
-    """At 256 channels a backward for each layer costs plain torch two percent by itself."""
+    """At 256 channels, a separate backward for each layer costs two percent in plain torch, too."""
     found = layered_against_one(256, bare=True)
     assert found[""] / found["bare "] <= 1.03

@@ -1,4 +1,4 @@
-"""A monitored run, on every rank."""
+"""A run with monitor=True, on every rank."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,15 @@ from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 
 
 class MonitorCounter(pl.Callback):
-    """How many monitors a trainer has while it trains."""
+    """Counts the TimelineMonitors of a trainer while it trains."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.found = sum(isinstance(c, TimelineMonitor) for c in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def monitored(payload: Any) -> dict[str, Any]:
-    """Two epochs of four batches, with a validation between unless ``payload["validates"]`` is False; what was written, as rank
-    0 sees it."""
+    """Train two epochs of four batches, with a validation between unless ``payload["validates"]`` is False; return on rank 0
+    what was written, and on every rank the number of monitors."""
     setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"], replicas=payload["replicas"])
     counter = MonitorCounter()
     trainer = setting.trainer(max_epochs=2, callbacks=[counter])

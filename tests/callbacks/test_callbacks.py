@@ -35,7 +35,7 @@ def fit(tmp_path, callbacks: list[Callback], model: LightningModule | None = Non
 
 
 class Clock(Callback):
-    """The time that Throughput is told: steps of one length, a slow first step, and slow validation."""
+    """The clock that Throughput reads: steps of one length, a slow first step, and slow validation."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -102,7 +102,7 @@ def test_summary_names_checkpoints_loggers_and_losses(tmp_path, capsys, monkeypa
         enable_checkpointing=True,
     )
     out = capsys.readouterr().out
-    whole = "".join(c for c in out if c.isalnum() or c in "/._-")  # long paths are folded over lines of the table
+    whole = "".join(c for c in out if c.isalnum() or c in "/._-")  # the table wraps long paths over several lines
     for text in ("train_loss", "val_loss", "tokens/s, mean", "seconds", "offline-run-", "lightning_logs"):
         assert text in out or text in whole
     assert str(tmp_path / "ckpt" / "best.ckpt") in whole
@@ -113,7 +113,7 @@ def test_summary_names_checkpoints_loggers_and_losses(tmp_path, capsys, monkeypa
 
 def test_sample_text_is_written_by_the_checkpoint(tmp_path, capsys):
     class Forget(Callback):
-        """What is left on this rank is of no use: the text must come from the file."""
+        """Makes the weights on this rank useless: the text must come from the file."""
 
         def on_train_end(self, trainer, pl_module):
             torch.nn.init.constant_(pl_module.head.weight, float("nan"))

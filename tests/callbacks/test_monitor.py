@@ -1,4 +1,4 @@
-"""monitor=True: a step's timeline of all ranks, in the run's folder; each rank's parts add up to its step."""
+"""monitor=True: a timeline of one step on all ranks, in the run's folder; each rank's parts add up to its step."""
 
 import itertools
 from pathlib import Path
@@ -51,14 +51,14 @@ def test_a_monitored_run_writes_what_every_rank_did(tmp_path: Path, holmes: dict
             (span.stage, span.microbatch): span for row in timeline.spans for span in row if span.kind == "transfer"
         }
         begun = {(s.stage, s.microbatch): s.start_s for row in timeline.spans for s in row if s.kind == "forward"}
-        for microbatch in range(4):  # nothing is computed before it was sent
+        for microbatch in range(4):  # no microbatch is computed before it was sent
             assert sent[0, microbatch].start_s <= begun[1, microbatch]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_buckets_of_replicas_are_noted_beside_the_backward(tmp_path: Path, sharded: bool) -> None:
     holmes = {"num_microbatches": 2, "monitor": True, "bucket_bytes": 256, "sharded_optimizer": sharded}
-    # without validation, which waits for the parameters: a step after it gathers nothing
+    # without validation, which waits for the parameters, so that a step after it gathers nothing
     payload = {"folder": str(tmp_path), "holmes": holmes, "replicas": 2, "validates": False}
     data = launch(2, "monitor_cases:monitored", payload, timeout_s=120)[0]["data"]
     for replica in data["replicas"]:

@@ -1,4 +1,4 @@
-"""`check` finds what differs: a staged side that has been tampered with is told by name, step and size."""
+"""`check` finds differences: a staged run that has been tampered with is reported by name, step and size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ class Stack(LightningModule):
 def tampered(
     monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Any, Any], Any]
 ) -> lightning_holmes.CheckReport:
-    """The report where what a method of the staged side returns has been changed."""
+    """Return the report of a check in which the result of a method of the staged run is changed."""
     plain = getattr(simulated_pipeline._SimulatedPipeline, name)
 
     def altered(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ def test_attributes_without_a_difference_to_take_are_no_trouble() -> None:
 
 
 class BuiltInSetup(LightningModule):
-    """Has nothing before ``setup``; its steps use what hooks make, rates, and the trainer."""
+    """Has no layers before ``setup``; its steps use attributes from hooks, learning rates, and the trainer."""
 
     def setup(self, stage: str) -> None:
         self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])

@@ -1,5 +1,5 @@
-"""Runs that save and resume, in the processes of one launch: a GPT on bytes of a file, 16 samples a step in any layout,
-in four microbatches of all replicas together."""
+"""Runs that save and resume, in the processes of one launch: a GPT on the bytes of a file, 16 samples per step in any
+layout, in four microbatches over all replicas together."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ from lightning_holmes.models import GPT
 
 GLOBAL_BATCH = 16
 GLOBAL_MICROBATCHES = 4
-STEPS = 10  # two epochs of five
+STEPS = 10  # two epochs of five steps
 DROPOUT = 0.3
 MIDDLE = 3
 """A step inside the first epoch."""
@@ -59,7 +59,7 @@ def build_module(dropout: float = 0.0, num_layers: int = 4) -> GPT:
 
 
 class Bytes(FileBytes):
-    """The package's own data; with ``torchdata``, the same samples by a StatefulDataLoader."""
+    """The package's own data module; with ``torchdata``, the same samples from a StatefulDataLoader."""
 
     def __init__(self, path: Path, replicas: int, *, torchdata: bool = False) -> None:
         super().__init__(str(path), sequence_length=16, batch_size=GLOBAL_BATCH // replicas, val_fraction=0.05)
@@ -78,7 +78,7 @@ class Bytes(FileBytes):
 
 
 class Losses(Callback):
-    """Every step's loss on this rank, by step."""
+    """Records every step's loss on this rank, by step."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, float] = {}
@@ -88,7 +88,7 @@ class Losses(Callback):
 
 
 class SaveAt(Callback):
-    """Saves after some steps, by hand."""
+    """Saves checkpoints after some steps."""
 
     def __init__(self, paths: dict[int, Path]) -> None:
         self.paths = paths
@@ -100,7 +100,7 @@ class SaveAt(Callback):
 
 @dataclass
 class Ran:
-    """What a fit leaves on a rank."""
+    """The results of a fit on a rank."""
 
     losses: dict[int, float]
     weights: dict[str, torch.Tensor]
@@ -118,7 +118,7 @@ def fit(
     strategy: Any = None,
     **options: Any,
 ) -> Ran:
-    """One fit; ``layout`` "alone" is one process."""
+    """Run one fit; ``layout`` "alone" is one process."""
     torch.set_num_threads(1)
     pl.seed_everything(7 if ckpt_path is None else 8, verbose=False)  # the run's own seed is in the checkpoint
     losses = Losses()
@@ -147,13 +147,13 @@ def fit(
 
 
 def state_bytes(trainer: pl.Trainer) -> int:
-    """Bytes of the optimizer's state in this process."""
+    """Return the bytes of the optimizer's state in this process."""
     states = trainer.optimizers[0].state.values()
     return sum(v.numel() * v.element_size() for state in states for v in state.values() if isinstance(v, torch.Tensor))
 
 
 def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
-    """Four processes: saved in one layout, resumed in others; each run's losses on this rank."""
+    """In four processes, save in one layout and resume in others; return each run's losses on this rank."""
     folder, data = Path(payload["folder"]), Path(payload["data"])
     results: dict[str, Any] = {}
 
@@ -168,14 +168,14 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
     for layout in LAYOUTS:
         note(f"folder to {layout}", fit(data, layout, ckpt_path=saved, dropout=DROPOUT))
     note("late", fit(data, "pp4xdp1", ckpt_path=late, dropout=DROPOUT))
-    # without dropout from here on: plain Lightning draws other numbers
+    # without dropout from here on: plain Lightning draws different numbers
     plain = folder / "plain.ckpt"
     options = {"holmes": {"save_distributed_checkpoint": False}}
     note("to file", fit(data, "pp4xdp1", callbacks=[SaveAt({MIDDLE: plain})], **options))
     note("file to interleaved", fit(data, "interleaved", ckpt_path=plain))
     save = SaveAt({STEPS - 1: folder_of_file})
     note("lightning to pp2xdp2", fit(data, "pp2xdp2", ckpt_path=payload["lightning"], callbacks=[save]))
-    # the optimizer sharded over replicas: saved so and resumed whole, and the other way round, in either format
+    # sharded optimizer: saved sharded and resumed whole, and the other way round, in either format
     divided = {"sharded_optimizer": True, "bucket_bytes": 5000}
     shares, shares_file = folder / "shares.ckpt", folder / "shares_plain.ckpt"
     save = [SaveAt({MIDDLE: shares})]
@@ -209,14 +209,16 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_without_breaking_the_job(data: Path, path: Path) -> None:
-    """Resume a replica's own loader state with other replicas: refused on all ranks before they talk."""
+    """Resume a replica's own loader state with another number of replicas: all ranks refuse this before they
+    communicate."""
     strategy = HolmesStrategy(pipeline_parallel_size=4)
     strategy.on_exception = lambda exception: None  # type: ignore[method-assign]
     fit(data, "pp4xdp1", ckpt_path=path, torchdata=True, strategy=strategy)
 
 
 def run_apart(payload: dict[str, Any]) -> dict[str, Any]:
-    """Four processes in two clusters that share no file system: the same absolute path is another folder in each."""
+    """In four processes of two clusters that share no file system: the same absolute path is a different folder in
+    each cluster."""
     rank = int(os.environ["RANK"])
     own = Path(payload["folder"]) / f"cluster{rank // 2}"
     own.mkdir(exist_ok=True)
@@ -238,14 +240,14 @@ def run_apart(payload: dict[str, Any]) -> dict[str, Any]:
     results["whole"] = (whole.trainer.strategy.data_parallel_rank, whole.losses)
     results["best"] = checkpoint.best_model_path
     results["kept"] = sorted(Path(p).name for p in checkpoint.best_k_models)
-    whole.trainer.strategy.barrier()  # one rank of each cluster removes
+    whole.trainer.strategy.barrier()  # one rank of each cluster removes old checkpoints
     saved = own / "checkpoints"
     results["names"] = sorted(p.name for p in saved.iterdir())
     manifest = Manifest.load(saved / "last.ckpt")
     results["files"] = sorted(manifest.present_files(saved / "last.ckpt"))
     whole.trainer.strategy.barrier()
 
-    # a middle checkpoint as the last one, for both clusters; resumed where stages live elsewhere
+    # make a middle checkpoint the last one, in both clusters; resume with stages on other ranks
     first = saved / results["kept"][0]
     if rank % 2 == 0:
         for name in ("last.ckpt", "last-v1.ckpt"):

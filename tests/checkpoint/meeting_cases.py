@@ -1,4 +1,4 @@
-"""What runs in each process of a job of which one is killed while the other waits for it in a meeting."""
+"""The code of each process of a job in which one process is killed while the other waits for it in a meeting."""
 
 import functools
 import os
@@ -30,5 +30,5 @@ def lose_a_member(_: None) -> None:
     with pytest.raises(CheckpointError, match=r"^rank 1 has written nothing, and its process has ended$"):
         meeting.gather("second", b"0")
     assert time.monotonic() - began < 40
-    meeting.announce("error", b"told")  # the store can be asked at once
+    meeting.announce("error", b"told")  # the store answers at once
     assert time.monotonic() - began < 40

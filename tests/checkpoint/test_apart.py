@@ -1,5 +1,5 @@
-"""Two clusters without a shared file system: each writes its own folder, all agree on names, and stages that live
-elsewhere after resuming get what they lack over the network."""
+"""Two clusters without a shared file system: each writes its own folder, all agree on names, and after resuming,
+stages on other ranks get missing values over the network."""
 
 import statistics
 from pathlib import Path
@@ -14,7 +14,7 @@ def test_clusters_apart_save_in_the_background_and_resume_in_another_layout(tmp_
     results = launch(4, "checkpoint_cases:run_apart", {"folder": str(tmp_path), "data": str(data)}, timeout_s=270)
     assert len({result["best"] for result in results}) == 1
     for rank, result in enumerate(results):
-        assert result["names"] == sorted([*result["kept"], "last.ckpt"])  # the removed are gone, on both
+        assert result["names"] == sorted([*result["kept"], "last.ckpt"])  # old checkpoints are removed on both
         own = ["__0_0.distcp", "__1_0.distcp"] if rank < 2 else ["__2_0.distcp", "__3_0.distcp"]
         assert result["files"] == sorted([*own, ".metadata", "meta.pt", "plan.yaml"])
     whole = {result["whole"][0]: result["whole"][1] for result in results}

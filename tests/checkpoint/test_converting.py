@@ -1,4 +1,4 @@
-"""``convert``: what goes to and fro is the same, needs no memory for the whole model, and is read by transformers."""
+"""``convert``: a round trip changes nothing, needs no memory for the whole model, and transformers reads the result."""
 
 import gc
 import io
@@ -32,7 +32,7 @@ MODEL_MB = 200.0
 
 
 def save(path: Path, megabytes: float) -> None:
-    """A checkpoint folder of that size, with half of it in an optimizer's states; as if of HFCausalLM."""
+    """Save a checkpoint folder of that size, half of it an optimizer's states, as if of HFCausalLM."""
     numel = int(megabytes * 1e6) // 4 // TENSORS
     names = [f"model.w{i:02}" for i in range(TENSORS // 2)]
     values: dict[Any, Any] = {("state_dict", name): torch.full((numel,), float(i)) for i, name in enumerate(names)}
@@ -53,10 +53,10 @@ def save(path: Path, megabytes: float) -> None:
 
 
 def convert_all(folder: str) -> dict[str, float]:
-    """In a process of its own: growth of its peak memory, MB, while each conversion runs."""
+    """In a separate process: return the growth of its peak memory in MB during each conversion."""
     torch.set_num_threads(1)
     grown = {}
-    for name, megabytes in (("small", 1.0), ("large", MODEL_MB)):  # the first imports what is imported once
+    for name, megabytes in (("small", 1.0), ("large", MODEL_MB)):  # the small one first, since it also imports modules
         root = Path(folder) / name
         root.mkdir()
         save(root / "folder.ckpt", megabytes)
@@ -96,7 +96,7 @@ def test_memory_of_converting_is_that_of_a_few_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied head"])
 @pytest.mark.parametrize("origin", ["config", "pretrained"])
 def test_transformers_reads_what_was_trained(origin: str, tied: bool, tmp_path: Path) -> None:
-    """Trained by the strategy, exported in several files, and read by somebody who has only transformers."""
+    """The model is trained with the strategy, exported in several files, and read with transformers only."""
     transformers = pytest.importorskip("transformers", reason="needs the extra: pip install lightning-holmes[hf]")
     from torch.utils.data import DataLoader
 

@@ -1,4 +1,4 @@
-"""Files that are not what they should be: nothing in them runs, and what is wrong is named."""
+"""Malformed and malicious files: nothing in them is executed, and the error names the problem."""
 
 import dataclasses
 import io
@@ -41,7 +41,7 @@ class Payload:
 
 
 def saved(path: Path, module: nn.Module) -> Path:
-    """A checkpoint folder of ``module`` with an optimizer."""
+    """Save a checkpoint folder of ``module`` with an optimizer."""
     state = module.state_dict()
     values: dict[Any, Any] = {("state_dict", name): value for name, value in state.items()}
     values |= {("optimizer_0", "state", n, "exp_avg"): torch.randn_like(v) for n, v in state.items()}
@@ -113,13 +113,13 @@ def test_a_payload_in_a_folder_never_runs(folder: Path, tmp_path: Path, name: st
         path.write_bytes(buffer.getvalue())
     else:
         path.write_bytes(pickle.dumps(Payload(witness)))
-    if path.stat().st_size < size:  # of the right length, which is looked at first
+    if path.stat().st_size < size:  # pad to the right length, which is checked first
         path.write_bytes(path.read_bytes() + bytes(size - path.stat().st_size))
     else:
         data = (folder / MANIFEST).read_text()
         (folder / MANIFEST).write_text(data.replace(f'"num_bytes":{size}', f'"num_bytes":{path.stat().st_size}'))
     if name in (".metadata", "plan.yaml") and path.stat().st_size == size:
-        read_all(folder)  # never read
+        read_all(folder)  # these files are never read
     else:
         with pytest.raises(CheckpointError):
             read_all(folder)
@@ -227,7 +227,7 @@ def test_flipped_bits_of_a_files_tensors_are_noticed(file: Path) -> None:
 
 @pytest.mark.parametrize("what", [b"[" * 100_000, b'{"a":' * 100_000, b"{}", b"7", b"\xff"], ids=lambda w: repr(w[:6]))
 def test_a_manifest_that_says_something_else_is_damaged(folder: Path, what: bytes) -> None:
-    """Behind a checksum that is right."""
+    """The manifest's checksum is right."""
     (folder / MANIFEST).write_bytes(what + f"\n{zlib.crc32(what):08x}\n".encode())
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
         read_all(folder)
@@ -242,7 +242,7 @@ def test_a_manifest_is_cut_anywhere(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [MANIFEST, "meta.pt", "__0_0.distcp"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder: Path, name: str) -> None:
-    if name != MANIFEST:  # forged to be as long as a pipe is
+    if name != MANIFEST:  # forge the length to that of a pipe
         text = (folder / MANIFEST).read_bytes().split(b"\n")[0]
         text = text.replace(b'"num_bytes":%d' % (folder / name).stat().st_size, b'"num_bytes":0')
         (folder / MANIFEST).write_bytes(text + f"\n{zlib.crc32(text):08x}\n".encode())

@@ -1,4 +1,4 @@
-"""A writer that is killed in the middle of a save leaves the checkpoint before, whole."""
+"""If a writer is killed in the middle of a save, the previous checkpoint stays complete."""
 
 import io
 import os
@@ -23,11 +23,11 @@ from lightning_holmes.checkpoint.meeting import Meeting
 from lightning_holmes.checkpoint.saving import FolderSave
 
 KILLS = 50 if EXHAUSTIVE else 5
-"""While a save was under way; others are not counted."""
+"""The number of kills during a save; other kills are not counted."""
 
 
 class Tiny(pl.LightningModule):
-    """Has the values that the killed writer saves."""
+    """A module with the values that the killed writer saves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,8 +40,8 @@ class Tiny(pl.LightningModule):
 
 @pytest.mark.timeout(600)
 def test_a_checkpoint_survives_kills(tmp_path: Path) -> None:
-    """The writer is forked from this process, and killed at a random moment of a save; then the checkpoint is found by
-    ``ckpt_path="last"``, read whole, and the writer goes on from it. Each tenth time a Trainer does it."""
+    """The writer is forked from this process and killed at a random moment of a save; then ``ckpt_path="last"`` finds
+    the checkpoint, all of it can be read, and the writer goes on from it. Every tenth time a Trainer reads it."""
     draw = random.Random(0)
     good, first, interrupted = 0, 1, 0
     manager = CheckpointManager(distributed=True, background=False)
@@ -76,7 +76,7 @@ def test_a_checkpoint_survives_kills(tmp_path: Path) -> None:
 
 
 def first_value(folder: Path) -> float:
-    """The first weight as a Trainer finds it by ``ckpt_path="last"``."""
+    """Return the first weight, as a Trainer loads it with ``ckpt_path="last"``."""
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -90,7 +90,7 @@ def first_value(folder: Path) -> float:
 
 
 def write_for_ever(folder: Path, first: int) -> None:
-    """Save ``last.ckpt`` again and again; each save's values are all its number. Ends when killed."""
+    """Save ``last.ckpt`` again and again; all values of a save are its number. Runs until it is killed."""
     torch.set_num_threads(1)
     number = first
     while True:

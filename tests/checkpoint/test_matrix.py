@@ -1,6 +1,6 @@
-"""Saved in one layout, resumed in another, in either format: the losses of the run that never stopped.
+"""Saved in one layout, resumed in another, in either format: the same losses as in a run without interruption.
 
-Baseline: the same run, which went on after it had saved in mid-epoch. Tolerance 1e-5 relative (fp32).
+Baseline: the same run, which continued after it had saved in the middle of an epoch. Tolerance 1e-5 relative (fp32).
 """
 
 import statistics
@@ -24,7 +24,7 @@ def plain_strategy() -> Any:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The results by rank, the folder, and plain Lightning's own run."""
+    """Return the results by rank, the folder, and the run with plain Lightning."""
     folder = tmp_path_factory.mktemp("matrix")
     data = make_data_file(folder)
     lightning = folder / "lightning.ckpt"
@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def mean_losses(results: list[dict[str, Any]], name: str) -> dict[int, float]:
-    """Each step's loss over all samples: the mean over the replicas, which are of one size."""
+    """Return each step's loss over all samples: the mean over the replicas, which have equal batch sizes."""
     by_replica = {result[name][0]: result[name][1] for result in results}
     steps = next(iter(by_replica.values()))
     return {step: statistics.fmean(losses[step] for losses in by_replica.values()) for step in steps}

@@ -1,4 +1,4 @@
-"""Ranks that meet in a store which does not answer, or whose process is gone, are told so in time."""
+"""Ranks that meet in a store which does not answer, or whose process has ended, get an error in time."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def kept() -> Iterator[tuple[Any, subprocess.Popen[str]]]:
-    """A client of a store, and the process that keeps it."""
+    """Return a client of a store, and the process that keeps the store."""
     keeper = subprocess.Popen([sys.executable, "-c", KEEP], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert keeper.stdin is not None and keeper.stdout is not None
     with keeper, keeper.stdin, keeper.stdout:
@@ -46,7 +46,7 @@ def test_a_store_that_falls_silent_or_goes_ends_a_meeting(kept: tuple[Any, subpr
     with pytest.raises(KeyError):
         answer_within(lambda: {}["what is raised inside"], timeout_s=60)
 
-    os.kill(keeper.pid, signal.SIGSTOP)  # as where the link to it is cut
+    os.kill(keeper.pid, signal.SIGSTOP)  # as if the link to it were cut
     meeting = Meeting(store, 1, 2, "silent", timedelta(seconds=0.2))
     with pytest.raises(CheckpointError, match="nothing is heard of rank 0: the job's store has not answered for 2 s"):
         meeting.announce("files")
@@ -62,6 +62,6 @@ def test_a_store_that_falls_silent_or_goes_ends_a_meeting(kept: tuple[Any, subpr
 
 
 def test_a_member_whose_process_has_ended_is_not_waited_for(tmp_path: Path) -> None:
-    """The timeout is 80 s."""
+    """The wait ends long before the timeout of 80 s."""
     waits, killed = launch_raw(2, "meeting_cases:lose_a_member", None, timeout_s=120, folder=tmp_path)
     assert killed.exit_code == -signal.SIGKILL and waits.exit_code == 0, waits.output

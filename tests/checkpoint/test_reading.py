@@ -1,4 +1,5 @@
-"""What Lightning's own ways of reading a checkpoint make of the folders: what they make of plain Lightning's files."""
+"""Lightning's own ways of reading a checkpoint give the same results for checkpoint folders as for plain Lightning's
+files."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lightning_holmes.errors import CheckpointError
 
 
 class Scale:
-    """A hyperparameter that is no plain data."""
+    """A hyperparameter that is not plain data."""
 
 
 class Net(pl.LightningModule):
@@ -77,7 +78,7 @@ def best(trainer: pl.Trainer) -> str:
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a run by the strategy, a folder, and of plain Lightning's, a file."""
+    """Return a checkpoint folder of a run with the strategy, and a checkpoint file of a run with plain Lightning."""
     root = tmp_path_factory.mktemp("reading")
     found = [
         best(fit(root / "ours", HolmesStrategy(save_distributed_checkpoint=True))),

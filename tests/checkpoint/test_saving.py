@@ -1,4 +1,4 @@
-"""A save by several ranks: whole on every file system or not at all; threads stand in for the ranks."""
+"""A save by several ranks: complete on every file system or not done at all; threads stand in for the ranks."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ RANKS = 4
 
 
 def together(run: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
-    """What each rank's thread returned or raised."""
+    """Return the result or exception of each rank's thread."""
     results: list[Any] = [None] * ranks
 
     def work(rank: int) -> None:
@@ -47,7 +47,7 @@ def together(run: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
 
 
 def save(roots: list[Path], token: str, value: float, *, apart: bool = False) -> list[Any]:
-    """All ranks save ``last.ckpt``; with ``apart`` ranks 2 and 3 have a file system of their own."""
+    """Save ``last.ckpt`` from all ranks; with ``apart``, ranks 2 and 3 have their own file system."""
     store = dist.HashStore()
     systems = FileSystems(of_rank=(0, 0, 1, 1) if apart else (0,) * RANKS)
 
@@ -106,7 +106,7 @@ def test_one_rank_that_cannot_write_is_named_everywhere_and_the_old_one_stays(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Any:
-    """A file system of 128 KiB."""
+    """Mount a file system of 128 KiB."""
     folder = tmp_path / "small"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder], capture_output=True).returncode:
@@ -217,7 +217,7 @@ def test_a_background_write_is_of_the_moment_it_began_and_its_failure_is_kept() 
     gate.set()
     with pytest.raises(CheckpointError, match="disk full"):
         writer.run(lambda: None, background=True)
-    assert removed == []  # what a failed write was to replace stays
+    assert removed == []  # the file that a failed write was to replace stays
     gate.clear()
     writer.run(lambda: gate.wait(10) and None, background=True)
     writer.afterwards(lambda: removed.append("old"))
@@ -231,7 +231,8 @@ def test_a_background_write_is_of_the_moment_it_began_and_its_failure_is_kept() 
 def test_a_failed_write_in_the_background_of_a_fit_is_reported(
     fails: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three saves; the disk is full at one of them. Training goes on until someone can be told, and what was saved stays."""
+    """Three saves; the disk is full at one of them. Training goes on until the error can be raised, and earlier saves
+    stay."""
     from checkpoint_cases import SaveAt, fit, make_data_file
 
     write_part, saves = saving.write_part, []
@@ -253,7 +254,8 @@ def test_a_failed_write_in_the_background_of_a_fit_is_reported(
 
 
 def save_where_nobody_can(folder: str) -> list[list[str]]:
-    """In each of two processes, a stage each: what saving to impossible places raises, and then to a good one; by format."""
+    """In each of two processes with one stage each: return, by format, the errors of saving to impossible paths, and
+    then the result for a valid one."""
     from checkpoint_cases import fit, make_data_file
 
     results = []
@@ -277,13 +279,13 @@ def save_where_nobody_can(folder: str) -> list[list[str]]:
 
 
 def fail_at_the_end(folder: Path) -> str:
-    """What a fit raises whose last write, of one file and in the background, finds rank 0's disk full."""
+    """Return the error of a fit whose last write, of one file and in the background, finds rank 0's disk full."""
     from checkpoint_cases import SaveAt, fit, make_data_file
 
     def full_disk(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    manager.save_to = full_disk  # of this process, which ends with the test
+    manager.save_to = full_disk  # in this process only, which ends with the test
     try:
         holmes = {"save_distributed_checkpoint": False, "async_checkpoint": True}
         fit(make_data_file(folder), "pp2xdp2", callbacks=[SaveAt({6: folder / "last.ckpt"})], holmes=holmes)

@@ -1,4 +1,4 @@
-"""Where snapshots are: whose folders they are, which are removed, what of them is held together, and who keeps copies."""
+"""Snapshot folders: their owner, which are removed, what is kept in them together, and where copies are."""
 
 import errno
 import os
@@ -120,7 +120,7 @@ def test_two_jobs_of_one_name_do_not_share_a_folder_and_a_forked_worker_keeps_no
         SnapshotFolder(tmp_path, _NAME, 0, "second")
     told, tells = os.pipe()
     worker = os.fork()
-    if worker == 0:  # a data worker, whose process lives longer than the one that is killed
+    if worker == 0:  # a data worker, whose process outlives the one that is killed
         os.read(told, 1)
         os._exit(0)
     try:
@@ -144,10 +144,10 @@ def test_what_another_rank_of_the_host_has_removed_already_is_no_failure(tmp_pat
 
 
 def test_what_a_job_has_goes_when_the_last_of_its_processes_ends_and_all_have_ended_well(tmp_path: Path) -> None:
-    """Two processes of a host; the first to end is the one that is named."""
+    """Two processes of a host; the first one ends in the named way, the second one ends well."""
 
     def left(first: Callable[[], None]) -> tuple[bool, list[str]]:
-        """Whether anything is left, and what was noted."""
+        """Return whether anything is left, and the noted events."""
         folder = tmp_path / first.__name__
         folder.mkdir()
         children = []
@@ -191,7 +191,7 @@ def test_what_a_job_has_goes_when_the_last_of_its_processes_ends_and_all_have_en
 
 
 def _end_as_python_does(base: Path, end: Callable[[], None], parent: socket.socket) -> None:
-    """A fit that ends well, then what the script does, and what the interpreter does at last."""
+    """In a forked process: end a fit well, run ``end`` as the script would, and then end as the interpreter does."""
     try:
         SnapshotFolder(base, _NAME, 0, "start").remove_at_exit(well=True)
         parent.send(b"x")
@@ -275,7 +275,8 @@ def test_copies_are_on_another_host_and_in_another_cluster_where_there_is_one(
 
 
 def test_a_snapshot_beside_nodes_that_is_of_no_use_is_not_lost(tmp_path: Path) -> None:
-    """Else an older checkpoint, from which a run does not go on bit for bit, would be taken in place of the whole snapshot before."""
+    """Otherwise an older checkpoint, from which a run does not resume bit for bit, would be used instead of the
+    complete snapshot before it."""
     folder = SnapshotFolder(tmp_path, _NAME, 0)
     manager = SnapshotManager(folder, group=lambda: None, clusters=[0])
     about = {"order": ["w"], "parameters": frozenset({"w"}), "plan": "", "assigned": frozenset(), "background": True}
@@ -288,7 +289,7 @@ def test_a_snapshot_beside_nodes_that_is_of_no_use_is_not_lost(tmp_path: Path) -
 
 
 def test_two_snapshots_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a fit before has left goes with the first of the next one."""
+    """The snapshots of an earlier fit are deleted when the next fit saves its first one."""
     ended, folder = SnapshotFolder(tmp_path, _NAME, 0), SnapshotFolder(tmp_path, _NAME, 1)
     save(ended.path, 3)
     manager = SnapshotManager(folder, group=lambda: None, clusters=[0])

@@ -1,4 +1,4 @@
-"""Grouping: which hosts become one cluster, for every kind of evidence."""
+"""Grouping: which hosts form one cluster, for every kind of evidence."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ def clusters(topology: Topology) -> dict[str, str]:
 
 
 def group(inventories: Sequence[HostInventory], apart: Sequence[tuple[str, str]] = (), tests: bool = False) -> Topology:
-    """With connection tests: all pairs reach each other but those in ``apart``."""
+    """Group hosts with connection tests: all pairs reach each other except those in ``apart``."""
 
     def reachable(one: NicEnd, other: NicEnd) -> bool | None:
         separate = (one.host, other.host) in apart or (other.host, one.host) in apart
@@ -125,7 +125,7 @@ def test_all_ethernet() -> None:
     assert clusters(group([host("a"), host("b")])) == {"ethernet": "a b"}
     apart = group([host("a"), host("b", eth="10.1.0.{}/24"), host("c")])
     assert clusters(apart) == {"ethernet-1": "a c", "ethernet-2": "b"}
-    # host routes, as some clouds give, say nothing of the subnet
+    # host routes, as some clouds configure, say nothing about the subnet
     assert clusters(group([host("a", eth="10.0.0.{}/32"), host("b", eth="10.0.7.{}/32")])) == {"ethernet": "a b"}
     assert clusters(group([host("a", eth=None), host("b", eth=None)])) == {"ethernet-1": "a", "ethernet-2": "b"}
 
@@ -151,7 +151,7 @@ def test_switches_part_what_cannot_be_tried() -> None:
 
     inventories = [under("a", "s1"), under("b", "s2"), under("c", "s1")]
     assert clusters(group(inventories)) == {"infiniband-1": "a c", "infiniband-2": "b"}
-    # a test knows better: SLURM may describe racks only
+    # a connection test takes precedence: SLURM may describe only racks
     tried = [under(name, top, ip=f"10.8.0.{i}/24") for i, (name, top) in enumerate([("a", "s1"), ("b", "s2")])]
     assert clusters(group(tried, tests=True)) == {"infiniband": "a b"}
     # hints of different sources are not compared
@@ -216,13 +216,13 @@ def test_a_down_nic_still_hints_at_its_fabric(up: RdmaPort, down: RdmaPort) -> N
 
 
 def test_down_nics_without_evidence() -> None:
-    # only the default prefix and a common Ethernet: a minority joins, as many as are up do not
+    # only the default prefix and a common Ethernet: a minority joins; if as many hosts are up as down, they do not
     up, down = infiniband(), infiniband(up=False)
     assert clusters(group([host("a", up), host("b", up), host("c", down)])) == {"infiniband": "a b c"}
     assert clusters(group([host("a", up), host("b", down)])) == {"infiniband": "a", "ethernet": "b"}
     elsewhere = host("c", down, eth="10.9.0.{}/24")
     assert clusters(group([host("a", up), host("b", up), elsewhere])) == {"infiniband": "a b", "ethernet": "c"}
-    # all down: no fabric at all
+    # all cards are down: no fabric at all
     topology = group([host("a", down), host("b", down)])
     assert clusters(topology) == {"ethernet": "a b"}
     assert any("a: mlx5_0 down" in warning for warning in topology.warnings)
@@ -308,7 +308,7 @@ def test_every_host_in_one_cluster_whatever_there_is(
 
 
 def test_a_fabric_that_the_user_parts_is_two_fabrics() -> None:
-    """Two sites with InfiniBand's default prefix look like one fabric; HOLMES_CLUSTER is the cure that is offered."""
+    """Two sites with InfiniBand's default prefix look like one fabric; the message suggests HOLMES_CLUSTER."""
     topology = group([host("a", infiniband(), cluster="north"), host("b", infiniband(), cluster="south")])
     fabrics = {h.name: [nic.fabric for nic in h.nics if nic.kind == "infiniband"] for h in topology.hosts}
     assert fabrics["a"] != fabrics["b"] and None not in fabrics["a"] + fabrics["b"]

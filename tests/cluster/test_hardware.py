@@ -1,4 +1,4 @@
-"""What probe_host finds on machines of every kind, and what it says about what it could not read."""
+"""Results of probe_host on machines of every kind, and its warnings about values that it could not read."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_roce_takes_addresses_and_state_from_its_interface(machine: Machine) -> 
 
 @pytest.mark.parametrize("layer", ["InfiniBand", "Ethernet"])
 def test_a_made_up_device_with_a_real_interface(machine: Machine, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # as the testbed makes it: no device link, a few files, in a tree of its own
+    # as the testbed sets it up: no device link, a few files, in a separate tree
     here = machine.root / "made-up/class/infiniband/mlx5_0/ports/1"
     for name, text in {
         "link_layer": layer,
@@ -138,7 +138,7 @@ def test_bonds_virtio_veth_and_bridges(machine: Machine) -> None:
     machine.default_route("ens3")
     inventory = probe(machine)
     found = {interface.name: interface for interface in inventory.interfaces}
-    assert list(found) == ["ens3", "bond0", "eno9", "eth7"]  # the one with the default route first
+    assert list(found) == ["ens3", "bond0", "eno9", "eth7"]  # the interface with the default route first
     assert inventory.main_interface == "ens3"
     assert (found["bond0"].kind, found["bond0"].members) == ("bond", ("eno1", "eno2"))
     assert found["bond0"].speed_bytes_per_s == 6.25e9
@@ -243,7 +243,7 @@ def test_under_50_ms_on_a_large_host(machine: Machine) -> None:
 def test_the_main_interface_is_the_one_that_reaches_the_master(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even behind an RDMA card, and whatever the default route says."""
+    """Even if it is behind an RDMA card, and whatever the default route says."""
     machine.rdma("mlx5_0", layer="Ethernet", sm_lid="0x0", gids=roce_gids("10.9.0.3", "ens1"))
     machine.interface("ens1", addresses=["10.9.0.3/16"], speed="100000", driver="mlx5_core")
     machine.interface("eth0", addresses=["10.0.0.5/24"], driver="ice")
@@ -262,7 +262,7 @@ def test_the_main_interface_is_the_one_that_reaches_the_master(
 
     assert main("10.2.7.1") == ("eth1", "eth1")
     assert main("10.9.1.1") == ("ens1", "ens1")
-    # this host is the master, which the loopback reaches; the master is not known; there is no way to it
+    # this host is the master, which is reached over the loopback; the master is unknown; there is no route to it
     assert main("127.0.0.1") == main(None) == main("10.77.0.1") == ("eth0", "eth0")
 
 

@@ -1,4 +1,4 @@
-"""Ranks find out together what exists: over a store, in threads, with hosts on loopback addresses."""
+"""Ranks build the inventory together: over a store, in threads, with hosts on loopback addresses."""
 
 import threading
 import time
@@ -59,7 +59,7 @@ class DictStore:
 
 
 def on_all_ranks(world_size: int, work: Callable[[int], T]) -> list[T | BaseException]:
-    """What each rank's call returned or raised."""
+    """Return the results or exceptions of the call on all ranks."""
     results: list[T | BaseException] = [AssertionError("did not end")] * world_size
 
     def run(rank: int) -> None:
@@ -95,7 +95,7 @@ def agreed(results: list[Any]) -> Topology:
 
 
 def host(name: str, number: int, kind: str | None = None, fast: str | None = None) -> HostInventory:
-    # made-up interfaces: a real one would be bound to, and loopback addresses are not reached through it
+    # simulated interfaces: a real one would be bound to, and loopback addresses are not reachable through it
     eth = Interface(name="plain0", kind="ethernet", up=True, addresses=(f"127.0.0.{number}/24",), speed_bytes_per_s=1e8)
     port = RdmaPort(
         name="mlx5_0",
@@ -148,7 +148,7 @@ def test_two_clusters_are_found_and_measured(tmp_path: Path) -> None:
 def test_a_host_that_is_not_reached_over_its_fabric_is_apart() -> None:
     inventories = [host("a", 1, "roce"), host("b", 2, "roce"), host("c", 3, "roce", fast="127.2.0.250/24")]
     inventories[2] = replace(inventories[2], rdma=(replace(inventories[2].rdma[0], addresses=("203.0.113.7/24",)),))
-    # by hints c is elsewhere; under one subnet manager it looks alike, and its address does not answer
+    # by the hints c is elsewhere; with the same subnet manager it looks alike, but its address does not answer
     alike = [
         replace(
             inventory,
@@ -173,7 +173,7 @@ def test_without_probe_no_port_is_opened(monkeypatch: pytest.MonkeyPatch) -> Non
         ("roce", False, 1e9),
         ("ethernet", False, 1e8),
     ]
-    agreed(discover([host("a", 1), host("a", 1)]))  # one host: nobody to reach
+    agreed(discover([host("a", 1), host("a", 1)]))  # one host: no other host to reach
 
 
 def test_a_topology_file_wins_and_is_completed() -> None:

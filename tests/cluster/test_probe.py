@@ -1,4 +1,4 @@
-"""Connection tests and measurements over loopback, and peers that do not behave."""
+"""Connection tests and measurements over loopback, and misbehaving peers."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ def test_latency_and_bandwidth(listener: Listener) -> None:
 
 
 def test_the_rate_is_that_of_the_link(listener: Listener) -> None:
-    # a peer that takes 10 MB/s: what the kernel buffers on the way must not be counted as sent
+    # a peer that takes 10 MB/s: bytes that the kernel buffers on the way must not be counted as sent
     rate = 10e6
     with socket.socket() as door:
         door.bind(("127.0.0.5", 0))
@@ -73,7 +73,7 @@ def test_the_rate_is_that_of_the_link(listener: Listener) -> None:
 
 
 def arriving(*spans: tuple[float, float]) -> list[tuple[float, int]]:
-    """What a receiver notes each millisecond, for spans of (seconds, bytes a second)."""
+    """Return a receiver's byte counts for each millisecond, for spans of (seconds, bytes per second)."""
     samples, now, total = [(0.0, 0)], 0.0, 0.0
     for seconds, rate in spans:
         for _ in range(round(seconds * 1000)):
@@ -89,8 +89,13 @@ def arriving(*spans: tuple[float, float]) -> list[tuple[float, int]]:
         [(0.5, 1e7)],
         [(0.1, 5e7), (0.4, 1e7)],  # a shaper's burst
         [(0.2, 1e7), (0.1, 0), (0.2, 1e7)],  # the sender is stopped
-        [(0.2, 1e7), (0.1, 0), (0.002, 5e8), (0.2, 1e7)],  # the receiver is, and reads at once what came
-        [(0.2, 1e7), *[(0.03, 0), (0.001, 5e7), (0.02, 1e7)] * 6],  # both, again and again
+        [
+            (0.2, 1e7),
+            (0.1, 0),
+            (0.002, 5e8),
+            (0.2, 1e7),
+        ],  # the receiver is stopped, and then reads all arrived bytes at once
+        [(0.2, 1e7), *[(0.03, 0), (0.001, 5e7), (0.02, 1e7)] * 6],  # both, repeatedly
     ],
 )
 def test_a_host_that_stops_for_a_while_does_not_change_the_rate(spans: list[tuple[float, float]]) -> None:
@@ -100,7 +105,7 @@ def test_a_host_that_stops_for_a_while_does_not_change_the_rate(spans: list[tupl
 
 def test_too_few_samples_are_no_rate() -> None:
     assert steady_rate([]) == steady_rate([(0.0, 1), (1.0, 2)]) == (0.0, 0)
-    assert steady_rate([(0.0, 1), (0.1, 2), (1.0, 3)]) == (0.0, 0)  # nothing between what is left out and the end
+    assert steady_rate([(0.0, 1), (0.1, 2), (1.0, 3)]) == (0.0, 0)  # nothing between the left-out part and the end
 
 
 def pump(source: socket.socket, sink: socket.socket, rate: float | None) -> None:
@@ -171,13 +176,13 @@ def test_hostile_peers_do_no_harm(listener: Listener) -> None:
     idle = socket.create_connection(address)
     for payload in (b"", b"GET / HTTP/1.0\r\n\r\n", secrets.token_bytes(52), b"\xff" * 100_000):
         received = b""
-        # the listener may hang up at any moment
+        # the listener may close the connection at any moment
         with contextlib.suppress(OSError), socket.create_connection(address) as hostile:
             hostile.sendall(payload)
             hostile.shutdown(socket.SHUT_WR)
             while part := hostile.recv(65536):
                 received += part
-        assert len(received) <= 24  # the greeting: nothing is told or echoed without proof
+        assert len(received) <= 24  # the greeting: without proof, nothing is revealed or echoed
     reset = socket.create_connection(address)
     reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     reset.close()
@@ -202,7 +207,7 @@ def test_port_range() -> None:
         assert opened.endpoints == () and "203.0.113.7" in opened.warnings[0]
 
 
-# What is measured, and what becomes of it
+# The results of measurements, and how they are used
 
 
 def two_clusters() -> Topology:

@@ -1,4 +1,4 @@
-"""Topology files: what is read, what is written, and what every mistake is told."""
+"""Topology files: reading, writing, and the message for every mistake."""
 
 import copy
 import inspect
@@ -286,7 +286,7 @@ def test_topologies_made_in_python_are_checked_too() -> None:
 
 
 def test_what_a_topology_is_made_of_is_seen_from_outside() -> None:
-    """Configuration files of a trainer may have a topology written out, and processes are handed copies."""
+    """Trainer configuration files may contain a written-out topology, and processes get copies."""
     topology = Topology.single_cluster(1, 2)
     assert pickle.loads(pickle.dumps(topology)) == copy.deepcopy(topology) == topology
     assert [*inspect.signature(Topology).parameters][:2] == ["clusters", "links"]

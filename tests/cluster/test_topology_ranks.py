@@ -1,4 +1,5 @@
-"""What discovery adds to a topology: where the ranks are, what was measured, and both ways through YAML and JSON."""
+"""The parts that discovery adds to a topology: where the ranks are, and the measurements; both ways through YAML and
+JSON."""
 
 import json
 import random

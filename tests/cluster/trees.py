@@ -1,4 +1,4 @@
-"""Made-up /sys and /proc trees and psutil readings of hosts that nobody has here."""
+"""Simulated /sys and /proc trees and psutil readings of hosts with hardware that the tests do not have."""
 
 import ipaddress
 import socket
@@ -26,7 +26,7 @@ def ipv4_gid(address: str) -> str:
 
 @dataclass
 class Machine:
-    """A host below ``root``: call the methods to give it hardware, and ``install`` to let psutil see it."""
+    """A host below ``root``: call the methods to add hardware, and ``install`` to make psutil see it."""
 
     root: Path
 
@@ -48,7 +48,7 @@ class Machine:
         numa: int | None = None,
         pci: str | None = None,
     ) -> Path:
-        """One port; gids: (gid, type, ndev). Returns the folder of the device's PCI function."""
+        """Add an RDMA device with one port; gids: (gid, type, ndev). Returns the folder of the device's PCI function."""
         function = self.root / "sys/devices" / (pci or f"pci0000:00/0000:00:0{len(self.stats)}.0")
         device_folder = function / "infiniband" / device
         here = device_folder / "ports" / str(port)
@@ -83,7 +83,7 @@ class Machine:
         kind: int = 1,
         mac: str = "02:00:00:00:00:01",
     ) -> Path:
-        """A network interface, seen by psutil and described in /sys/class/net. Returns its folder there."""
+        """Add a network interface, seen by psutil and described in /sys/class/net. Returns its folder there."""
         here = self.root / "sys/class/net" / name
         write(here / "operstate", "up" if up else "down")
         write(here / "type", str(kind))

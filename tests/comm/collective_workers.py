@@ -1,4 +1,4 @@
-"""What the tests of collectives run in four processes, laid out as two clusters of two."""
+"""The code that the tests of collectives run in four processes, arranged as two clusters of two."""
 
 import json
 import os
@@ -46,7 +46,8 @@ def matrices(rank: int, step: int) -> list[torch.Tensor]:
 
 
 def everything(_: Any) -> dict[str, Any]:
-    """Each collective on this rank's numbers, rounded ones, PowerSGD over some steps, and the time of measuring."""
+    """Run each collective on this rank's numbers, also with rounding, and PowerSGD over some steps; return the
+    results and the time of measuring."""
     groups = sync_groups()
     rank = dist.get_rank()
     found: dict[str, Any] = {"crosses": groups.crosses, "sums": {}, "parts": {}, "gathered": {}, "rounded": {}}
@@ -79,7 +80,7 @@ def everything(_: Any) -> dict[str, Any]:
 
 
 class Counted:
-    """A collective that notes what is asked of it."""
+    """A collective that records its calls."""
 
     name = "counted"
     calls: ClassVar[set[str]] = set()
@@ -112,7 +113,7 @@ def lost(groups: SyncGroups, group: Any) -> str:
 
 
 def power_sgd(groups: SyncGroups, columns: int) -> list[torch.Tensor]:
-    """What three steps sum to, and what is kept for a fourth."""
+    """Return the sum over three steps, and the error that is kept for a fourth, summed over the ranks."""
     compressor = make_compressor("powersgd", rank=columns)
     (collective,) = make_collectives(groups, compressor).values()
     buffer, starts = torch.zeros(120), (0, 108, 115)

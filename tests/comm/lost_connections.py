@@ -1,4 +1,4 @@
-"""Connections that are lost, for real and made up, and errors of users that only sound like it."""
+"""Connections that are lost, real ones and simulated ones, and users' errors with similar messages."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from lightning_holmes.torch_private import default_store
 
 
 def raise_in(module: ModuleType, said: str) -> None:
-    """Raise a RuntimeError as if code of ``module`` did."""
+    """Raise a RuntimeError whose traceback ends in code of ``module``."""
     found: dict[str, Any] = {}
     exec(compile("def fail(said):\n    raise RuntimeError(said)", str(module.__file__), "exec"), found)
     found["fail"](said)
@@ -54,12 +54,12 @@ CASES: dict[str, Callable[..., None]] = {
 
 
 def lose(_: Any) -> dict[str, bool | str]:
-    """On rank 0: whether what is raised counts as lost, after rank 1 has ended."""
+    """On rank 0, return for each case whether its error counts as a lost connection, after rank 1 has ended."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     groups = {name: dist.new_group([0, 1]) for name in CASES}
     for name, group in groups.items():
-        for _ in range(2 if name == "a backward" and rank == 1 else 1):  # the second is the forward's
+        for _ in range(2 if name == "a backward" and rank == 1 else 1):  # the second call matches the forward of rank 0
             dist.all_reduce(torch.ones(1), group=group)
         if name == "a backward" and rank == 0:
             loss = all_reduce_with_gradient(torch.ones(1, requires_grad=True), group=group).sum()
@@ -73,7 +73,7 @@ def lose(_: Any) -> dict[str, bool | str]:
     return found
 
 
-# what users' code raises
+# errors that users' code raises
 
 SAID = "[data base] Connection reset, timed out; Socket closed by peer"
 
@@ -119,7 +119,8 @@ USERS: dict[str, Callable[[], Any]] = {
 
 
 def lose_store(payload: dict[str, Any]) -> str:
-    """Rank 0, which keeps the store, is killed while the others wait for each other; or its run ends well, and theirs goes on."""
+    """Rank 0, which keeps the store, is killed while the others wait for each other; or its run ends well, and the
+    others go on."""
     failure._GRACE_S, failure._POLL_S = 0.2, payload["poll_s"]
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", rank=rank, world_size=3, timeout=timedelta(seconds=300))

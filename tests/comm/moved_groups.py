@@ -1,4 +1,4 @@
-"""Work on groups that are moved meanwhile, as by cards that go down; all cards are the loopback's here."""
+"""Communication on groups that are moved meanwhile, as after a card goes down; all cards are the loopback here."""
 
 import faulthandler
 import os
@@ -28,7 +28,8 @@ SIZE, STEPS = 3, 40
 
 
 class Loopback(GroupTransports):
-    """All groups are movable, and each choice is another card. ``cut``: the number of a choice by which nothing can be connected."""
+    """Transports in which all groups are movable and each choice is another card. ``cut``: the number of the choice
+    with which nothing can be connected."""
 
     def __init__(self, rank: int, cut: int) -> None:
         super().__init__(None, rank=rank, backend="gloo")
@@ -53,7 +54,7 @@ class Loopback(GroupTransports):
 
 
 class Flapping(CardWatch):
-    """Cards of which one is lost again and again, so many times."""
+    """Reports a card as lost again and again, ``times`` times."""
 
     def __init__(self, seed: int, moves: Moves, times: int) -> None:
         super().__init__({})
@@ -67,7 +68,7 @@ class Flapping(CardWatch):
 
 
 def step(number: int, rank: int, groups: dict[str, Any], queue: Any, collectives: list[Collective]) -> list[Tensor]:
-    """What a step of training sends: tensors around a ring, sums meanwhile, and small ones."""
+    """Run the communication of a training step: tensors around a ring, concurrent sums, and small collectives."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     sizes = [1, 5_000, 400_000]
     bucket = torch.randn(SIZE * sizes[number % 3], generator=generator)
@@ -83,7 +84,7 @@ def step(number: int, rank: int, groups: dict[str, Any], queue: Any, collectives
     for n in range(3):
         tensor = torch.randn(sizes[(number + n) % 3], generator=generator)
         sends.append(dist.isend(tensor, following, group=arriving[1]))
-        tensor.zero_() if n == 2 else None  # a send's own copy counts
+        tensor.zero_() if n == 2 else None  # the send has its own copy
     for receive in receives:
         wait_for(receive, arriving[0])
     for send in sends:
@@ -100,10 +101,13 @@ def step(number: int, rank: int, groups: dict[str, Any], queue: Any, collectives
 
 
 def work(payload: dict[str, Any]) -> dict[str, Any]:
-    """All steps without a move, and again among moves: whether they gave the same, and how many moves there were."""
+    """Run all steps without a move and again among moves; return whether the results are the same, and the number of
+    moves."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(220)  # where one hangs; a dump of threads that run can crash
+    faulthandler.dump_traceback_later(
+        220
+    )  # shows where a rank hangs; the limit is long, since a dump of running threads can crash
     dist.init_process_group("gloo", rank=rank, world_size=SIZE, timeout=timedelta(seconds=60))
     failure._POLL_S = 0.02
     transports = Loopback(rank, payload.get("cut", -1))
@@ -138,7 +142,8 @@ def among_moves(
     steps: int = STEPS,
     begin: Callable[[Moves], None] = lambda moves: None,
 ) -> dict[str, Any]:
-    """All steps without a move, and again among moves, before which ``begin`` is called; nothing of it is left."""
+    """Run all steps without a move and again among moves, before which ``begin`` is called; release everything at the
+    end."""
     plain = [take_step(number) for number in range(steps)]
     moves = Moves(builder.junction, transports, rank=builder.rank, world_size=SIZE)
     begin(moves)
@@ -148,7 +153,7 @@ def among_moves(
     moved, number = [], 0
     while len(moved) < steps or number < payload["moves"]:
         moved.append(take_step(len(moved) % steps))
-        if len(moved) % steps == 0:  # all go on for as long
+        if len(moved) % steps == 0:  # so that all ranks run the same number of steps
             most = torch.tensor([moves.number])
             dist.broadcast(most, 0)
             number = int(most)

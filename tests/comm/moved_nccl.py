@@ -1,9 +1,10 @@
-"""An imitation of torch's NCCL groups on the host, and work on such groups that are moved meanwhile.
+"""An imitation of torch's NCCL groups on the host, and communication on such groups that are moved meanwhile.
 
-What matters of NCCL's is as in torch 2.13: communicators are made at their first use, which blocks; one for collectives, one for
-each pair that sends; what is started on one runs in order. A work's ``wait`` returns at once. A collective that is not asynchronous gives no work. An error of
-a communicator shows in each of its works, which has not ended. After an abort all works look as if they had ended well, and what they would have filled holds anything.
-Bytes go through the job's store.
+It behaves like NCCL in torch 2.13 in these respects: communicators are created at their first use, which blocks;
+there is one for collectives and one for each pair that sends; operations on one communicator run in order. A work's
+``wait`` returns at once. A collective that is not asynchronous returns no work. An error of a communicator appears in
+each of its works that has not ended. After an abort all works look as if they had ended well, and their outputs hold
+arbitrary values. The bytes travel through the job's store.
 """
 
 import faulthandler
@@ -40,7 +41,7 @@ class ImitatedWork:
         self.group, self.outputs, self.has_run = group, outputs, False
 
     def wait(self, timeout: Any = None) -> bool:
-        return True  # a stream would wait
+        return True  # NCCL would make a stream wait
 
     def is_completed(self) -> bool:
         return self.has_run or self.group.is_aborted or self.group.error is not None
@@ -134,7 +135,7 @@ class ImitatedNccl:
             time.sleep(_LOOKS_S)
 
     def _exchange(self, place: str, mine: Tensor) -> list[Tensor]:
-        """What each member gives."""
+        """Return the tensors of all members."""
         self.store.set(f"{place}/{self.rank}", mine.contiguous().view(torch.uint8).numpy().tobytes())
         keys = [f"{place}/{member}" for member in range(self.size)]
         self._await(keys)
@@ -214,7 +215,7 @@ class ImitatedNccl:
 
 
 def imitate() -> None:
-    """From now on in this process."""
+    """Replace NCCL groups by the imitation in this process from now on."""
     nccl.nccl_group = ImitatedNccl  # type: ignore[assignment]
     nccl.plain_group = lambda store, rank, size, backend, device: backend  # type: ignore[assignment]
 
@@ -222,7 +223,7 @@ def imitate() -> None:
 def step(
     number: int, rank: int, groups: dict[str, Any], queue: Any, collectives: list[Collective], device: torch.device
 ) -> list[Tensor]:
-    """What a step of training sends: tensors around a ring, sums meanwhile, and small ones."""
+    """Run the communication of a training step: tensors around a ring, concurrent sums, and small collectives."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     sizes = [1, 100, 5_000]
     bucket = torch.randn(SIZE * sizes[number % 3], generator=generator).to(device)
@@ -267,7 +268,8 @@ class LoopbackNccl(Loopback):
 
 
 def work(payload: dict[str, Any]) -> dict[str, Any]:
-    """All steps without a move, and again among moves: whether they gave the same, and how many moves there were. With a "device" by NCCL itself."""
+    """Run all steps without a move and again among moves; return whether the results are the same, and the number of
+    moves. With a "device", NCCL itself is used."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(100)

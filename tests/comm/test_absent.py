@@ -1,4 +1,5 @@
-"""Placeholders stop who computes with them where it counts, carry their names along, and leave the rest alone."""
+"""Placeholders stop a computation that would use their values, carry their names along, and do not affect anything
+else."""
 
 import copy
 import pickle
@@ -106,7 +107,7 @@ def test_a_parameter_that_is_here_for_a_while_is_left_as_it_was(change: Callable
     assert type(parameter * 2) is Tensor and parameter.data[0] == 1
     copied = copy.deepcopy(parameter)
     assert type(copied) is nn.Parameter and copied[0] == 1
-    absence.check(parameter)  # which has been read, and not changed
+    absence.check(parameter)  # which has been read, but not changed
     with pytest.raises(AbsentValueError, match="the step changes it, of which a stage has a copy"):
         change(parameter)
         absence.check(parameter)

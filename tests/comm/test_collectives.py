@@ -1,4 +1,4 @@
-"""Each way to sum is the sum; measuring keeps to its budget; PowerSGD loses nothing for good."""
+"""Each collective gives the sum; measuring keeps to its budget; PowerSGD feeds back its errors."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.xdist_group("collectives")
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """What four processes found."""
+    """The results of four processes."""
     assert everything.__module__ == "collective_workers"
     return launch(SIZE, "collective_workers:everything", timeout_s=120)
 
@@ -61,7 +61,7 @@ def test_thin_matrices_of_full_rank_are_exact_and_of_low_rank_keep_what_they_lac
     expected = sum(steps, torch.zeros(120))
     thin = SHAPES[0][0] * SHAPES[0][1]
     for found in ranks:
-        total, kept = found["powersgd"][100]  # too wide to be worth it: all is summed exactly
+        total, kept = found["powersgd"][100]  # too wide to be worth it: everything is summed exactly
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
         assert not kept.any()
         total, kept = found["powersgd"][2]

@@ -1,4 +1,5 @@
-"""What PowerSGD keeps from one sum to the next, without a network: one member, whose sums are what it gives."""
+"""The state that PowerSGD keeps from one sum to the next, without a network: one member, whose sums are its own
+values."""
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from lightning_holmes.comm.compression import PowerSGD, Rounding
 
 
 class Alone:
-    """A collective of one member."""
+    """A collective with one member."""
 
     name = "alone"
 
@@ -24,7 +25,7 @@ def compressed(compressor: PowerSGD, buffer: Tensor) -> Compressed:
 
 
 def below(rows: int) -> Tensor:
-    """A matrix of rank 1 whose first rows are zero."""
+    """Return a matrix of rank 1 whose first rows are zero."""
     column = torch.arange(12.0) * (torch.arange(12) >= rows)
     return torch.outer(column, torch.linspace(-1.0, 1.0, 9)).flatten()
 
@@ -53,7 +54,7 @@ def test_what_keeps_nothing_rehearses_itself() -> None:
 def test_a_matrix_is_sent_after_a_step_without_gradients() -> None:
     buffer = torch.zeros(108)
     collective = compressed(PowerSGD(2), buffer)
-    collective.sum(buffer)  # a step that reaches nothing: Q would be zero from here on
+    collective.sum(buffer)  # a step without gradients: Q would be zero from here on
     buffer.copy_(below(6))
     collective.sum(buffer)
     torch.testing.assert_close(buffer, below(6), rtol=1e-5, atol=1e-5)

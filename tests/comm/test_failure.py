@@ -15,13 +15,13 @@ from lightning_holmes.errors import RemoteError
 
 
 class SilentStore:
-    """A store that lets its first look for a failure wait until it is told to answer."""
+    """A store whose first check for a failure blocks until the test lets it answer."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
         self.answers = threading.Event()
         self.thread: threading.Thread | None = None
-        """The one that looks."""
+        """The thread that checks."""
 
     def add(self, key: str, amount: int) -> int:
         return amount

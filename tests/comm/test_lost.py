@@ -1,4 +1,5 @@
-"""A connection is lost where a library or this package waited for it, whatever a user's exception says."""
+"""A connection counts as lost if a library or this package waited for it, whatever the message of a user's exception
+says."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Groups whose connections are made anew while they are used; baseline: the same work without, bit for bit."""
+"""Groups that are reconnected while they are in use. Baseline: the same work without a move, bit for bit."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ def test_connections_are_ended_also_where_another_process_holds_them_and_no_othe
 
 
 def test_connections_with_other_hosts_send_again_every_five_seconds_and_are_kept_for_as_long_as_before() -> None:
-    """What a cut of a minute then costs: docs/log.md. The numbers are those of linux/tcp.h."""
+    """docs/log.md says what a cut of a minute costs with this. The numbers are those of linux/tcp.h."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
         theirs = listener.accept()[0]
         with theirs:
@@ -50,7 +50,7 @@ def test_connections_with_other_hosts_send_again_every_five_seconds_and_are_kept
                 assert send_again_soon({"127.0.0.1"}, 0.0) == 0
                 return
             assert send_again_soon({"192.0.2.1"}, 0.0) == 0
-            for each in (ours, theirs):  # as an optimizer node's, whose silence is to be noticed
+            for each in (ours, theirs):  # as on an optimizer node's connection, whose silence must be noticed
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
             send_again_soon({"127.0.0.1"}, 2000.0)
             for each in (ours, theirs):

@@ -1,4 +1,5 @@
-"""NCCL groups that are moved while they are used, by an imitation of NCCL; baseline: the same work without, bit for bit."""
+"""NCCL groups that are moved while they are in use, with an imitation of NCCL. Baseline: the same work without a
+move, bit for bit."""
 
 import os
 import threading
@@ -31,7 +32,7 @@ def test_what_was_under_way_when_nccls_groups_were_moved_is_repeated_bit_for_bit
 
 
 class Kernel:
-    """A work of NCCL's whose kernel ends, or fails, when the test says so."""
+    """A work of NCCL whose kernel ends, or fails, when the test says so."""
 
     def __init__(self) -> None:
         self.has_ended, self.error, self.looks = False, None, 0
@@ -56,7 +57,7 @@ class Kernel:
 
 
 class Kernels:
-    """A group of NCCL's that has such works, which all look as if they had ended well after its abort."""
+    """An NCCL group with such works, which all look as if they had ended well after its abort."""
 
     def __init__(self) -> None:
         self.begun: list[Kernel] = []
@@ -83,7 +84,7 @@ def moved_by(kernels: list[Kernels]) -> MovableGroup:
 
 
 def test_what_an_aborted_communicator_has_left_is_not_taken() -> None:
-    """The first has ended before, the second has not, and the third has failed."""
+    """The first work has ended before the abort, the second has not, and the third has failed."""
     kernels = [Kernels(), Kernels()]
     group = moved_by(kernels)
     tensors = [torch.full((2,), float(n)) for n in range(3)]
@@ -103,7 +104,7 @@ def test_what_an_aborted_communicator_has_left_is_not_taken() -> None:
     group.reconnect(None)
     group.repeat([group.progress(), {"collectives": 1, "received": []}])
     assert len(kernels[1].begun) == 2 and waiter.is_alive()
-    assert looks == [kernel.looks for kernel in kernels[0].begun]  # a look would wait for the end of the abort
+    assert looks == [kernel.looks for kernel in kernels[0].begun]  # looking would wait for the end of the abort
     kernels[1].begun[0].has_ended = True
     waiter.join(60)
     assert not waiter.is_alive() and not works[2].is_completed()
@@ -144,7 +145,7 @@ def test_groups_are_made_without_a_watchdog_and_others_with_it(monkeypatch: pyte
         assert not inside.wait(0.1), "the first one that ends would give the other's group a watchdog"
     other.join(60)
     assert inside.is_set() and os.environ[WAITS_BY_HOST] == "0"
-    monkeypatch.setenv(WAITS_BY_HOST, "yes")  # the user's
+    monkeypatch.setenv(WAITS_BY_HOST, "yes")  # the user's value
     with nccl._without_watchdog():
         assert os.environ[WAITS_BY_HOST] == "yes"
     assert UserSettings.read(files=()).get(WAITS_BY_HOST) == "yes"

@@ -1,6 +1,6 @@
-"""What a movable group does where operations end late, in another order or not at all, and moves at the end of a run.
+"""A movable group whose operations end late, in another order or not at all, and moves at the end of a run.
 
-Its connections are made up here: each operation on them ends when the test says so.
+Its connections are simulated: each operation on them ends when the test says so.
 """
 
 import random
@@ -31,7 +31,7 @@ class MadeUpWork:
 
 
 class MadeUpConnection:
-    """Keeps what was begun on it: what and its tensors' first values."""
+    """Records the operations that were begun on it, with their tensors' first values."""
 
     def __init__(self, *, ends: bool) -> None:
         self.ends = ends
@@ -57,7 +57,7 @@ class MadeUpConnection:
 
 
 class Made:
-    """A movable group of two on made-up connections, of which each ends what is begun on it, or nothing by itself."""
+    """A movable group of two on simulated connections, each of which ends its operations by itself or not at all."""
 
     def __init__(self, *ends: bool) -> None:
         self.connections = [MadeUpConnection(ends=each) for each in ends]
@@ -75,7 +75,7 @@ class Made:
 
 @pytest.fixture(autouse=True)
 def left(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Connections that were left for good, since something hangs in them, which is not waited for."""
+    """Return the abandoned connections, on which an operation hangs that nobody waits for."""
     found: list[Any] = []
     monkeypatch.setattr(movable, "_ENDED_S", 0.0)
     monkeypatch.setattr(movable, "leave_for_good", found.append)
@@ -109,7 +109,7 @@ def test_what_comes_after_the_others_were_told_that_it_has_not_is_not_taken() ->
         made.group.end()
         told = made.group.progress()
         old.tensors[0].fill_(5.0)
-        waiting.is_over = True  # as its thread says, before the waiter has seen the move
+        waiting.is_over = True  # as its thread does, before the waiter has seen the move
         made.junction.changed.notify_all()
     waiter.join(0.2)
     assert waiter.is_alive() and told == NOTHING and not work.is_completed()
@@ -125,7 +125,7 @@ def test_what_comes_after_the_others_were_told_that_it_has_not_is_not_taken() ->
 
 
 def test_a_waiter_that_is_woken_only_after_the_move_waits_for_what_was_repeated() -> None:
-    """Its wait of before never ends, as that of a tensor which was half on its way."""
+    """The wait on the old connection never ends, like that for a tensor which was only partly sent."""
     made = Made(False, True)
     tensor = torch.full((1,), -1.0)
     work = made.group.recv([tensor], 1, 0)
@@ -133,7 +133,7 @@ def test_a_waiter_that_is_woken_only_after_the_move_waits_for_what_was_repeated(
     waiter.start()
     with made.junction.changed:
         assert made.junction.changed.wait_for(lambda: work._operation.waiting is not None, timeout=60)
-        made.move(NOTHING)  # all of it while the waiter is not let run
+        made.move(NOTHING)  # the whole move, while the waiter may not run
     waiter.join(10)
     is_over = not waiter.is_alive()
     made.connections[0].works[0].is_over.set()
@@ -143,7 +143,7 @@ def test_a_waiter_that_is_woken_only_after_the_move_waits_for_what_was_repeated(
 def test_connections_are_left_where_a_repeated_operation_hangs_that_nobody_waits_for(left: list[Any]) -> None:
     made = Made(True, False, True)
     made.group.collective("broadcast", ([torch.ones(1)],), {}).wait()
-    made.move(NOTHING)  # the other one has not got it
+    made.move(NOTHING)  # the other rank has not received it
     assert made.connections[1].begun == [("broadcast", 1.0)] and left == []
     made.move(NOTHING)
     assert left == [made.connections[1]]
@@ -156,7 +156,7 @@ def test_what_is_kept_of_a_done_operation_holds_neither_its_work_nor_the_connect
     for work in (made.group.collective("broadcast", ([torch.ones(1)],), {}), made.group.send([torch.ones(1)], 1, 0)):
         kept = weakref.ref(made.connections[0].works.pop(0))
         work.wait()
-        with made.junction.changed:  # the thread that has waited lets go of it under the lock
+        with made.junction.changed:  # the thread that waited drops its reference under the lock
             assert made.junction.changed.wait_for(lambda: kept() is None, timeout=1) is True, work  # noqa: B023
 
 
@@ -182,7 +182,8 @@ def moves_of_two() -> list[Moves]:
 
 
 def test_a_move_at_the_end_of_a_run_is_made_by_all_ranks_or_by_none() -> None:
-    """Both ranks end their run well, each at a moment of its own; a move that one of them left would leave it groups without connections."""
+    """Both ranks end their run well, each at its own time; if one rank left out a move, the other one would have
+    groups without connections."""
     chance, choices = random.Random(1), []
     for number in range(60):
         store, lost = dist.HashStore(), []
@@ -208,7 +209,7 @@ def test_a_move_at_the_end_of_a_run_is_made_by_all_ranks_or_by_none() -> None:
 
 
 def test_whoever_asks_while_a_move_begins_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread asks at the moment when that of the move has been started."""
+    """Another thread asks at the moment when the moving thread has been started."""
     moves, goes_on, told = moves_of_two()[0], threading.Event(), []
     start = threading.Thread.start
 

@@ -1,4 +1,4 @@
-"""P2P between ranks: order, large and small messages, and transfers that nobody waits for."""
+"""P2P between ranks: order, large and small messages, and transfers that no rank waits for."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P, TensorSpec
 
 
 def exchange(_: Any) -> list[Any]:
-    """Runs in two processes: both directions at once, tensors and messages in order, and rounded between clusters."""
+    """Runs in two processes: tensors and messages in order, in both directions at once, and rounded between clusters."""
     import os
     from datetime import timedelta
 
@@ -31,7 +31,7 @@ def exchange(_: Any) -> list[Any]:
     receives = [p2p.receive(other, [spec, spec]) for _ in range(3)]
     for number in range(3):
         p2p.send(other, [torch.full((3,), 10.0 * rank + number), torch.full((3,), -1.0)])
-    p2p.expect_message(other, 5)  # posted early, and the first part of a long message
+    p2p.expect_message(other, 5)  # posted early, with the first part of a long message
     p2p.send_message(other, 4, {"rank": rank})
     p2p.send_message(other, 5, "x" * 100_000)
     p2p.send_message(other, 4, [rank] * 3)
@@ -49,7 +49,7 @@ def exchange(_: Any) -> list[Any]:
     found += [len(p2p.receive_message(other, 5)), p2p.receive_message(other, 4), p2p.receive_message(other, 4)]
     p2p.finish()
     late = p2p.post_message(other, 7, "y" * 100_000)
-    p2p.finish()  # though nobody has asked for that message yet
+    p2p.finish()  # although no receive was posted for that message yet
     assert p2p.anybody(rank == 1, "ranks agree") and not p2p.anybody(False, "ranks agree")
     assert p2p.receive_message(other, 7) == "y" * 100_000
     late()

@@ -1,4 +1,4 @@
-"""ThreadQueue: order, failures, and what it asks of CUDA, by a record in place of a device."""
+"""ThreadQueue: order, failures, and its calls of CUDA, with a recorder in place of a device."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Who in WORLD does not reach whom: what is told in the store, and gathered from it."""
+"""Which ranks of WORLD do not reach each other: the reports in the store, and their summary."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Ranks that keep others waiting are named with what they are doing; here threads of one process stand for ranks."""
+"""Ranks that keep others waiting are named together with their current operation; threads of one process stand for
+ranks."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Who has become slow is told, and nobody is where all have; each look is a tenth of a second after the one before, and each a step."""
+"""A rank that has become slow is reported, and none if all have; each look comes a tenth of a second after the
+previous one, and is one step."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +22,7 @@ class Job:
             each.steps = lambda: self.steps
 
     def train(self, looks: int, waits: Callable[[int, int], bool]) -> None:
-        """``waits(rank, look)``: whether that rank waits then."""
+        """Report steps of ranks. ``waits(rank, look)``: whether that rank waits at that look."""
         for look in range(looks):
             self.now, self.steps = self.now + 0.1, self.steps + 1
             for rank in reversed(range(len(self.ranks))):

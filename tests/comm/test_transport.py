@@ -1,4 +1,4 @@
-"""Transports of groups: the best card that all members share, and what the user has set is respected or refused."""
+"""Transports of groups: the best card that all members share; the user's settings are respected or refused."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_a_group_uses_the_fabric_that_its_hosts_share() -> None:
     chosen = transports()
     assert chosen.net_name([0, 2]) == "IB" and chosen.interface([0, 2]) == "ib_mlx5_0"
     assert chosen.describe([0, 2]) == ("nccl IB on mlx5_0", "infiniband: 2 hosts share it (A)")
-    assert transports(rank=4).net_name([4, 5]) == "IB"  # RoCE: NCCL's module for it has the same name
+    assert transports(rank=4).net_name([4, 5]) == "IB"  # RoCE: NCCL uses the same module name for it
     assert transports(rank=4, backend="gloo").describe([4, 5])[0] == "gloo on rdma_mlx5_1"
 
 
@@ -102,7 +102,7 @@ def test_nccls_groups_are_movable_where_they_use_a_fast_card_and_may_leave_it() 
         ConfigurationError, match=r"TORCH_NCCL_BLOCKING_WAIT=0 in the environment keeps NCCL's watchdog"
     ):
         transports(TORCH_NCCL_BLOCKING_WAIT="0").is_movable([0, 2])
-    with pytest.raises(ConfigurationError, match=r"^NCCL_BLOCKING_WAIT=false"):  # its name of before
+    with pytest.raises(ConfigurationError, match=r"^NCCL_BLOCKING_WAIT=false"):  # its former name
         transports(NCCL_BLOCKING_WAIT="false").is_movable([0, 2])
     assert not transports(TORCH_NCCL_BLOCKING_WAIT="0").is_movable([0, 4])
     without_ethernet = Topology(clusters=(cluster("a", [[nic("infiniband", "mlx5_0", fabric="A")]] * 2),))
@@ -115,9 +115,9 @@ def test_nccls_groups_that_have_left_their_cards_use_sockets_and_all_their_rails
     assert [name for name, _ in chosen.fast_cards([0, 1], all_rails=True)] == ["ib_mlx5_0", "ib_mlx5_1"]
     assert [name for name, _ in chosen.fast_cards([0, 1])] == ["ib_mlx5_0"]
     chosen.choose_anew([("a1", "mlx5_0")])
-    assert chosen.net_name([0, 1]) == "IB"  # by the other one
+    assert chosen.net_name([0, 1]) == "IB"  # over the other card
     chosen.choose_anew(None)
-    assert chosen.net_name([0, 1]) == "Socket"  # NCCL would choose the cards again
+    assert chosen.net_name([0, 1]) == "Socket"  # else NCCL would choose the cards again
     chosen.choose_anew([])
     assert chosen.net_name([0, 1]) == "IB"
 
@@ -205,7 +205,7 @@ def test_settings_that_a_group_cannot_work_with_are_refused() -> None:
         ("nccl", "GLOO_SOCKET_IFNAME", "ib_mlx5_0"),
         ("nccl", "NCCL_SOCKET_IFNAME", "ib"),
         ("nccl", "NCCL_SOCKET_IFNAME", "=ib_mlx5_0,eth0"),
-        ("nccl", "NCCL_SOCKET_IFNAME", "^docker"),  # which leaves ib_mlx5_0 to be used
+        ("nccl", "NCCL_SOCKET_IFNAME", "^docker"),  # ib_mlx5_0 remains usable
     ],
 )
 def test_an_interface_that_ends_at_the_clusters_border_is_refused(backend: str, variable: str, setting: str) -> None:
@@ -224,11 +224,11 @@ def test_an_interface_that_ends_at_the_clusters_border_is_refused(backend: str, 
     ("backend", "variable", "setting"),
     [
         ("gloo", "GLOO_SOCKET_IFNAME", "eth0"),
-        ("gloo", "GLOO_SOCKET_IFNAME", "tun7"),  # of which nothing is known
-        ("gloo", "NCCL_SOCKET_IFNAME", "ib"),  # nothing goes by NCCL
+        ("gloo", "GLOO_SOCKET_IFNAME", "tun7"),  # nothing is known about it
+        ("gloo", "NCCL_SOCKET_IFNAME", "ib"),  # no group uses NCCL
         ("nccl", "NCCL_SOCKET_IFNAME", "eth"),
         ("nccl", "NCCL_SOCKET_IFNAME", "^ib,docker"),
-        ("nccl", "NCCL_SOCKET_IFNAME", "=ib"),  # exactly, and no card has that name
+        ("nccl", "NCCL_SOCKET_IFNAME", "=ib"),  # exact match, and no card has that name
     ],
 )
 def test_an_interface_that_reaches_all_hosts_is_respected(backend: str, variable: str, setting: str) -> None:
@@ -239,7 +239,7 @@ def test_a_fast_cards_interface_is_respected_where_it_reaches_all_hosts() -> Non
     shared = [nic("infiniband", "mlx5_0", fabric="A"), ETH]
     for clusters in ((cluster("a", [shared] * 2),), (cluster("a", [shared]), cluster("b", [shared]))):
         transports(Topology(clusters=clusters), backend="gloo", GLOO_SOCKET_IFNAME="ib_mlx5_0").check_world([0, 1])
-    # a RoCE card by which the host reaches the master is an Ethernet card as well
+    # a RoCE card through which the host reaches the master is an Ethernet card as well
     both = [nic("roce", "mlx5_1", fabric="B"), nic("ethernet", "rdma_mlx5_1")]
     apart = Topology(clusters=(cluster("a", [both]), cluster("b", [shared])))
     transports(apart, backend="gloo", GLOO_SOCKET_IFNAME="rdma_mlx5_1").check_world([0, 1])
@@ -263,7 +263,7 @@ def test_an_interface_that_is_not_there_is_refused() -> None:
             check("nccl", NCCL_SOCKET_IFNAME=setting)
     check(GLOO_SOCKET_IFNAME="eth0,eth1")
     check("nccl", NCCL_SOCKET_IFNAME="ib,eth")
-    check(NCCL_SOCKET_IFNAME="ib")  # nothing goes by NCCL
+    check(NCCL_SOCKET_IFNAME="ib")  # no group uses NCCL
 
 
 def test_settings_are_read_from_nccl_files_too_and_the_environment_wins(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_what_an_earlier_run_has_set_is_not_taken_for_the_users(monkeypatch: pyt
 def test_what_nccl_does_not_reach_at_a_groups_first_use_is_named_with_both_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NCCL makes its connections then, and names address and port by itself."""
+    """NCCL connects then, and its own error names address and port."""
     said = "NCCL error: remote error\nLast error:\nsocketStartConnect: Connect to 10.0.0.1<45123> failed : timed out"
 
     def refuse(*args: Any, **options: Any) -> None:

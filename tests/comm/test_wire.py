@@ -1,4 +1,5 @@
-"""What goes to other ranks comes out alike, nothing runs of what is read, and what cannot go so is refused by name."""
+"""Values sent to other ranks arrive unchanged, nothing that is read gets executed, and values that cannot be sent are
+refused by name."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Where the job's store listens: on the master's address, so that nobody on another network of the host reaches it."""
+"""The address on which the job's store listens: the master's, so that hosts on another network cannot reach it."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ def listening() -> list[str]:
 
 
 def connect(address: str) -> list[str]:
-    """Where this process listens once WORLD has been formed."""
+    """Return the addresses on which this process listens once WORLD has been formed."""
     os.environ["MASTER_ADDR"] = address
     world.connect_world(
         TorchElasticEnvironment(),
@@ -48,7 +48,7 @@ def test_the_store_listens_on_the_masters_address(address: str, listens: list[st
 
 def test_an_address_that_leads_here_but_is_not_this_hosts_is_left_to_torch() -> None:
     class Elsewhere(TorchElasticEnvironment):
-        main_address = "192.0.2.1"  # of documentation
+        main_address = "192.0.2.1"  # an address reserved for documentation
         main_port = 1
 
     assert world._keep_store(Elsewhere(), None, several_hosts=True) is None
@@ -62,7 +62,8 @@ def test_an_address_that_leads_here_but_is_not_this_hosts_is_left_to_torch() -> 
 
 
 def test_ranks_of_an_attempt_meet_in_a_store_that_those_of_others_have_used() -> None:
-    """Ranks come in any order, and one attempt has fewer; what was left before is nobody's answer."""
+    """Ranks arrive in any order, and one attempt has fewer; values left by an earlier attempt are not taken for
+    answers."""
     store, names = dist.HashStore(), []
     for ranks in ([0, 1, 2], [2, 1, 0], [1, 0], [1, 2, 0]):
         given: dict[int, str] = {}
@@ -73,7 +74,7 @@ def test_ranks_of_an_attempt_meet_in_a_store_that_those_of_others_have_used() ->
         threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
         for thread in threads:
             thread.start()
-            thread.join(0.05)  # those who can end do
+            thread.join(0.05)  # those ranks that can end do
         for thread in threads:
             thread.join(20.0)
         assert sorted(given) == sorted(ranks)

@@ -1,4 +1,4 @@
-"""lightning-holmes plan: the recipe's own config, a large model without weights, and what is refused."""
+"""lightning-holmes plan: the recipe's own config, a large model without weights, and refusals."""
 
 import dataclasses
 import json
@@ -173,7 +173,7 @@ def test_refused(capsys, options, words):
 
 
 class Reads(LightningModule):
-    """A step that looks at a value; a batch of its own."""
+    """A step that reads a value on the host; the module defines its own batch."""
 
     def __init__(self, hidden_size: int = 8) -> None:
         super().__init__()
@@ -189,21 +189,21 @@ class Reads(LightningModule):
 
 
 class Runs(Reads):
-    """The same without the look."""
+    """The same module without the read."""
 
     def training_step(self, batch, batch_idx):
         return 2 * self.blocks(batch).square().mean()
 
 
 class Asks(Runs):
-    """Its step asks its trainer something."""
+    """A module whose step reads an attribute of its trainer."""
 
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * (2.0 if self.trainer.global_step == 0 else 1.0)
 
 
 class Manual(Runs):
-    """Calls its optimizer itself."""
+    """A module that calls its optimizer itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Manual(Runs):
 
 
 class Late(Runs):
-    """Its blocks are made by configure_model, beside a parameter of ``__init__``."""
+    """A module whose blocks are made by configure_model, beside a parameter made in ``__init__``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Late(Runs):
 
 
 class SetUp(Runs):
-    """Its blocks are made in setup()."""
+    """A module whose blocks are made in setup()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,14 +241,14 @@ class SetUp(Runs):
 
 
 class AsksARun(Runs):
-    """Its setup() asks for what only a run has."""
+    """A module whose setup() needs something that only a run has."""
 
     def setup(self, stage):
         self.classes = self.trainer.datamodule.classes
 
 
 class Adapted(Runs):
-    """configure_model adds to layers that ``__init__`` has made; twice, and they would be there twice."""
+    """A module whose configure_model adds to layers made in ``__init__``; a second call would add them twice."""
 
     def configure_model(self):
         for index, block in enumerate(self.blocks):
@@ -256,14 +256,14 @@ class Adapted(Runs):
 
 
 class Shares(Runs):
-    """configure_model takes a device mesh for granted."""
+    """A module whose configure_model requires a device mesh."""
 
     def configure_model(self):
         self.device_mesh["tensor_parallel"]
 
 
 class Bare(Runs):
-    """The same without a batch."""
+    """The same module without a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkey
 
 
 def test_what_does_not_fit_is_planned_refused_and_told_as_in_a_run(capsys, tmp_path):
-    """Two layers a rank; with AdamW's states they are 8.4 MB, half of that states, beside activations."""
+    """Two layers per rank; with AdamW's states they take 8.4 MB, half of that states, plus activations."""
 
     def plan(memory: float, **asked: object) -> tuple[int, str, str]:
         settings = {"pipeline_parallel_size": 2, "schedule": "1f1b", "num_microbatches": 4, **asked}
@@ -441,7 +441,7 @@ def test_without_any_batch_the_three_ways_to_give_one_are_named(capsys):
 
 
 def documented_keys() -> dict[str, set[str]]:
-    """By heading of the JSON's part of the documentation, the keys in the first column of its table."""
+    """Return, by heading of the documentation's part on JSON, the keys in the first column of its table."""
     text = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     found: dict[str, set[str]] = {}
     heading = ""
@@ -475,7 +475,7 @@ def test_precision_and_each_hosts_devices_count(capsys, tmp_path):
 
 
 def topology_of(path: Path, *kinds: str) -> str:
-    """An option that names a file with a cluster of a host of each type."""
+    """Return an option that names a file with a cluster of one host for each type."""
     host = "{name: h%d, devices: 2, device_type: %s, nics: [{name: e, kind: ethernet, bandwidth: 10 Gbit/s}]}"
     hosts = ", ".join(host % entry for entry in enumerate(kinds))
     path.write_text(f"clusters: [{{name: c, hosts: [{hosts}]}}]")
@@ -510,7 +510,7 @@ def test_layers_that_are_timed_here_are_those_of_one_type(capsys, tmp_path):
 
 
 def test_a_plan_that_no_run_can_have_is_shown_and_not_written(capsys, tmp_path):
-    """A run's own refusal of the same: tests/strategy/bad_input_cases.py."""
+    """tests/strategy/bad_input_cases.py has the same refusal in a run."""
     path = tmp_path / "plan.yaml"
     given = ["--trainer.strategy=lightning_holmes.HolmesStrategy", "--trainer.strategy.init_args.partition=[0,4]"]
     given.append("--trainer.strategy.init_args.pipeline_parallel_size=2")
@@ -545,7 +545,7 @@ def test_precision_is_read_as_a_trainer_reads_it(trainer, name):
 
 
 class Custom(HalfPrecision):
-    """A precision of the user's own."""
+    """A user-defined precision."""
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_a_plugins_precision_is_predicted_as_the_trainers(capsys, tmp_path):
 
 
 class BuildsInFloat32(LightningModule):
-    """What asks for a type itself, as Hugging Face's models do."""
+    """A module that sets a dtype itself, as Hugging Face's models do."""
 
     def __init__(self) -> None:
         super().__init__()

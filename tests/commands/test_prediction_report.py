@@ -1,4 +1,4 @@
-"""Predictions held against runs: errors, order, and a folder that later runs add to."""
+"""Predictions compared with runs: errors, order, and a folder to which later runs add."""
 
 import dataclasses
 from pathlib import Path
@@ -25,14 +25,14 @@ def test_errors_and_the_order_of_plans() -> None:
     report = PredictionReport()
     report.add([run("a", 1.1, 1.0), run("b", 1.0, 1.2), run("c", 1.25, 1.25), run("d", 3.0, 4.0, model="other")])
     assert report.median_error == pytest.approx((0.1 + 1 / 6) / 2) and report.worst_error == pytest.approx(0.25)
-    # a was 20 % faster than b and predicted slower; b and c are too near each other; d is another model
+    # a was 20 % faster than b and was predicted to be slower; b and c are too close to each other; d is another model
     assert [(one.name, other.name) for one, other in report.misordered()] == [("a", "b")]
 
 
 def test_a_case_has_the_median_error_of_its_rounds_and_a_plan_the_order_of_its_means() -> None:
     report = PredictionReport()
     report.add([run("a", 1.1, 1.0), run("b", 1.05, 1.2), run("a", 1.1, 1.1, round=2), run("b", 1.05, 1.0, round=2)])
-    # in the first round a was faster by 20 %; in both together they are too near each other
+    # in the first round a was faster by 20 %; over both rounds they are too close to each other
     assert report.misordered() == [] and report.worst_run_error == pytest.approx(0.125)
     assert report.case_errors() == pytest.approx([(0.1 + 0) / 2, (-0.125 + 0.05) / 2])
     assert (report.median_error, report.worst_error) == pytest.approx(((0.05 + 0.0375) / 2, 0.05))
@@ -46,7 +46,7 @@ def test_runs_of_one_plan_are_not_compared_whatever_asked_for_it() -> None:
     report = PredictionReport()
     report.add([by_count, by_cost])
     assert report.misordered() == [] and report.worst_error == report.worst_run_error == pytest.approx(1 / 6)
-    report.add([other])  # slower than the mean of both, and predicted as fast
+    report.add([other])  # slower than the mean of both, and predicted to be as fast
     assert [(one.name, slower.name) for one, slower in report.misordered()] == [("a", "c")]
 
 

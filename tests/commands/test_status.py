@@ -1,4 +1,4 @@
-"""What `lightning-holmes status` tells of jobs on this host."""
+"""The output of `lightning-holmes status` about jobs on this host."""
 
 import os
 import re

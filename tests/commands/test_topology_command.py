@@ -1,4 +1,4 @@
-"""lightning-holmes topology: one host, a file, a job of two processes, drawings, and options that are wrong."""
+"""lightning-holmes topology: one host, a file, a job of two processes, drawings, and invalid options."""
 
 import builtins
 import json
@@ -186,7 +186,7 @@ def test_half_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def show(args: list[str]) -> None:
-    """What each process of the job below runs."""
+    """The code that each process of the job below runs."""
     sys.argv = ["lightning-holmes"]
     run_command("topology", args)
 

@@ -1,4 +1,4 @@
-"""Trainings on data sets that shard themselves, for launch.py."""
+"""Training runs on data sets that shard themselves, for launch.py."""
 
 import os
 import warnings
@@ -22,7 +22,7 @@ def samples() -> Tensor:
 
 
 class Shards(IterableDataset[Any]):
-    """Every n-th sample: by the coordinate, or, wrongly, by the rank."""
+    """Every n-th sample: by the data-parallel coordinate or, wrongly, by the rank."""
 
     def __init__(self, by: str) -> None:
         self.by = by
@@ -72,7 +72,8 @@ def train(by: str, num_workers: int) -> Any:
 
 
 def run(payload: Any) -> Any:
-    """The batches and the trained weights without and with workers, and the error of a data set that goes by the rank."""
+    """Return the batches and the trained weights without and with workers, and the error for a data set that shards
+    by the rank."""
     results = []
     for num_workers in (0, 2):
         results.append(train("coordinate", num_workers))

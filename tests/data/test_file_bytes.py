@@ -1,4 +1,4 @@
-"""FileBytes: what is read, the windows and their split, loaders, and what is refused."""
+"""FileBytes: reading, the windows and their split, loaders, and refusals."""
 
 import pickle
 import time
@@ -66,7 +66,7 @@ def test_batches(tmp_path, num_workers):
     starts = torch.cat([batch["input_ids"][:, 0] for batch in batches])
     assert starts.unique().numel() == len(starts) and starts.tolist() != sorted(starts.tolist())
     again = torch.cat([batch["input_ids"][:, 0] for batch in data.train_dataloader()])
-    assert torch.equal(starts, again)  # a new loader begins with the seed
+    assert torch.equal(starts, again)  # a new loader starts from the seed
 
 
 def test_stdlib_is_fast_and_the_same_each_time():
@@ -143,7 +143,8 @@ def test_labels_are_not_shifted_twice(tmp_path):
 
 
 def test_replicas_get_contiguous_parts_of_each_batch_of_all(tmp_path):
-    """So that microbatches hold the same samples with any number of replicas, also after samples that a run has seen."""
+    """So that microbatches hold the same samples with any number of replicas, also after a run has already seen some
+    samples."""
     for seen in (0, 8):
         orders = {}
         for replicas in (1, 2, 4):

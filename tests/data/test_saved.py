@@ -1,4 +1,4 @@
-"""SavedDataset: what save_to_disk wrote, as batches for Hugging Face models; what is refused."""
+"""SavedDataset: data sets written by save_to_disk, as batches for Hugging Face models; refusals."""
 
 import pytest
 import torch

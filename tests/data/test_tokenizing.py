@@ -1,4 +1,4 @@
-"""Tokenizing: what is written, killed runs that go on, and files that are refused."""
+"""Tokenizing: the output, killed runs that go on, and files that are refused."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_bytes_are_the_bytes(texts, tmp_path, capsys):
 def test_a_folders_tokenizer_gives_back_the_text(texts, tmp_path, tokenizer_folder, monkeypatch):
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 64)  # many cuts, also beside characters of two bytes
+    monkeypatch.setattr(tokenizing, "PIECE_BYTES", 64)  # many cuts, also next to characters of two bytes
     monkeypatch.setattr(tokenizing, "_LONGEST_LINE_BYTES", 3)
     main([*map(str, texts), "--tokenizer", str(tokenizer_folder), "--output", str(tmp_path / "out.bin")])
     tokens = np.fromfile(tmp_path / "out.bin", np.uint16).tolist()
@@ -103,14 +103,14 @@ def test_killed_and_run_again_it_writes_the_same_file(texts, tmp_path, tokenizer
 
     commits: list[int] = []
     count = run_tokenize(job("whole.bin"), commits.append)
-    assert sum(commits) == job("whole.bin").num_bytes - 1 and len(commits) > 8  # but the empty line at the end
+    assert sum(commits) == job("whole.bin").num_bytes - 1 and len(commits) > 8  # except for the empty line at the end
     (tmp_path / "job").write_bytes(pickle.dumps((job("killed.bin"), 5, 1500, 400)))
     command = [sys.executable, "-c", KILLED, str(tmp_path / "job")]
     killed = subprocess.run(command, capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-2000:]
     assert not (tmp_path / "killed.bin").exists()
     with (tmp_path / "killed.bin.part").open("ab") as part:
-        part.write(os.urandom(999))  # a write that the journal knows nothing of
+        part.write(os.urandom(999))  # a write that is not in the journal
     again: list[int] = []
     assert run_tokenize(job("killed.bin"), again.append) == count
     assert again[0] == sum(commits[:5]) > 0 and sum(again) == sum(commits)

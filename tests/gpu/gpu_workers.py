@@ -1,4 +1,4 @@
-"""What the GPU tests run in their processes: several NCCL ranks that share one device."""
+"""The code that the GPU tests run in their processes: several NCCL ranks that share one device."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ class Windows(Dataset):  # type: ignore[type-arg]
 
 
 class EveryNth(Sampler[int]):
-    """The samples of one replica, so that all replicas together see the global batch in order."""
+    """Sampler of one replica's samples, so that all replicas together see the global batch in order."""
 
     def __init__(self, count: int, rank: int, replicas: int) -> None:
         self.indices = range(rank, count, replicas)
@@ -59,7 +59,7 @@ class Data(GPT):
 
 
 def train(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of each step and final weights on the host."""
+    """Train and return the losses of each step and the final weights on the host."""
     seed_everything(0)
     module = Data(hidden_size=64, num_layers=4, num_heads=4, sequence_length=SEQUENCE, tie_embeddings=options["tied"])
     strategy: Any = "auto"
@@ -86,7 +86,7 @@ def train(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
 
 
 class Validated(Data):
-    """Logs a loss by hand and by a torchmetrics object in validation, on whatever device it is."""
+    """Logs a loss directly and with a torchmetrics object in validation, on the module's device."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -103,7 +103,8 @@ class Validated(Data):
 
 
 def stop_and_resume(options: dict[str, Any]) -> dict[str, Any]:
-    """Two epochs, the second one resumed from the first one's checkpoint in another layout: what each rank has then."""
+    """Train two epochs, of which the second one resumes from the first one's checkpoint in another layout; return
+    each rank's results."""
     folder, accelerator, world_size = (
         options["folder"],
         options.get("accelerator", "gpu"),
@@ -137,7 +138,8 @@ def stop_and_resume(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_on_node(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """The same with an optimizer node, which rank 0 starts: its ranks say that they are on hosts of their own."""
+    """Train as train() does, with an optimizer node that rank 0 starts; the ranks declare that they are on different
+    hosts."""
     if os.environ["RANK"] != "0":
         return train(options)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['HOLMES_NODE_PORT']}"
@@ -154,7 +156,7 @@ def train_all(cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, 
 
 
 class Deep(LightningModule):
-    """Twelve layers of 16 MiB each, and little else: what a step holds is parameters, gradients and states."""
+    """Twelve layers of 16 MiB each and little else: almost all memory of a step is parameters, gradients and states."""
 
     width, batch = 2048, 2
 
@@ -178,7 +180,8 @@ class Deep(LightningModule):
 
 
 class PeakMemory(Callback):
-    """The most memory of the device from the third step on, and a step in which torch raises where the host would wait."""
+    """Records the peak device memory from the third step on, and makes torch raise in one step if the host would wait
+    for the device."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -190,7 +193,7 @@ class PeakMemory(Callback):
 
 
 class Unwaiting(lightning_holmes.HolmesStrategy):
-    """Raises where the fourth batch's step would wait for the device."""
+    """Makes torch raise if the fourth batch's step would wait for the device."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch = self.lightning_module.trainer.global_step  # type: ignore[union-attr]
@@ -202,7 +205,8 @@ class Unwaiting(lightning_holmes.HolmesStrategy):
 
 
 def peak_memory(options: dict[str, Any]) -> dict[str, Any]:
-    """Six steps of two replicas that see the same samples; the peak above what was there before the trainer."""
+    """Run six steps of two replicas on the same samples and return the peak memory above the amount allocated before
+    the trainer was made."""
     seed_everything(0)
     module, losses, peak = Deep(), Losses(), PeakMemory()
     in_shards = options["in_shards"]
@@ -226,5 +230,5 @@ def peak_memory(options: dict[str, Any]) -> dict[str, Any]:
         "peak": peak.peak,
         "parameters": parameters,
         "layer": parameters // 12,
-        "activations": 32 * 2**20,  # what cuBLAS keeps for its products among it
+        "activations": 32 * 2**20,  # includes the workspace of cuBLAS
     }

@@ -1,9 +1,9 @@
 """Parity on CUDA and NCCL, with several ranks on one device.
 
-NCCL refuses two ranks on one GPU of one host, so each rank says that it is a host of its own (NCCL_HOSTID) and
-they talk through sockets on the loopback: the real NCCL path, slow but whole. Baseline: plain Lightning in one
+NCCL refuses two ranks on one GPU of one host, so each rank declares that it is a host of its own (NCCL_HOSTID), and
+the ranks communicate through sockets on the loopback: the complete NCCL path, but slow. Baseline: plain Lightning in one
 process on the same GPU. Tolerance: 2e-2 relative on losses in bf16-mixed (8 bits of mantissa, sums in another
-order) and 16-mixed, where the first steps may overflow and be skipped, 1e-4 in fp32.
+order) and in 16-mixed, where the first steps may overflow and be skipped; 1e-4 in fp32.
 """
 
 import pickle
@@ -86,7 +86,8 @@ def test_losses_and_weights_equal_those_of_one_process(
 
 
 def test_what_was_under_way_when_groups_were_moved_is_repeated_bit_for_bit(tmp_path: Path) -> None:
-    """Baseline: the same work without a move. Communicators are aborted while kernels run, and made anew; by sockets before and after."""
+    """Baseline: the same work without a move, bit for bit. Communicators are aborted while kernels run, and created
+    again, over sockets before and after."""
     payload = {"seed": 1, "moves": 6, "device": "cuda:0"}
     workers = launch_raw(3, "moved_nccl:work", payload, timeout_s=240, folder=tmp_path, environment=ranks_on_one_gpu)
     assert all(w.exit_code == 0 for w in workers), workers[0].output[-3000:]
@@ -154,8 +155,9 @@ def test_validation_and_a_resume_in_another_layout_equal_one_process(layouts: tu
 
 
 def test_in_shards_a_rank_holds_its_share_and_waits_for_nothing_in_a_step(tmp_path: Path) -> None:
-    """Two replicas of 12 layers: above its start a rank holds half of parameters, gradients and states, and, for two layers, whole
-    weights and gradients; DDP holds everything. torch raises in a step where the host would wait for the device."""
+    """Two replicas of 12 layers: above its memory at the start, a rank holds half of the parameters, gradients and
+    states, and whole weights and gradients for two layers; DDP holds everything. torch raises in a step if the
+    host would wait for the device."""
     found = {}
     for name in ("in shards", "ddp"):
         workers = launch_raw(
@@ -178,8 +180,9 @@ def test_in_shards_a_rank_holds_its_share_and_waits_for_nothing_in_a_step(tmp_pa
 
 @pytest.mark.benchmark
 def test_one_rank_is_as_fast_as_plain_lightning() -> None:
-    """At most 1.02 times its step: the tenth percentile of interleaved runs, the best of three attempts on a device that others may use."""
-    # enough for the device not to wait for Python
+    """At most 1.02 times plain Lightning's step time: the tenth percentile of interleaved runs, the best of three
+    attempts on a device that others may use."""
+    # long enough that the device does not wait for Python
     options = {"accelerator": "gpu", "hidden_size": 2048, "num_layers": 12, "batch_size": 8, "rounds": 4, "steps": 40}
     ratios = []
     for _ in range(3):
@@ -193,7 +196,7 @@ def test_one_rank_is_as_fast_as_plain_lightning() -> None:
 
 
 def test_nccl_tells_the_transport_of_each_communicator(tmp_path: Path) -> None:
-    """Ranks that say that they are hosts of their own talk by sockets alone, in every group that NCCL makes."""
+    """Ranks that declare different hosts use sockets only, in every group that NCCL makes."""
     case = {"holmes": LAYOUTS["pipeline 2 x data 2"][1], "precision": "32-true", "tied": False}
 
     def environment(rank: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Cases that end badly, for the test of those who run them."""
+"""Cases that end badly, for the test of how cases are run."""
 
 import os
 import threading

@@ -1,15 +1,15 @@
-"""Lightning's promises, each a case: what a case is given, how cases are found, and how they run, many in one launch.
+"""Lightning's promises as cases: what a case is given, how cases are collected, and how many of them run in one launch.
 
-A case is a function of a :class:`Run` that asserts what Lightning promises, in words that hold for any strategy. What it
-returns, if anything, must be what it returns under plain Lightning: numbers, lists, tensors.
+A case is a function of a :class:`Run` that asserts what Lightning promises, in terms that hold for any strategy. What it
+returns, if anything (numbers, lists, tensors), must equal what it returns under plain Lightning.
 
     def case_ends_after_max_epochs(run):          # in contract_loops.py: the case "loops.ends_after_max_epochs"
         trainer = run.fit(Net(), max_epochs=3)
         assert trainer.current_epoch == 3
 
-    records = run_cases("two stages", ["loops.ends_after_max_epochs"])     # by name, a record a rank
+    records = run_cases("two stages", ["loops.ends_after_max_epochs"])     # by name, one record a rank
 
-Models and data are in contract_models.py, the promises in the other files here, a family each.
+Models and data are in contract_models.py; each other contract_*.py file holds one family of promises.
 """
 
 import contextlib
@@ -43,30 +43,30 @@ FILES = sorted(path.stem for path in FOLDER.glob("contract_*.py") if path.stem !
 
 PLAIN, ONE, TWO = "plain", "one process", "two stages"
 LAYOUTS = {PLAIN: 1, ONE: 1, TWO: 2}
-"""The number of processes of each."""
+"""The number of processes of each layout."""
 
 
 @dataclass
 class Run:
-    """Where a case runs: its layout, a folder of its own (the same on all ranks, and where the process is), its strategy."""
+    """Where a case runs: its layout, its own folder (the same on all ranks, and the working directory), and its strategy."""
 
     layout: str
     folder: Path
     num_microbatches: int = 1
 
     def strategy(self, **options: Any) -> Any:
-        """What ``Trainer(strategy=)`` is given."""
+        """Return the argument for ``Trainer(strategy=)``."""
         if self.layout == PLAIN:
             return "auto"
         defaults: dict[str, Any] = {"schedule": "1f1b", "profile": "flops"}
         if self.layout == TWO:
-            # all is said that a plan decides, so that nothing is measured for it
+            # everything that a plan decides is given, so that nothing is measured for it
             defaults |= {"pipeline_parallel_size": 2, "num_microbatches": self.num_microbatches}
             defaults |= {"partition": [1, 1], "num_chunks": 1}
         return HolmesStrategy(**defaults | options)
 
     def trainer(self, **options: Any) -> Trainer:
-        """A quiet Trainer for one epoch; ``options`` are Lightning's, and go first."""
+        """Make a quiet Trainer for one epoch; ``options`` are Lightning's, and override the defaults."""
         defaults: dict[str, Any] = {
             "accelerator": "cpu",
             "devices": LAYOUTS[self.layout],
@@ -86,7 +86,7 @@ class Run:
         return Trainer(**defaults | options)
 
     def fit(self, module: pl.LightningModule, *loaders: Any, ckpt_path: Any = None, **options: Any) -> Trainer:
-        """Train with a trainer of these options on four batches without validation, or on ``loaders``."""
+        """Train with a trainer of these options, on four batches without validation or on ``loaders``; return the trainer."""
         trainer = self.trainer(**options)
         trainer.fit(module, *(loaders or (batches(),)), ckpt_path=ckpt_path)
         return trainer
@@ -102,7 +102,7 @@ class Run:
             dist.barrier()
 
     def files(self, pattern: str) -> list[str]:
-        """The files and folders below this run's folder, once all processes are here: sorted names."""
+        """Return the sorted names of the files and folders in this run's folder that match, once all processes are here."""
         self.meet()
         found = sorted(str(path.relative_to(self.folder)) for path in self.folder.glob(pattern))
         self.meet()
@@ -110,28 +110,28 @@ class Run:
 
     @contextlib.contextmanager
     def warning(self, match: str, category: type[Warning] = UserWarning) -> Iterator[None]:
-        """Inside, Lightning must warn, which it does in the first process only."""
+        """Assert that Lightning warns inside the context; it warns in the first process only."""
         with pytest.warns(category, match=match) if self.is_first else contextlib.nullcontext():
             yield
 
 
 @dataclass
 class Case:
-    """A promise: its function, and with which of its values it is called."""
+    """One promise: its function, and the value that it is called with, if any."""
 
     name: str
     function: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     place: int = 0
-    """Of its value among those of :func:`each`."""
+    """The index of the value among those of :func:`each`."""
     num_microbatches: int = 2
     refused: dict[str, str] = field(default_factory=dict)
-    """By layout, what the strategy's refusal says."""
+    """By layout, what the strategy's error must say."""
 
 
 @dataclass
 class Record:
-    """What one process saw of a case; ``error`` if it did not hold, or did not end."""
+    """What one process saw of a case; ``error`` is set if the case failed or did not end."""
 
     result: Any = None
     error: str = ""
@@ -139,7 +139,7 @@ class Record:
 
 
 def each(**values: Any) -> Callable[[Any], Any]:
-    """The decorated promise is a case for each of these: it is called with the run and the value."""
+    """Make one case of the decorated promise for each value: it is called with the run and the value."""
 
     def mark(function: Any) -> Any:
         function.each = values
@@ -149,17 +149,17 @@ def each(**values: Any) -> Callable[[Any], Any]:
 
 
 def whole_batches(function: Any) -> Any:
-    """The decorated promise sees how often the module's own steps run: its batches are not split."""
+    """Run the decorated promise without splitting batches, since it sees how often the module's own steps run."""
     function.num_microbatches = 1
     return function
 
 
 def refused(match: str, *layouts: str, only: Sequence[str] = ()) -> Callable[[Any], Any]:
-    """The decorated promise is not kept but refused on these layouts (all of the strategy's unless given): the case ends in an
-    error of this package that says ``match``, on every process.
+    """Expect the decorated promise to be refused on these layouts (default: all layouts of the strategy): the case ends on
+    every process in an error of this package that matches ``match``.
 
     Args:
-        only: of the values of :func:`each`, those that are refused.
+        only: The keys of :func:`each` whose values are refused; empty for all.
     """
 
     def mark(function: Any) -> Any:
@@ -170,7 +170,7 @@ def refused(match: str, *layouts: str, only: Sequence[str] = ()) -> Callable[[An
 
 
 def collect(files: Sequence[str] = FILES) -> dict[str, Case]:
-    """All cases of some files, by name: the family, the promise, and the value in brackets."""
+    """Return all cases of these files by name, which consists of the family, the promise, and the value's key in brackets."""
     cases = {}
     for file in files:
         for name, function in vars(importlib.import_module(file)).items():
@@ -194,8 +194,8 @@ def collect(files: Sequence[str] = FILES) -> dict[str, Case]:
 
 
 def select(cases: dict[str, Case], layout: str) -> list[str]:
-    """The names of the cases that run on a layout: on two stages, where a case costs most, each third value of a promise and
-    what is refused; all under `make exhaustive`."""
+    """Return the names of the cases that run on a layout. On two stages, where a case costs most: every third value of a
+    promise, and the cases that are refused; all under `make exhaustive`."""
     if layout != TWO or EXHAUSTIVE:
         return list(cases)
     return [name for name, case in cases.items() if case.place % 3 == 0 or TWO in case.refused]
@@ -207,14 +207,14 @@ def select(cases: dict[str, Case], layout: str) -> list[str]:
 def run_cases(
     layout: str, names: Sequence[str], *, files: Sequence[str] = FILES, timeout_s: float = CASE_TIMEOUT_S
 ) -> dict[str, list[Record]]:
-    """The records of these cases, by process; each has ``timeout_s``.
+    """Run these cases; return their records by name, one a process. Each case may take ``timeout_s`` seconds.
 
-    A case that does not hold, hangs or crashes on several processes ends its launch, since they may have parted ways. Its
-    record tells, and the cases after it run in a new launch.
+    A case that fails, hangs or crashes ends a launch of several processes, since the ranks may be out of step after it. Its
+    record says so, and the cases after it run in a new launch.
     """
     records: dict[str, list[Record]] = {}
     cases = collect(files)
-    # those that end in a refusal are the last
+    # cases that end in a refusal come last
     remaining = sorted(names, key=lambda name: layout in cases[name].refused)
     while remaining:
         with tempfile.TemporaryDirectory(prefix="holmes-contract-") as folder:
@@ -226,7 +226,7 @@ def run_cases(
 def _launch(
     layout: str, names: Sequence[str], folder: Path, files: Sequence[str], timeout_s: float
 ) -> dict[str, list[Record]]:
-    """The records of the first cases, up to one that did not end well."""
+    """Launch the cases once; return the records up to the first case that ended badly."""
     payload = (str(folder), layout, list(names), list(files), timeout_s)
     longest = timeout_s + 5.0 * len(names)
     workers = launch_raw(LAYOUTS[layout], "contract:work", payload, timeout_s=longest, folder=folder / "launch")
@@ -248,7 +248,7 @@ def _read(path: Path, rank: int, worker: Worker) -> Record:
 
 
 def work(payload: tuple[str, str, list[str], list[str], float]) -> None:
-    """What each process of a launch does: the cases in turn; with others beside it, until one does not hold."""
+    """Run the cases in turn; runs in each process of a launch. With several processes, stop at the first case that fails."""
     folder, layout, names, files, timeout_s = payload
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -268,7 +268,7 @@ def work(payload: tuple[str, str, list[str], list[str], float]) -> None:
 
 
 def run_case(case: Case, layout: str, folder: Path, timeout_s: float) -> Record:
-    """One case in this process, which is left as it was. One that hangs ends the process, and says where."""
+    """Run one case in this process and restore the process's state. A case that hangs ends the process with a traceback."""
     folder.mkdir(exist_ok=True)
     environment, before, record = dict(os.environ), Path.cwd(), Record()
     started = time.monotonic()
@@ -278,7 +278,7 @@ def run_case(case: Case, layout: str, folder: Path, timeout_s: float) -> Record:
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
         record.result = case.function(Run(layout, folder, case.num_microbatches), *case.arguments)
-    except BaseException as exception:  # an interrupted Trainer exits
+    except BaseException as exception:  # an interrupted Trainer raises SystemExit
         record.error = describe(exception)
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -290,7 +290,7 @@ def run_case(case: Case, layout: str, folder: Path, timeout_s: float) -> Record:
 
 
 def describe(exception: BaseException) -> str:
-    """Its traceback, and the values in the innermost frame of a case."""
+    """Return the exception's traceback, and the local variables of a case's innermost frame."""
     text = "".join(traceback.format_exception(exception))
     frames = [frame for frame, _ in traceback.walk_tb(exception.__traceback__)]
     mine = [f for f in frames if Path(f.f_code.co_filename).parent == FOLDER and f.f_code.co_filename != __file__]

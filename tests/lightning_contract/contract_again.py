@@ -1,4 +1,4 @@
-"""A Trainer, a module or a strategy's process that is used more than once."""
+"""A Trainer, a module or a process that is used more than once."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def case_another_trainer_begins_anew(run: Run):
 
 
 def case_a_module_is_free_after_a_fit(run: Run):
-    """It runs, and its parameters are all there, as leaves with gradients switched on."""
+    """The module can run, and all its parameters are there, as leaves, with gradients enabled."""
     module = Net()
     run.fit(module)
     out = module(next(iter(batches(1))))
@@ -140,7 +140,7 @@ def case_a_module_inside_another_is_fitted_by_itself(run: Run):
 
 @each(fit="fit", validate="validate", predict="predict")
 def case_a_trainer_may_be_called_within_no_grad_modes(run: Run, entry: str):
-    """Modes that were set before a call are there after it."""
+    """The grad mode after the call is the one before it."""
     module = Net().eval()
     with torch.no_grad() if entry != "fit" else torch.enable_grad():
         before = torch.is_grad_enabled()

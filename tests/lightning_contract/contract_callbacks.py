@@ -1,4 +1,4 @@
-"""Callbacks: in which order hooks are called and with what, which state is kept, and how a module brings callbacks of its own."""
+"""Callbacks: the order and arguments of hooks, which state is kept, and callbacks that a module brings."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Everything(Callback):
-    """Notes every hook that is called, whatever its name."""
+    """Records every hook that is called, whatever its name."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -76,7 +76,7 @@ def case_hooks_of_an_evaluation_come_in_their_order(run: Run, stage: str):
 
 
 class Order(Callback):
-    """Notes its name at each of these hooks in a common list."""
+    """Records its name in a shared list in each of these hooks."""
 
     def __init__(self, name: str, notes: list[Any]) -> None:
         self.name, self.notes = name, notes
@@ -214,7 +214,7 @@ def case_the_loss_is_given_before_the_backward(run: Run):
 
 
 def case_the_loss_that_is_shown_is_whole_when_accumulating(run: Run):
-    """The backward's loss is divided by the number of batches, the output of the step is not."""
+    """The loss in the backward hook is divided by the number of accumulated batches; the step's output is not."""
     outputs: list[float] = []
 
     class Given(Callback):
@@ -244,7 +244,7 @@ def case_an_unknown_lambda_is_refused(run: Run):
 
 
 class Keeps(Callback):
-    """Counts batches, keeps the count in checkpoints, and notes what it is told of them."""
+    """Counts batches, keeps the count in checkpoints, and records the hooks about checkpoints."""
 
     def __init__(self, name: str = "keeps") -> None:
         self.name, self.count = name, 0
@@ -315,7 +315,7 @@ def case_a_checkpoint_without_checkpointing_is_refused(run: Run):
 
 
 def case_a_callback_may_change_weights_between_batches(run: Run):
-    """On every process alike."""
+    """All processes change the weights alike."""
 
     class Shrinks(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:

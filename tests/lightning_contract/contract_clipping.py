@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Steep(Net):
-    """Has gradients that are worth to be clipped, and steps by them alone."""
+    """A module with gradients large enough to clip and plain SGD, whose steps depend on the gradients alone."""
 
     def loss(self, batch: Any) -> Any:
         return 50 * super().loss(batch)
@@ -36,7 +36,7 @@ def case_clips(run: Run, options: Any):
 
 
 def case_the_norm_is_at_most_the_value(run: Run):
-    """``on_before_optimizer_step`` comes before clipping, ``optimizer_step``'s closure has returned after it."""
+    """``on_before_optimizer_step`` runs before clipping; the hook ``configure_gradient_clipping`` clips."""
     before: list[float] = []
     after: list[float] = []
 

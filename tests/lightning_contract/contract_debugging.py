@@ -1,4 +1,4 @@
-"""Flags that people debug and measure with: fast_dev_run, overfit_batches, barebones, detect_anomaly, deterministic."""
+"""Flags for debugging and measuring: fast_dev_run, overfit_batches, barebones, detect_anomaly, deterministic."""
 
 from typing import Any
 

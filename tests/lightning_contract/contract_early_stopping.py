@@ -1,4 +1,4 @@
-"""EarlyStopping: what it monitors, when it stops a fit, and what it says of it."""
+"""EarlyStopping: what it monitors, when it stops a fit, and what it reports."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Levels(Net):
-    """Logs these values as "level", an epoch each."""
+    """Logs the given values as "level", one an epoch."""
 
     def __init__(self, *levels: float) -> None:
         super().__init__()

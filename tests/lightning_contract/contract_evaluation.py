@@ -1,4 +1,4 @@
-"""Several loaders in validation, test and prediction, and those who write predictions down."""
+"""Several loaders in validation, test and prediction, and callbacks that write predictions."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Several(Net):
-    """Steps that know of several loaders."""
+    """A module whose steps take a dataloader_idx."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.loss(batch))
@@ -27,7 +27,7 @@ class Several(Net):
 
 
 class Places(Callback):
-    """Notes which batch of which loader comes."""
+    """Records which batch of which loader comes."""
 
     def __init__(self) -> None:
         self.places: list[Any] = []
@@ -145,7 +145,7 @@ def case_without_a_predict_step_the_forward_predicts(run: Run):
 
 
 class Writes(BasePredictionWriter):
-    """Writes down what it is given, and when."""
+    """Records the predictions that it is given, and when."""
 
     def __init__(self, interval: str) -> None:
         super().__init__(interval)

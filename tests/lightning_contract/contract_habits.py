@@ -1,4 +1,4 @@
-"""Habits: modules and callbacks as people write them, which no promise of Lightning's names."""
+"""Modules and callbacks as users write them, which no promise of Lightning covers."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 
 class Labelled(Rows):
-    """The rows, each with a class of three."""
+    """The rows, each with one of three classes."""
 
     def __getitem__(self, index: int) -> Any:
         return self.rows[index], index % 3
@@ -72,7 +72,7 @@ class Backbone(nn.Module):
 
 
 class Keeps(Classifier):
-    """Is given its network, loss and optimizer, as templates do."""
+    """Takes its network, loss and optimizer as arguments, as templates do."""
 
     def __init__(self, net: nn.Module, criterion: Any, optimizer: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Callbacks that Lightning brings, but checkpoints, progress and early stopping: what they note, log and change."""
+"""Lightning's own callbacks, except checkpoints, progress bars and early stopping: what they record, log and change."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 
 class Decays(Net):
-    """Halves its rate at each epoch or step."""
+    """Halves its learning rate after each epoch or step."""
 
     def __init__(self, interval: str = "epoch", name: Any = None) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def case_finetuning_unfreezes(run: Run):
 
 
 class WithBackbone(Net):
-    """The first layer is the backbone, the second the head."""
+    """A module whose backbone is its first layer, and its head the second."""
 
     @property
     def backbone(self) -> Any:

@@ -1,4 +1,4 @@
-"""Loaders: what a Trainer takes for data, which batches come of it in which order, and when it is asked for anew."""
+"""Loaders: what a Trainer accepts as data, the batches and their order, and when loaders are asked for again."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def case_trains_on(run: Run, make: Any):
 
 
 class Endless:
-    """An iterable of so many batches, which is no loader and has no length."""
+    """An iterable of ``count`` batches that is no DataLoader and has no length."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -67,7 +67,7 @@ def case_workers_bring_the_same_batches(run: Run):
 
 
 def rows(batches: list[list[int]]) -> list[int]:
-    """All rows of some batches, sorted."""
+    """Return all rows of these batches, sorted."""
     return sorted(index for batch in batches for index in batch)
 
 
@@ -99,7 +99,7 @@ def case_a_sampler_of_the_users_is_kept(run: Run, make: Any):
 
 
 class Epochs(SequentialSampler):
-    """Notes what it is told of epochs."""
+    """A sampler that records the epochs it is told."""
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)
@@ -125,7 +125,7 @@ def case_a_batch_sampler_s_sampler_is_told_each_epoch(run: Run):
 
 
 class Several(Net):
-    """Trains on the first of several batches, and notes which there were."""
+    """Trains on the first of several batches, and records which batches there were."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def case_the_trainer_shows_its_loaders(run: Run):
 
 
 class WithLoaders(Net):
-    """Has loaders of its own, and counts how often it is asked for them, and at which epoch."""
+    """Has loaders of its own, and records each request for them with its epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def case_what_cannot_be_iterated_is_refused(run: Run):
 
 
 class Data(pl.LightningDataModule):
-    """Notes which of its hooks are called."""
+    """Records which of its hooks are called."""
 
     def __init__(self, count: int = 2) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loggers: what a Trainer gives them, where they write, and what it says of them."""
+"""Loggers: what a Trainer passes to them, where they write, and what the Trainer says of them."""
 
 import csv
 from argparse import Namespace

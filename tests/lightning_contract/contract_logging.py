@@ -1,4 +1,4 @@
-"""``self.log``: under which names values arrive where, how they are reduced, and from which hooks they may come."""
+"""``self.log``: the names under which values arrive and where, how they are reduced, and from which hooks they may be logged."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Logs(Net):
-    """Logs "value", the mean of a batch's rows, with these options."""
+    """Logs "value", the mean of a batch, with the given options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def case_epochs_are_logged_beside(run: Run):
 
 
 class Metrics(Net):
-    """Logs a metric object, as itself."""
+    """Logs metric objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def case_names_of_metric_objects_must_be_attributes(run: Run):
 
 
 def case_what_the_user_computes_at_the_end_of_an_epoch(run: Run):
-    """Outputs are kept by the steps, used by the hook, and thrown away."""
+    """The steps keep outputs, and the hook uses and then discards them."""
 
     class Keeps(Net):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Loops: how many batches, epochs and validations there are, what ends them, and what the Trainer says of itself meanwhile."""
+"""Loops: how many batches, epochs and validations run, what ends them, and what the Trainer reports meanwhile."""
 
 from datetime import timedelta
 from typing import Any
@@ -106,7 +106,7 @@ def case_the_sanity_check_says_so_and_logs_nothing(run: Run):
 
 
 class Stops(pl.Callback):
-    """Asks the trainer to stop in a hook, once so many steps are done."""
+    """Sets ``should_stop`` in a hook once ``steps`` steps are done."""
 
     def __init__(self, hook: str, steps: int) -> None:
         def stop(trainer: Any, *rest: Any, **more: Any) -> None:
@@ -233,11 +233,11 @@ def case_evaluation_is_in_inference_mode(run: Run, value: Any):
     run.trainer(callbacks=[calls], **options).validate(Net(), batches(1), verbose=False)
     assert calls.seen == [
         (inference and run.layout != TWO, False)
-    ]  # Lightning takes no_grad where processes talk by gloo
+    ]  # Lightning uses no_grad where processes communicate by gloo
 
 
 def case_submodules_in_evaluation_mode_stay_so(run: Run):
-    """What the user has put into evaluation mode is not trained behind his back after a validation."""
+    """A submodule that the user has put into evaluation mode is still in it after a validation."""
     module = Net()
     module.layers[1].eval()
     calls = Calls(

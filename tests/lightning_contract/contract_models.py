@@ -1,9 +1,9 @@
-"""The module that the cases train, its data, and callbacks that note what happens.
+"""The module that the cases train, its data, and callbacks that record what happens.
 
     run.fit(Net(), batches(4), batches(2))
     calls = Calls("on_train_start", "on_train_batch_end")     # a callback: calls.names, in order
 
-It has two layers of four numbers, and is deterministic, so that nothing but the layout differs.
+The module has two layers of width four and is deterministic, so that only the layout differs between runs.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ WIDTH = 4
 
 
 class Rows(Dataset[Tensor]):
-    """So many rows of four numbers; the first column of each is its index divided by 100."""
+    """``count`` rows of four numbers; the first number of a row is its index divided by 100."""
 
     def __init__(self, count: int, start: int = 0) -> None:
         self.rows = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(11 + start))
@@ -33,7 +33,7 @@ class Rows(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """The same rows without a length."""
+    """The same rows, as a dataset without a length."""
 
     def __init__(self, count: int, start: int = 0) -> None:
         self.rows = Rows(count, start)
@@ -43,22 +43,22 @@ class Stream(IterableDataset[Tensor]):
 
 
 def batches(count: int = 4, start: int = 0, **options: Any) -> DataLoader[Tensor]:
-    """A loader of so many batches of two rows, in order."""
+    """Make a loader of ``count`` batches of two rows, in order."""
     return DataLoader(Rows(2 * count, start), batch_size=2, **options)
 
 
 def stream(count: int = 4) -> DataLoader[Tensor]:
-    """The same without a length."""
+    """Make the same loader without a length."""
     return DataLoader(Stream(2 * count), batch_size=2)
 
 
 def indices(batch: Tensor) -> list[int]:
-    """Which rows a batch holds."""
+    """Return the indices of the rows in a batch."""
     return [round(float(row[0]) * 100) for row in batch]
 
 
 class Net(pl.LightningModule):
-    """Two layers between nothing and a mean of squares; logs "loss", "val_loss" and "test_loss"."""
+    """Two layers and a squared error; logs "loss", "val_loss" and "test_loss"."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Net(pl.LightningModule):
 
 
 class Calls(pl.Callback):
-    """Notes the names of these hooks as they are called; ``seen`` also notes what ``look(trainer, module)`` gives."""
+    """Records the names of these hooks as they are called in ``names``, and what ``look(trainer, module)`` returns in ``seen``."""
 
     def __init__(self, *hooks: str, look: Any = None) -> None:
         self.names: list[str] = []
@@ -113,7 +113,7 @@ class Calls(pl.Callback):
 
 
 class Lines(Logger):
-    """A logger that keeps what it is given: ``lines`` of (step, values), on every process, and ``hparams``."""
+    """A logger that keeps its input on every process: ``lines`` of (step, values), and ``hparams``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,12 +137,12 @@ class Lines(Logger):
         self.ended.append(status)
 
     def column(self, name: str) -> list[float]:
-        """The values of a name, in order."""
+        """Return the logged values of a name, in order."""
         return [values[name] for _, values in self.lines if name in values]
 
 
 class Batches(pl.Callback):
-    """Notes which rows each batch holds, by stage: ``train``, ``validation``, ``test``, ``predict``."""
+    """Records the row indices of each batch, by stage: ``train``, ``validation``, ``test``, ``predict``."""
 
     def __init__(self) -> None:
         self.train: list[list[int]] = []
@@ -164,10 +164,10 @@ class Batches(pl.Callback):
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers."""
+    """Return copies of all parameters and buffers."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    """Whether two such copies are equal, bit by bit."""
+    """Return whether two such copies are equal, bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())

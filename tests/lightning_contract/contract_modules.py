@@ -1,4 +1,4 @@
-"""Modules: their hooks and what they make there, what they know of their Trainer, and in which precision they run."""
+"""Modules: their hooks and what they build there, what they know of their Trainer, and the precision they run in."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Notes(Net):
-    """Notes its own hooks."""
+    """A module with a list for the names of its hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Notes(Net):
 
 
 def noted(names: Any) -> type[Notes]:
-    """A module that overrides these hooks and notes them."""
+    """Make a module class that overrides these hooks and records their calls."""
 
     def hook(name: str) -> Any:
         def note(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -102,7 +102,7 @@ def case_what_a_hook_makes_is_there_in_the_validation_step(run: Run, hook: str):
 
 
 class Built(pl.LightningModule):
-    """Has layers only once a hook has built them."""
+    """A module that has no layers until a hook builds them."""
 
     def build(self) -> None:
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
@@ -312,7 +312,7 @@ def case_a_trainer_knows_its_folder(run: Run):
 
 
 def case_a_batch_gathered_from_all_is_a_batch(run: Run):
-    """Outside of steps, ``all_gather`` and ``reduce`` see replicas, of which there is one."""
+    """Outside of steps, ``all_gather`` and ``reduce`` act over replicas, of which there is one."""
     found: list[Any] = []
 
     class Gathers(Net):

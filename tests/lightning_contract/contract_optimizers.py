@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, Reduce
 
 
 class Configured(Net):
-    """Has the optimizers that a function makes of it."""
+    """A module whose optimizers a given function makes."""
 
     def __init__(self, configure: Any) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ def halved(optimizer: Any) -> Any:
 
 
 def with_scheduler(form: Any) -> Any:
-    """A configure_optimizers that returns what ``form(optimizer, scheduler)`` gives."""
+    """Return a configure_optimizers that returns ``form(optimizer, scheduler)``."""
 
     def configure(module: Any) -> Any:
         optimizer = sgd(module)
@@ -97,7 +97,7 @@ def case_several_optimizers_are_refused_in_automatic_optimization(run: Run):
 
 
 class Plateau(Net):
-    """Halves its rate when what it logs as "level" has not fallen; which it has not after the second epoch."""
+    """Halves its learning rate when the logged "level" has not fallen, which is so after the second epoch."""
 
     monitor, strict = "level", True
 
@@ -145,7 +145,7 @@ def case_a_plateau_needs_a_monitor(run: Run):
 
 
 def case_schedulers_of_epochs_step_before_validation_is_over_or_after(run: Run):
-    """Of an epoch's end: the rate that hooks see."""
+    """Return the learning rate that hooks at the end of an epoch see."""
     calls = Calls(
         "on_train_epoch_end",
         "on_validation_end",
@@ -362,7 +362,7 @@ def case_frozen_parameters_stay(run: Run):
 
 
 class Scaled(torch.optim.Optimizer):
-    """The plainest optimizer that a user may write."""
+    """The simplest optimizer that a user may write."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})

@@ -1,4 +1,4 @@
-"""Progress bars: how far they get, what they show, and where there is none."""
+"""Progress bars: how far they get, what they show, and when there is none."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Counts(ProgressBar):
-    """Draws nothing, and notes how far it was of how much, and what it would show."""
+    """Draws nothing; records its progress, the total, and the metrics that it would show."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints: what they hold, what a fit or an evaluation takes up from them, and how modules are made of them."""
+"""Checkpoints: what they contain, what a fit or an evaluation restores from them, and how modules are made from them."""
 
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 
 def one_file(run: Run) -> dict[str, Any]:
-    """Trainer options with which a checkpoint is what plain Lightning writes."""
+    """Return Trainer options with which a checkpoint is one file, as plain Lightning writes it."""
     return {} if run.layout == PLAIN else {"strategy": run.strategy(save_distributed_checkpoint=False)}
 
 
 class Full(Net):
-    """Has hyper-parameters, a scheduler, a buffer, and entries of its own in checkpoints."""
+    """A module with hyper-parameters, a scheduler, a buffer, and its own entries in checkpoints."""
 
     def __init__(self, size: int = 3, word: str = "one") -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Full(Net):
 
 
 def fitted(run: Run, **options: Any) -> tuple[Full, Path]:
-    """A module after one epoch, and its checkpoint, one file."""
+    """Train one epoch; return the module and its checkpoint, a single file."""
     module = Full()
     trainer = run.fit(module, **one_file(run), **options)
     trainer.save_checkpoint(run.folder / "full.ckpt")
@@ -85,7 +85,7 @@ def case_saving_before_a_fit_is_refused(run: Run):
 
 @each(one_file=True, as_by_default=False)
 def case_a_fit_goes_on_where_it_was(run: Run, plain_file: bool):
-    """Two epochs, and one after the other by a checkpoint, end alike."""
+    """Two epochs in one fit equal one epoch and a second one that is resumed from a checkpoint."""
     options = one_file(run) if plain_file else {}
     whole, half, rest = Full(), Full(), Full()
     for other in (half, rest):
@@ -205,7 +205,7 @@ def case_schedulers_and_optimizers_go_on(run: Run):
 
 
 class Data(pl.LightningDataModule):
-    """Keeps a word in checkpoints."""
+    """A data module whose state is a word."""
 
     def __init__(self, word: str = "") -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def case_a_data_module_s_state_goes_through(run: Run):
 
 
 class Saves(Callback):
-    """Saves in the midst of a fit, after the second batch."""
+    """Saves in mid-fit, after the second batch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -252,7 +252,7 @@ def case_a_callback_may_save_in_the_midst(run: Run):
 
 
 class Counting(TorchCheckpointIO):
-    """Counts what goes through it."""
+    """A checkpoint plugin that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

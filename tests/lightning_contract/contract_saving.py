@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when it saves, under which names, what it keeps and removes, and what it says of the best."""
+"""ModelCheckpoint: when it saves, under which names, what it keeps and removes, and what it reports as the best."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Levels(Net):
-    """Logs these values as "level" when it validates, an epoch each."""
+    """Logs the given values as "level" in validation, one an epoch."""
 
     def __init__(self, *levels: float) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Levels(Net):
 
 
 def saved(run: Run, options: dict[str, Any], module: Any = None, **trainer: Any) -> tuple[ModelCheckpoint, list[str]]:
-    """The callback after a fit of two batches an epoch, and the names that it has left."""
+    """Fit with two batches an epoch; return the checkpoint callback and the names of the files that it left."""
     checkpoint = ModelCheckpoint(run.folder / "kept", **options)
     trainer = {"max_epochs": 4} | trainer
     run.fit(module or Levels(), batches(2), batches(1), callbacks=[checkpoint], **trainer)

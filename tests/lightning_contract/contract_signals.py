@@ -1,4 +1,4 @@
-"""Signals: what ends a fit in good order, and whose handlers are there before, during and after it."""
+"""Signals: which ones end a fit in good order, and whose handlers are installed before, during and after it."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Batches on their way to a step: the hooks around their transfer, in which order, for which stages, with which results."""
+"""Batches on their way to a step: the hooks around the transfer, their order, stages and results."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ HOOKS = ["before", "transfer", "after"]
 
 
 class Transfers(Net):
-    """Notes its three hooks, the loader they are told, and what arrives."""
+    """Records calls of its three transfer hooks and the loader's index that they get."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def case_a_hook_may_change_the_batch(run: Run, hook: str):
 
 
 class Pair:
-    """A batch of a user's own class, which knows how it is moved."""
+    """A batch of the user's own class, which has a ``to`` method."""
 
     def __init__(self, rows: Any) -> None:
         self.rows, self.moved = rows, 0
@@ -158,7 +158,7 @@ def case_a_data_module_s_hooks_take_the_place_of_the_module_s(run: Run):
 
 
 def case_what_a_loader_gives_is_what_hooks_and_steps_see(run: Run):
-    """The batch of a batch's hooks is the step's own, whole."""
+    """Hooks and steps get the same whole batch."""
     seen: list[Any] = []
 
     class Sees(Net):

@@ -1,4 +1,4 @@
-"""The tuner: what it finds, what it leaves behind, and that the fit after it is the one that would have been."""
+"""The tuner: what it finds, what it leaves behind, and that the fit after it is as without it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 
 def found(run: Run, module: Any, **options: Any) -> Any:
-    """A trainer that has looked for a rate in eight steps, and what it has found."""
+    """Search a learning rate in eight steps; return the trainer and the finder."""
     trainer = run.trainer()
     options = {"num_training": 8, "early_stop_threshold": None} | options
     return trainer, Tuner(trainer).lr_find(module, batches(16), **options)
@@ -63,7 +63,7 @@ def case_a_search_that_diverges_is_stopped(run: Run):
 
 
 class Named(Net):
-    """Keeps its rate under another name."""
+    """Keeps its learning rate under another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def case_a_callback_finds_the_rate_before_the_fit(run: Run):
 
 
 class Sized(Net):
-    """Makes its own loaders, of a size that a tuner may change."""
+    """Makes its own loaders, with a batch size that a tuner may change."""
 
     def __init__(self, batch_size: int = 2) -> None:
         super().__init__()

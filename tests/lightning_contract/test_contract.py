@@ -1,7 +1,7 @@
-"""What Lightning promises holds under the strategy: the same assertions plainly, on one process, and on two stages.
+"""What Lightning promises holds with the strategy: the same assertions in plain Lightning, on one process, and on two stages.
 
-Each case is an item; all cases of a layout that were chosen run in one launch, when the first of their items asks. What a
-case returns is compared with what it returns under plain Lightning in one process. Tolerance: 1e-5 relative (fp32).
+Each case is a test item; all selected cases of a layout run in one launch, when the first of their items asks. What a case
+returns is compared with what it returns under plain Lightning in one process. Tolerance: 1e-5 relative (fp32).
 """
 
 import re
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.xdist_group("lightning_contract"), pytest.mark.timeout
 
 @pytest.fixture(scope="session")
 def records(request: pytest.FixtureRequest) -> Any:
-    """By layout and name, the records of the cases that were chosen: launched when they are first asked for."""
+    """Return a function of layout and name that gives the records of a case; the first call launches all selected cases of the layout."""
     known: dict[str, dict[str, list[Record]]] = {}
 
     def of(layout: str, name: str) -> list[Record]:

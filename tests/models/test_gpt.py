@@ -77,7 +77,7 @@ def test_loss_is_the_mean_over_the_labels_that_count():
     weights = [model.microbatch_weight(part) for part in parts]
     assert [int(weight) for weight in weights] == [2, 8, 8, 0]
     losses = [model.compute_loss(part) for part in parts]
-    assert losses[3].item() == 0.0  # nothing to learn is no NaN
+    assert losses[3].item() == 0.0  # without targets the loss is zero, not NaN
     mean = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
     torch.testing.assert_close(mean, model.compute_loss(batch))
 

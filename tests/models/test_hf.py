@@ -77,7 +77,7 @@ def test_config_as_object_folder_or_dict_is_one_model(tmp_path):
     for model in models[1:]:
         torch.testing.assert_close(model.state_dict(), models[0].state_dict())
     assert models[0].model.config.use_cache is False
-    assert config.use_cache is True  # the caller's own object is left alone
+    assert config.use_cache is True  # the caller's own object is unchanged
 
 
 def test_pretrained_weights_are_loaded_for_training(tmp_path):
@@ -135,7 +135,7 @@ def test_bad_input_is_named(kwargs, match):
     [
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.C"}}, "asks for Python code of its own"),
         ({"auto_map": {"AutoConfig": None}}, "TypeError"),
-        ({"hidden_size": "x"}, "hidden_size|TypeError"),  # as the installed version says it
+        ({"hidden_size": "x"}, "hidden_size|TypeError"),  # the error of the installed transformers version
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
         (None, "TypeError"),
     ],
@@ -183,7 +183,7 @@ def test_a_pretrained_folder_runs_no_code_and_what_is_wrong_is_named(tmp_path, n
     else:
         HFCausalLM(config=dict(LLAMA, hidden_size=32)).model.save_pretrained(tmp_path / "other")
         shutil.copy(tmp_path / "other" / name, path)
-    if name == "generation_config.json":  # transformers goes on without it
+    if name == "generation_config.json":  # transformers does not need it
         HFCausalLM(pretrained=str(folder)).configure_model()
     else:
         with pytest.raises(ConfigurationError, match=f"pretrained='{folder}'"):

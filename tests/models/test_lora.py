@@ -1,4 +1,4 @@
-"""LoRACausalLM: what learns, what is saved, and that peft reads the adapters."""
+"""LoRACausalLM: what is trained, what is saved, and that peft can load the adapters."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_adapters_learn_and_peft_reads_them(folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_exported_for_somebody_without_peft(kind, tmp_path):
-    """Adapters are added to the weights, GPT-2's transposed ones too; in fp32, though the folder says bfloat16."""
+    """Adapters are merged into the weights, also GPT-2's transposed ones; in fp32, although the folder says bfloat16."""
     torch.manual_seed(0)
     shapes = {
         "llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},

@@ -1,4 +1,5 @@
-"""Workers of an optimizer node's service, in threads of one process and without connections: they fetch, bring gradients and commit.
+"""Workers of an optimizer node's service, as threads of one process and without connections: they fetch, push
+gradients and commit.
 
 driver = Driver(told_of("adamw", num_layers=8, shape=(64, 96), num_workers=2, states="memory"), memory=None)
 found = driver.run(num_windows=3, is_eager=True)        # values and states of each unit
@@ -35,7 +36,8 @@ def told_of(
     states: str,
     sent_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """What workers tell: layers of a matrix and a bias, which Muon leaves alone."""
+    """Return the message in which workers describe themselves: layers of a matrix and a bias; without the biases for
+    Muon, which does not train them."""
     names = [f"{kind}{i}" for i in range(num_layers) for kind in ("weight", "bias")]
     names = [name for name in names if optimizer != "muon" or "weight" in name]
     blank = {name: nn.Parameter(torch.zeros(shape if "weight" in name else shape[0])) for name in names}
@@ -66,7 +68,8 @@ def told_of(
 
 
 class Driver:
-    """``memory``: bytes of the process that the service may take beyond what it has; None: any."""
+    """Drives a service. ``memory``: bytes that the service may use beyond the process's present memory; None: no
+    limit."""
 
     def __init__(self, told: dict[str, Any], *, memory: int | None) -> None:
         limit = None if memory is None else psutil.Process().memory_info().rss + memory
@@ -81,14 +84,14 @@ class Driver:
     def ask(
         self, worker: int, message: dict[str, Any], read: Callable[[dict[str, Any]], Any] = lambda answer: None
     ) -> Any:
-        """What ``read`` makes of the answer."""
+        """Send a request and return ``read(answer)``."""
         with ExitStack() as held:
             answer = self.service._answers[message["ask"]](worker, message, held)
             assert self.service._failure is None, self.service._failure
             return read(answer)
 
     def run(self, *, num_windows: int, gradient: Tensor | None = None, **kinds: Any) -> None:
-        """All workers, to the end."""
+        """Run all workers to the end."""
         errors: list[BaseException] = []
 
         def work(worker: int) -> None:
@@ -106,7 +109,7 @@ class Driver:
         assert not errors and not any(thread.is_alive() for thread in threads), errors
 
     def read(self, unit: int, version: int) -> tuple[Tensor, dict[tuple[str, str], Tensor]]:
-        """A unit's values and states."""
+        """Return a unit's values and states."""
         question = {"unit": unit, "version": version}
         values = self.ask(0, question | {"ask": "fetch", "whole": False}, lambda answer: answer["values"].clone())
         names = list(self.units[unit].names)
@@ -164,7 +167,7 @@ class Driver:
             service._updates.commit(worker, commit)
 
     def wait_for(self, unit: int, version: int) -> None:
-        """Until a unit is of that version."""
+        """Wait until a unit has reached that version."""
         assert self.service._wait(lambda: self.service._units[unit].version >= version), self.service._failure
 
     def close(self) -> None:

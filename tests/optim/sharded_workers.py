@@ -1,4 +1,5 @@
-"""Four replicas step a small module sharded, beside each a plain loop that steps all of it: same gradients, same numbers."""
+"""Four replicas step a small module with a sharded optimizer, and each also runs a plain loop that steps all of it:
+same gradients, same numbers."""
 
 import copy
 from collections.abc import Callable
@@ -19,7 +20,7 @@ STEPS = 6
 
 
 class Net(nn.Module):
-    """Matrices of 7 x 5 and biases, a parameter that is not always used, one that is never, a number."""
+    """Matrices of 7 x 5 and biases, a parameter that is not always used, one that is never used, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +31,7 @@ class Net(nn.Module):
 
 
 class Lamb(torch.optim.Optimizer):
-    """The step of a parameter depends on its own norm."""
+    """An optimizer whose step of a parameter depends on that parameter's norm."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -47,7 +48,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Marked(torch.optim.Optimizer):
-    """Reads a learning rate that somebody has written on each parameter."""
+    """Reads a learning rate that is stored as an attribute of each parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0})
@@ -61,7 +62,7 @@ class Marked(torch.optim.Optimizer):
 
 
 class Derived(torch.optim.SGD):
-    """Steps as the class that it derives from, whose hooks torch calls too, and then on."""
+    """Runs the step of its base class, for which torch calls hooks, too, and then does more."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -110,7 +111,7 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[nn.Module], torch.optim.Optimizer]]] 
 
 
 def gradient(step: int, name: str, rank: int, parameter: Tensor) -> Tensor | None:
-    """What a rank's backward gives."""
+    """Return the gradient that a rank's backward gives."""
     if name == "never" or (name == "rare" and (step % 3 or rank != 2)) or not parameter.requires_grad:
         return None
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + sum(map(ord, name)))
@@ -123,12 +124,13 @@ def summed(step: int, name: str, parameter: Tensor) -> Tensor | None:
 
 
 def gather_into(buffer: GradBuffer, step: int, rank: int, *, shares: bool) -> frozenset[str]:
-    """A window: this rank's gradients into the buckets, and the reduction; what was reached."""
+    """Run a window: this rank's gradients go into the buckets and are reduced; return the names of the parameters
+    that have gradients."""
     buffer.begin()
     for name, parameter in buffer.parameters.items():
         mine = gradient(step, name, rank, parameter)
         if mine is not None:
-            (parameter * mine.to(parameter.dtype)).sum().backward()  # through the hooks
+            (parameter * mine.to(parameter.dtype)).sum().backward()  # so that the buffer's hooks run
     buffer.end()
     buffer.seal()
     dist.all_reduce(buffer.flags)
@@ -152,7 +154,7 @@ def gather_parts(tensor: Tensor) -> None:
 def divide(
     module: nn.Module, optimizer: Any, found: Separability, parameters: dict[str, nn.Parameter], **options: bool
 ) -> tuple[GradBuffer, CommQueue, ShardedOptimizer]:
-    """``optimizer`` over four replicas, with a buffer that has the parameters in this order, laid out."""
+    """Shard ``optimizer`` over four replicas, with a laid-out buffer that has the parameters in this order."""
     names = {id(p): n for n, p in module.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     buffer = GradBuffer(parameters, flat=True, data_parallel_size=4, bucket_bytes=200)
@@ -211,7 +213,7 @@ def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None
 
 
 def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
-    """bf16 parameters with fp32 masters; the plain loop steps fp32 weights and rounds them."""
+    """Compare bf16 parameters with fp32 masters against a plain loop that steps fp32 weights and rounds them."""
     torch.manual_seed(1)
     module = Net().bfloat16()
     reference = copy.deepcopy(module).float()
@@ -220,7 +222,7 @@ def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
     parameters = dict(module.named_parameters())
     buffer, queue, shards = divide(module, optimizer, found, parameters, whole_gradients=whole, master_weights=True)
     for step in range(STEPS):
-        if step == 3:  # somebody writes to the parameters
+        if step == 3:  # user code writes to the parameters
             module.first.weight.data.mul_(0.3)
             reference.first.weight.data.copy_(module.first.weight.data)
         buffer.begin()
@@ -240,7 +242,7 @@ def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
     for name, state in shards.collect().items():
         master = state[MASTER_WEIGHT]
         torch.testing.assert_close(master, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
-        # only what was never stepped is as it was rounded
+        # only a parameter that was never stepped still has its rounded value
         assert torch.equal(master, master.bfloat16().float()) == (name == "never") or master.numel() < 2
     shards.close()
     queue.close()

@@ -1,4 +1,4 @@
-"""What is done after a step is done once, when all of it is done."""
+"""Functions registered to run after a step run once, when the whole step is done."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_once_for_each_step_also_where_one_has_raised() -> None:
         optimizer.step()
     assert len(done) == 1
     optimizer.fails = False
-    optimizer.step(fail)  # the class's own step raises, that of the derived one goes on
+    optimizer.step(fail)  # the class's own step raises, the derived class's step goes on
     assert len(done) == 2
     optimizer.step()
     assert len(done) == 3

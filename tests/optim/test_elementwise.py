@@ -1,4 +1,4 @@
-"""What the test of an optimizer finds, for torch's and for the kinds that users write."""
+"""Results of the test whether an optimizer is elementwise, for torch's optimizers and for kinds that users write."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,8 @@ def matrices() -> list[nn.Parameter]:
 
 
 class Users(Optimizer):
-    """A user's optimizer: its constructor wants more than parameters, ``update`` says what it does with one."""
+    """A user's optimizer: its constructor needs more than parameters, and ``update`` defines its update of one
+    parameter."""
 
     def __init__(self, model_name: str, params: Any, update: Callable[[Any, dict[str, Any], Tensor], None]) -> None:
         super().__init__(params, {"lr": 0.0})
@@ -66,7 +67,7 @@ def by_dimensions(self: Any, group: dict[str, Any], p: Tensor) -> None:
 
 
 def factored_when_large(self: Any, group: dict[str, Any], p: Tensor) -> None:
-    """As some Adafactors do, whose smallest dimension to factor is 128."""
+    """Factors only large parameters, as some Adafactors do, whose smallest dimension to factor is 128."""
     square = p.grad.square() + 1e-30
     if p.ndim == 2 and min(p.shape) >= 128:
         square = square.mean(1, keepdim=True) * square.mean(0, keepdim=True) / square.mean()

@@ -19,11 +19,11 @@ from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.placement import Placement
 
 CPU = torch.device("cpu")
-STAGES = {"0": 0, "2": 1}  # of a module of two layers with something between
+STAGES = {"0": 0, "2": 1}  # of a module with two layers and something between them
 
 
 class Rank:
-    """A module whose two layers are two stages of one rank."""
+    """A module whose two layers are two stages on one rank."""
 
     def __init__(self, *, flat: bool, master_weights: bool = False, scaler: Any = None) -> None:
         torch.manual_seed(0)
@@ -63,7 +63,8 @@ class Rank:
             self.host = LocalHost(self.reducer.buffer, ALONE, CPU, **about)
 
     def batch(self, x: Tensor, *, last: bool, microbatches: int = 3, scale: float = 1.0) -> None:
-        """As a step by GPipe would: forwards, then the backwards of both stages with what the schedule says between."""
+        """Run a step as GPipe would: the forwards, then the backwards of both stages, with the actions that the
+        schedule puts between them."""
         self.reducer.begin(last=last)
         finish = self.reducer.start_loss_scales([1.0] * microbatches, 1, self.host.loss_factor)
         hidden = [self.module[:2](part) for part in x.chunk(microbatches)]

@@ -1,4 +1,4 @@
-"""Gradient buffers: what autograd and zero_grad do to p.grad must not disturb what a window gathers."""
+"""Gradient buffers: changes of p.grad by autograd and zero_grad must not disturb the gradients that a window gathers."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_thawing_a_parameter_builds_the_buffer_anew() -> None:
 
 
 def test_thawing_does_not_bring_back_what_only_an_earlier_window_reached() -> None:
-    """AdamW would decay a parameter with a gradient of zeros, and plain Lightning leaves it alone."""
+    """AdamW would decay a parameter that has a gradient of zeros, and plain Lightning does not change it."""
     module = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("always", "once", "thawed")})
     module["thawed"].requires_grad_(False)
     buffer = GradBuffer(dict(module.named_parameters()), flat=True)

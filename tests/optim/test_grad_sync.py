@@ -1,4 +1,4 @@
-"""When buckets are reduced, and in which order; with a queue and a collective that only take notes."""
+"""When buckets are reduced, and in which order; with a queue and a collective that only record calls."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from lightning_holmes.optim.grad_sync import GradSync
 
 
 class NotedLane:
-    """Runs at once."""
+    """A lane that runs transfers at once."""
 
     taken_s = 1.0
 
@@ -33,7 +33,7 @@ class NotedLane:
 
 
 class Twins:
-    """As if there were a second replica with the same gradients."""
+    """A collective that acts as if there were a second replica with the same gradients."""
 
     name = "twins"
 

@@ -1,4 +1,4 @@
-"""The options of gradient synchronisation: what is refused, and what is said where one has nothing to do."""
+"""The options of gradient synchronisation: which are refused, and the note if an option has no effect."""
 
 from typing import Any
 

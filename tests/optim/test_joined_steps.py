@@ -1,4 +1,4 @@
-"""Values that come a step at a time: each step once, in order, also for those who take nothing."""
+"""Values that arrive one step at a time: each step once, in order, also for ranks that take no value."""
 
 from lightning_holmes.optim.joined_steps import JoinedSteps
 

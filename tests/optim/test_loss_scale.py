@@ -1,4 +1,5 @@
-"""The verdict on overflow: what one stage sees, all see; with a scaler of plain arithmetic and no processes."""
+"""The verdict on overflow: all stages see an overflow that one stage sees; with a scaler of plain arithmetic and no
+processes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ def parameter(*gradient: float) -> nn.Parameter:
 
 
 def with_other_stage(monkeypatch: pytest.MonkeyPatch, overflow: float, without: float = 0.0) -> Any:
-    """A group whose other rank says this."""
+    """Return a group whose other rank reports this value."""
 
     def all_reduce(state: torch.Tensor, op: Any, group: Any) -> None:
         assert op == dist.ReduceOp.MAX

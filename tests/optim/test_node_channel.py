@@ -1,4 +1,4 @@
-"""What travels between workers and optimizer nodes, and who may speak; how units are summed and shared out."""
+"""Messages between workers and optimizer nodes, and authentication; how units are summed and distributed."""
 
 import socket
 import threading
@@ -22,7 +22,7 @@ SECRET = "known to both"
 
 @pytest.fixture
 def answered() -> Any:
-    """A listener that sends back what it is told, and the hellos that it has heard."""
+    """A listener that sends back each message, and the hellos that it has received."""
     heard: list[Any] = []
 
     def serve(channel: Channel, hello: Any) -> None:

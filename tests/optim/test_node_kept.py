@@ -1,4 +1,5 @@
-"""What an optimizer node keeps when its workers are lost, by hand: one worker, a node in this process."""
+"""The state that an optimizer node keeps when its workers are lost, step by step: one worker, and a node in this
+process."""
 
 import re
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ LAYOUT = UnitLayout(
 
 
 class Node:
-    """A node with two units, and what workers tell it."""
+    """A node with two units, and the workers' messages to it."""
 
     def __init__(self, states: str) -> None:
         options = NodeOptions.given(None, "4G" if states != "memory" else None)
@@ -67,7 +68,7 @@ class Node:
         self.server.let_go()
 
     def lose(self, link: NodeLink) -> None:
-        """The worker is gone; until the node is done with it."""
+        """Disconnect the worker and wait until the node has handled this."""
         link.close()
         with self.server._lock:
             assert self.server._lock.wait_for(lambda: not self.server._services, 30.0)
@@ -87,7 +88,7 @@ def give(link: NodeLink) -> None:
 
 
 def push(link: NodeLink, window: int, *, version: int, units: tuple[int, ...] = (0, 1), is_last: bool = False) -> None:
-    """Gradients, of the values that came before, as in a step."""
+    """Push gradients of the values that came before, as in a step."""
     before = values(link, version)
     for unit in units:
         about = {"window": window, "touched": ["weight"], "is_last": is_last}
@@ -119,13 +120,13 @@ def test_it_goes_on_bit_for_bit_after_the_last_commit(node: Node) -> None:
     first = node.connect()
     give(first)
     step(first, node, 1, version=1)
-    push(first, 2, version=2, units=(1,))  # of a step that never is
+    push(first, 2, version=2, units=(1,))  # of a step that is never completed
     node.lose(first)
     assert [kept.commit for kept in node.server.kept.values()] == [("a run", 2)]
     second = node.connect(adopt=2)
     assert not node.server.kept
-    step(second, node, 1, version=2)  # workers count windows anew
-    step(second, node, 2, version=3)  # and are lost before the node has made it
+    step(second, node, 1, version=2)  # workers count windows from the start again
+    step(second, node, 2, version=3)  # and are lost before the node has made the step
     node.lose(second)
     third = node.connect(adopt=4)
     step(third, node, 1, version=4)
@@ -188,7 +189,7 @@ def test_what_has_failed_on_the_node_is_not_kept(node: Node) -> None:
     link = node.connect()
     give(link)
     step(link, node, 1, version=1)
-    step(link, node, 1, version=2)  # twice with one batch's gradients
+    step(link, node, 1, version=2)  # the gradients of one batch, twice
     with pytest.raises(HolmesError, match="steps twice"):
         values(link, 9)
     node.lose(link)

@@ -1,5 +1,5 @@
-"""An optimizer node whose parameters and states are on disk gives what one gives that has them in memory, bit for bit, and keeps to
-its memory; disks that are full, or fail."""
+"""An optimizer node with parameters and states on disk gives the same results as a node with them in memory, bit for
+bit, and stays within its memory limit; also disks that are full, or fail."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ from lightning_holmes.optim.node.node_options import NodeOptions, parse_bytes
 from lightning_holmes.optim.node.store import share_out
 from lightning_holmes.optim.node.stored_unit import StoredUnit
 
-OVERHEAD = 100 << 20  # what a service leaves for other things than its buffers, and a little
+OVERHEAD = 100 << 20  # memory of a service besides its buffers, and a margin
 ROOMS = {"the least": 350_000, "little": 500_000, "some": 800_000, "for all": 100 << 20}
 WAYS: dict[str, dict[str, Any]] = {
     "eager": {"is_eager": True},
@@ -74,7 +74,8 @@ def test_masters_on_disk_are_the_same_bit_for_bit(optimizer: str, tmp_path: Path
 
 
 def test_gradients_whose_update_is_due_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor read again: their memory comes back with the update. The first update waits here until memory has become tight."""
+    """Nor are they read again: their memory is freed by the update. The first update waits here until memory is
+    scarce."""
     spill, prepare = StoredUnit.spill, StoredUnit.prepare
     is_tight = threading.Event()
     written = []
@@ -108,7 +109,7 @@ def test_loaded_states_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 
 
 class Interrupted:
-    """A lock; who takes it first comes a moment late, and ``act`` is done before."""
+    """A lock that calls ``act`` before it is acquired for the first time."""
 
     def __init__(self, lock: Any, act: Callable[[], None]) -> None:
         self._lock, self._act = lock, act
@@ -126,7 +127,7 @@ class Interrupted:
 
 
 def test_states_that_are_loaded_while_a_step_is_prepared_are_those_that_it_steps_with(tmp_path: Path) -> None:
-    """A worker may have begun its first batch while another one still brings the checkpoint."""
+    """A worker may have begun its first batch while another one still sends the checkpoint."""
     found = []
     for place, memory in (("memory", None), (str(tmp_path), OVERHEAD + ROOMS["for all"])):
         driver = Driver(told_of("adamw", num_layers=1, shape=(64, 96), num_workers=1, states=place), memory=memory)
@@ -164,7 +165,7 @@ driver.close()
 
 @pytest.mark.parametrize("way", ["eager", "deferred"])
 def test_memory_stays_under_the_limit(way: str, tmp_path: Path) -> None:
-    """300 MB of parameters and states, with 100 MB of gradients, in 188 MB beyond what the process has."""
+    """300 MB of parameters and states, with 100 MB of gradients, within 188 MB beyond the process's memory."""
     run = subprocess.run(
         [sys.executable, "-c", MEASURED, str(tmp_path), str(188 << 20), way],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -252,7 +253,8 @@ def test_what_a_node_is_told() -> None:
 
 @pytest.mark.parametrize("states", ["memory", "disk"])
 def test_workers_that_ask_for_norms_one_after_the_other_scale_gradients_once(states: str, tmp_path: Path) -> None:
-    """One has divided by the scaler's factor, and asks for the norm, before the other one has looked whether they are finite."""
+    """One worker has unscaled its gradients and asks for the norm before the other one has checked whether they are
+    finite."""
     told = told_of(
         "sgd", num_layers=1, shape=(4, 5), num_workers=2, states="memory" if states == "memory" else str(tmp_path)
     )

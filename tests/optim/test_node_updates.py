@@ -1,4 +1,4 @@
-"""Updates, by hand."""
+"""The order of an optimizer node's updates, step by step."""
 
 import queue
 from typing import Any
@@ -7,7 +7,8 @@ from lightning_holmes.optim.node.updates import Updates
 
 
 def test_a_worker_may_be_a_step_ahead_of_another() -> None:
-    """Where nodes update before the commit, a worker has its parameters and goes on before others have made theirs."""
+    """If nodes update before the commit, a worker may get its parameters and go on before other workers have got
+    theirs."""
     told: queue.Queue[Any] = queue.Queue()
     updates = Updates([], num_workers=2, changed=lambda: None, committed=told.put, fail=told.put)
     try:

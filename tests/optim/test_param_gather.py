@@ -1,4 +1,5 @@
-"""Parameters under way: each reader waits for what it reads, and for no more. One process; the queue is opened by hand."""
+"""Parameter gathers in flight: each reader waits for the parameters that it reads, and for no others. One process;
+the test runs the queue."""
 
 import copy
 import pickle
@@ -16,7 +17,7 @@ from lightning_holmes.optim.shards import Extent, cut_by_elements
 
 
 class HeldLane:
-    """Runs a transfer when it is waited for."""
+    """A lane that runs a transfer when it is waited for."""
 
     def __init__(self) -> None:
         self.done: list[int] = []
@@ -55,7 +56,8 @@ class Custom(nn.Module):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, ParameterGather, HeldLane]:
-    """A linear layer in bucket 1, another in bucket 0, a custom module in bucket 2; all become 7 when they arrive."""
+    """Return a linear layer in bucket 1, another in bucket 0, and a custom module in bucket 2; all values become 7
+    when they arrive."""
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Custom())
     parameters = dict(module.named_parameters())
@@ -123,7 +125,7 @@ def test_a_module_of_the_users_waits_before_it_runs(made: Any) -> None:
     module, gather, queue = made
     gather.start()
     module[2](torch.ones(1))
-    assert module[2].seen is nn.Parameter and queue.done == [0]  # the last bucket is first in the forward
+    assert module[2].seen is nn.Parameter and queue.done == [0]  # the forward reads the last bucket first
 
 
 def test_replaced_data_is_taken_over_and_memory_is_given_back(made: Any) -> None:

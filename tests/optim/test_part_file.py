@@ -1,4 +1,4 @@
-"""What an optimizer node writes of a checkpoint is of one commit, whatever changes meanwhile."""
+"""The part of a checkpoint that an optimizer node writes belongs to one commit, whatever changes meanwhile."""
 
 import io
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_what_is_written_is_of_one_commit(states: str, sent_dtype: torch.dtype, 
         expected = {i: driver.read(i, 3) for i in driver.units}
         units = {driver.service._units[i]: Wanted(values=u.names, states=u.names) for i, u in driver.units.items()}
         file = PartFile(tmp_path / "part", units)
-        for unit in list(units)[::2] if states == "memory" else ():  # steps before the file comes to it
+        for unit in list(units)[::2] if states == "memory" else ():  # steps before the file is written
             unit.arrive(0, 3, unit.layout.names, torch.ones(unit.layout.numel))
             unit.update(3, (), told["optimizer"]["groups"])
             assert unit.version == 4

@@ -1,4 +1,4 @@
-"""Pieces: each element of each parameter on one rank, by elements evenly, by parameters whole."""
+"""Shards: each element of each parameter is on exactly one rank, split evenly by elements or by whole parameters."""
 
 import random
 
@@ -8,7 +8,7 @@ from lightning_holmes.optim.shards import Extent, cut_by_elements, cut_by_parame
 
 
 def extents(seed: int, num_ranks: int) -> list[Extent]:
-    """Buckets of random parameters, some without elements, padded."""
+    """Return padded buckets of random parameters, some without elements."""
     generator = random.Random(seed)
     found = []
     for bucket in range(generator.randint(1, 4)):

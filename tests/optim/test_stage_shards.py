@@ -1,4 +1,5 @@
-"""StageShards and LayeredReducer by hand, on one replica; several are tests/parity's and tests/strategy/test_sharded_parameters.py's."""
+"""StageShards and LayeredReducer called directly, on one replica; tests/parity and
+tests/strategy/test_sharded_parameters.py cover several."""
 
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Done:
-    """Work that has been done where it was started."""
+    """Work that was done when it was started."""
 
     def wait(self) -> None:
         pass
@@ -27,7 +28,7 @@ class Done:
 
 
 class InlineQueue:
-    """Does everything at once; writes down what it was asked for."""
+    """A queue that does everything at once and records the requests."""
 
     def __init__(self) -> None:
         self.on_run = None
@@ -43,7 +44,7 @@ class InlineQueue:
 
 
 class Net(nn.Module):
-    """Three layers of unlike sizes and types, a scale that all of them read, and a weight that does not train."""
+    """Three layers of different sizes and types, a scale that all of them read, and a weight that is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ def test_a_stage_is_whole_only_while_it_is_held(by_elements: bool) -> None:
     pieces = shards.lay_out(by_elements=by_elements)
     assert {piece.name for piece in pieces} == set(before)
     assert all(is_blank(p) and p.shape == before[n].shape for n, p in module.named_parameters())
-    for piece in pieces:  # what the optimizer works on is what the module had
+    for piece in pieces:  # the optimizer's parameters are those that the module had
         assert torch.equal(shards.values(piece), before[piece.name].flatten()[piece.start : piece.stop])
     shards.fetch(0).wait()
     ahead = shards.fetch(1)
@@ -110,7 +111,8 @@ def test_a_stage_is_whole_only_while_it_is_held(by_elements: bool) -> None:
 
 
 def test_small_stages_stay_for_the_step() -> None:
-    """One message for all of them at its beginning, none for their backwards; those of the buffers' size come twice."""
+    """One message for all small stages at the beginning of the step, none for their backwards; stages of the buffers'
+    size are gathered twice."""
     module = nn.ModuleList([nn.Linear(40, 40), nn.BatchNorm1d(40), nn.Linear(40, 40), nn.PReLU(), nn.BatchNorm1d(40)])
     by_name = dict(module.named_parameters())
     queue = InlineQueue()
@@ -138,7 +140,7 @@ def test_small_stages_stay_for_the_step() -> None:
 
 
 def _check_twin(shards: StageShards, before: dict[str, Tensor]) -> None:
-    """Another copy of the module is cut as this one is, and comes back; one replica has all of each parameter."""
+    """Another copy of the module is sharded in the same way, and is restored; one replica has all of each parameter."""
     other = Net()
     values = {name: value.clone() for name, value in other.state_dict().items()}
     twin = shards.twin(dict(other.named_parameters()))
@@ -225,7 +227,7 @@ def test_one_replica_adds_its_microbatches_and_its_batches() -> None:
 
 
 def _layered_batch(module: Net, shards: StageShards, reducer: LayeredReducer, of_batch: Tensor) -> None:
-    """Stages forward, then backward in reverse, all microbatches through each."""
+    """Run all stages forward, then backward in reverse, all microbatches through each."""
     inputs = [[x.clone().requires_grad_() for x in of_batch]]
     outputs: list[list[Tensor]] = []
     shards.fetch(0).wait()
@@ -252,7 +254,7 @@ def _layered_batch(module: Net, shards: StageShards, reducer: LayeredReducer, of
 
 
 def run_layer_1(reducer: LayeredReducer, shards: StageShards) -> None:
-    """A batch that reaches one layer."""
+    """Run a batch that reaches one layer."""
     reducer.begin(last=True)
     for stage in (2, 1, 0):
         shards.fetch(stage).wait()
@@ -284,7 +286,7 @@ def test_a_parameter_that_nothing_reached_has_no_gradient_and_a_thawed_one_has_o
 
 
 def test_parts_of_unlike_types_lie_where_each_can_be_viewed() -> None:
-    """Three numbers of two bytes before some of four and of eight."""
+    """Three numbers of two bytes come before numbers of four and of eight bytes."""
     sizes = [(3, torch.bfloat16), (5, torch.float32), (1, torch.float64)]
     buffers = StageBuffers({0: [(1, torch.float32)], 1: sizes, 2: [(2, torch.float32)], 3: sizes}, CPU)
     for stage in (1, 3):

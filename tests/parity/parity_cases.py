@@ -1,12 +1,12 @@
-"""The table of parity cases: which family runs in which layout, by which schedule, in how many microbatches.
+"""The table of parity cases: which family runs in which layout, with which schedule, in how many microbatches.
 
     case = CASES["vit-pp2xdp2-gpipe-7in4"]
     case.fit           what is run in case.fit.world_size processes
-    case.baseline      what must give the same numbers
-    case.tolerance     relative, by name
+    case.baseline      the fit that must give the same numbers
+    case.tolerance     relative
 
-In the table every pair of values meets that makes sense, of family, layout, schedule, microbatches, what sums gradients,
-optimizer whole or sharded, and clipping or accumulation; which a test checks. `make exhaustive` runs the whole product.
+The table covers every valid pair of values of family, layout, schedule, microbatches, gradient sync, optimizer (whole,
+sharded or layered), and clipping or accumulation; a test checks this. `make exhaustive` runs the whole product.
 """
 
 from dataclasses import dataclass, replace
@@ -18,33 +18,33 @@ from parity_models import FAMILIES
 
 FP32 = 1e-5
 BF16_MIXED = 2e-2
-"""Activations of eight bits, and sums over a whole batch that are rounded elsewhere than those over microbatches."""
+"""Activations have 8 significant bits, and sums over a whole batch are rounded at other places than sums over microbatches."""
 BF16_TRUE = 4e-2
-"""Likewise, and weights of eight bits, rounded at each step."""
+"""As BF16_MIXED, and weights have 8 significant bits, rounded at each step."""
 
 LAYOUTS = ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
-"""Pipeline ranks and replicas."""
+"""(pipeline ranks, replicas)"""
 PIPELINES = LAYOUTS[2:]
 
 SCHEDULES = ("1f1b", "interleaved_1f1b")
 REORDERED = ("gpipe", "eager_1f1b", "eager_zero_bubble", "eager_interleaved_1f1b")
-"""Schedules that do what one of the others does in another order."""
+"""Schedules that run the computations of another schedule in another order."""
 SYNCS = ("all_reduce", "reduce_scatter", "p2p")
-"""What sums gradients where there are replicas; the hierarchical form has cases of its own, since it needs four."""
+"""What sums gradients over replicas; the hierarchical form has cases of its own, since it needs four replicas."""
 SPLIT_SCHEDULES = ("zero_bubble", "zero_bubble_v")
-"""Those that split the backward; refused where a family checkpoints or its first stage is frozen."""
+"""Schedules that split the backward; refused where a family checkpoints activations or its first stage is frozen."""
 LAYERED = "breadth_first"
-"""On one pipeline rank a layer a stage, that is layered gradient accumulation."""
+"""On one pipeline rank with one layer a stage, this is layered gradient accumulation."""
 CHUNKED = ("interleaved_1f1b", "eager_interleaved_1f1b", "zero_bubble_v", LAYERED)
 MICROBATCHES = ("1", "2", "4", "7in4")
-"""Parts of a replica's batch; "7in4" deals seven samples to four unequal parts."""
+"""The number of microbatches of a replica's batch; "7in4" splits seven samples into four unequal microbatches."""
 OPTIMIZERS = ("whole", "sharded", "layered")
-"""Whether replicas share the optimizer out among them, or parameters and gradients, too."""
+"""Whether replicas shard nothing, the optimizer, or parameters and gradients, too ("layered")."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A fit, the fit that it must equal, and how closely. ``levels``: its row of the product that is covered pairwise."""
+    """A fit, the fit that it must equal, and the relative tolerance. ``levels``: its row of the product that is covered pairwise."""
 
     fit: Fit
     baseline: Fit
@@ -53,12 +53,13 @@ class Case:
 
 
 def baseline_of(fit: Fit) -> Fit:
-    """What must give the numbers of ``fit``.
+    """Return the fit that must give the numbers of ``fit``.
 
-    Plain Lightning on whole batches; on microbatches as batches, if the module's numbers depend on which samples are
-    together (batch normalisation); and HolmesStrategy without a pipeline if the module draws random numbers, which
-    are seeded by replica and microbatch there, or, for a pipeline, if its weights have eight bits: what is rounded in a
-    part of a batch and not in a whole one is a gradient's second digit then. One stage is compared with plain Lightning there.
+    This is plain Lightning on whole batches, with two exceptions. If the module's numbers depend on which samples are
+    together (batch normalisation), it is plain Lightning with microbatches as batches. It is HolmesStrategy without a
+    pipeline if the module draws random numbers, which are seeded by replica and microbatch there, and for a pipeline with
+    bf16-true weights: what is rounded in a part of a batch and not in a whole one changes a gradient's second digit. With
+    one stage, bf16-true is compared with plain Lightning.
     """
     family = FAMILIES[fit.family]
     assert fit.layout is not None
@@ -97,7 +98,7 @@ def make_case(
     chunks: int | None = None,
     **options: object,
 ) -> tuple[str, Case]:
-    """A case and its name."""
+    """Return a case and its name."""
     pipeline, replicas = layout
     usual = 2 if schedule in CHUNKED else 1
     usual = 5 if schedule == LAYERED and pipeline == 1 else usual
@@ -132,7 +133,7 @@ def make_case(
 
 
 def make_cases() -> dict[str, Case]:
-    """All cases by name: the products, pairwise or as a whole, and some that stand by themselves."""
+    """Return all cases by name: the products, pairwise or whole, and some individual cases."""
     cases = []
     for family, layout, schedule, microbatches, sync, optimizer, option in selected(
         make_product(), cost=lambda row: 1 + row[1][0] * row[1][1], needed=is_needed
@@ -153,7 +154,7 @@ def make_cases() -> dict[str, Case]:
             and (row[1] in PIPELINES or (row[0][1] == "bf16-true" and row[2] in ("1f1b", LAYERED)))
         ],
         cost=lambda row: 1 + row[1][0] * row[1][1],
-        needed=lambda one, other: (one[0], other[0]) not in ((0, 2), (2, 3)),  # a schedule meets those in fp32
+        needed=lambda one, other: (one[0], other[0]) not in ((0, 2), (2, 3)),  # these pairs are covered in fp32
     ):
         options = {"precision": precision} | ({"limit_train_batches": batches} if batches else {})
         cases.append(make_case(family, layout, schedule, microbatches, optimizer=optimizer, **options))
@@ -164,11 +165,11 @@ def make_cases() -> dict[str, Case]:
     cases.append(make_case("gpt_tied", (2, 4), "eager_1f1b", "2", "hierarchical", optimizer="sharded"))
     cases.append(make_case("gpt_tied", (1, 4), LAYERED, "2", "hierarchical", optimizer="layered"))
     cases.append(make_case("lora", (1, 4), LAYERED, "2", "p2p", optimizer="layered", accumulate_grad_batches=2))
-    # one replica adds what its microbatches give, as several do
+    # one replica accumulates its microbatches' gradients, as several do
     cases.append(make_case("gpt_tied", (1, 1), LAYERED, "4", optimizer="layered", accumulate_grad_batches=2))
     cases.append(make_case("gpt_adamw", (2, 1), LAYERED, "1", optimizer="layered"))
     cases += [make_case(*levels) for levels in EIGHT_RANKS]
-    # with fewer microbatches than ranks, too, and in more chunks than the product has
+    # also with fewer microbatches than ranks, and with more chunks than the product has
     cases.append(make_case("gpt_tied", (4, 2), LAYERED, "2", optimizer="layered"))
     cases.append(make_case("vit", (4, 2), LAYERED, "1", optimizer="sharded"))
     cases.append(make_case("dit", (4, 2), LAYERED, "7in4"))
@@ -179,7 +180,7 @@ def make_cases() -> dict[str, Case]:
 
 
 def make_product() -> list[tuple[str, tuple[int, int], str, str, str, str, str]]:
-    """Every combination of the axes that is neither refused nor without a baseline."""
+    """Return every combination of the axes that is not refused and has a baseline."""
     schedules = ("none", *SCHEDULES, LAYERED, *SPLIT_SCHEDULES, *REORDERED)
     axes = product(FAMILIES, LAYOUTS, schedules, MICROBATCHES, ("auto", *SYNCS), OPTIMIZERS, OPTIONS)
     return [row for row in axes if makes_sense(*row)]
@@ -188,8 +189,8 @@ def make_product() -> list[tuple[str, tuple[int, int], str, str, str, str, str]]
 def makes_sense(
     family: str, layout: tuple[int, int], schedule: str, microbatches: str, sync: str, optimizer: str, option: str
 ) -> bool:
-    """Whether a combination is a run with a baseline. What draws random numbers is compared with HolmesStrategy without a pipeline, and
-    batch normalisation with plain Lightning on equal microbatches in one process."""
+    """Return whether a combination is a run with a baseline. A module that draws random numbers is compared with
+    HolmesStrategy without a pipeline, and batch normalisation with plain Lightning on equal microbatches in one process."""
     pipeline, replicas = layout
     if (pipeline == 1 and schedule not in ("none", LAYERED)) or (pipeline > 1 and schedule == "none"):
         return False
@@ -211,18 +212,18 @@ def makes_sense(
 
 
 def is_needed(one: Level, other: Level) -> bool:
-    """A schedule that does what another does in another order meets every layout, number of microbatches, way to sum and
-    optimizer, but not every family and option."""
+    """Return whether a pair of levels must be covered. A reordered schedule must meet every layout, number of microbatches,
+    gradient sync and optimizer, but not every family and option."""
     return not {one[1], other[1]} & set(REORDERED) or {one[0], other[0]}.isdisjoint((0, 6))
 
 
 def can_split(family: str) -> bool:
-    """Whether schedules that split the backward take a family."""
+    """Return whether a family can run with schedules that split the backward."""
     return not family.startswith("checkpoint") and family not in ("frozen_start", "batch_norm")
 
 
 def make_uneven_cases() -> dict[str, Case]:
-    """Chunks of unlike numbers of layers, and numbers of microbatches that are no multiple of the pipeline ranks."""
+    """Return cases of chunks with unequal numbers of layers, and numbers of microbatches that are no multiple of the pipeline ranks."""
     cases = {}
     for family, schedule, pipeline, parts, layers in (
         ("gpt_tied", "interleaved_1f1b", 2, 3, (3, 1, 2, 2)),
@@ -247,19 +248,19 @@ OPTIONS: dict[str, tuple[tuple[str, ...], dict[str, object]]] = {
     ),
     "two batches a step": (("llama_ragged", "gpt_tied", "gpt2_tied", "dit"), {"accumulate_grad_batches": 2}),
 }
-"""What the Trainer is told, and the families that are run with it (all, if none are named)."""
+"""The Trainer's arguments, and the families that run with them (all, if none are named)."""
 ROUNDED = (
     ("gpt", "bf16-mixed", None),
-    # without the last batch, of one sample in four parts: plain Lightning in bf16-mixed is 0.020 of the largest entry from fp32 after it,
-    # and the parts are 0.009
+    # without the last batch, of one sample in four microbatches: plain Lightning in bf16-mixed differs from fp32 by 0.020 of the largest entry
+    # after it, and the microbatches by 0.009
     ("gpt2_tied", "bf16-mixed", 3),
     ("llama_ragged", "bf16-true", None),
-    # likewise: in bf16 the norms of plain loops over one part and over four differ by 4.5 %
-    # there (where bf16 has no instructions of its own), and fp64 lies between them; of a pipeline's third step by 4.03 %, so that pipelines
+    # also without the last batch: in bf16 the norms of plain loops over one part and over four differ by 4.5 %
+    # on CPUs without bf16 instructions, and fp64 lies between them; of a pipeline's third step they differ by 4.03 %, so that pipelines
     # are compared with one stage, whose parts are the same
     ("vit", "bf16-true", 3),
 )
-"""Families and precisions, which have a product of their own: their tolerance shows less."""
+"""Families, precisions and numbers of batches of a product of its own, whose larger tolerance shows less."""
 EIGHT_RANKS: tuple[tuple[str, tuple[int, int], str, str], ...] = (
     ("gpt_tied", (4, 2), "1f1b", "4"),
     ("llama_ragged", (4, 2), "gpipe", "7in4"),

@@ -1,4 +1,4 @@
-"""What is run: one Trainer.fit, as plain data that travels to the processes."""
+"""What is run: one Trainer.fit, as plain data that is sent to the processes."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Layout:
     num_microbatches: int = 1
     gradient_sync: str = "auto"
     bucket_bytes: int = 2048
-    """So small that gradients leave in several buckets."""
+    """Small enough that gradients are reduced in several buckets."""
     sharded_optimizer: bool = False
     sharded_parameters: bool = False
     partition: tuple[int, ...] | None = None
@@ -36,5 +36,5 @@ class Fit:
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """The number of processes."""
         return 1 if self.layout is None else self.layout.pipeline_parallel_size * self.layout.data_parallel_size

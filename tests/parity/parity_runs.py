@@ -1,9 +1,9 @@
-"""Runs fits in real processes and records what they give.
+"""Runs fits in real processes and records their results.
 
-    records = run_fits([fit, other])          # in the processes that these fits need, one launch a world size
+    records = run_fits([fit, other])          # one launch for each world size
 
-Starting a process costs more than a small fit, so that all fits of one world size run in the same processes, one
-after the other. If one ends in an exception or not at all, the rest is run by a new launch.
+Starting a process costs more than a small fit, so all fits of one world size run in the same processes, one after the
+other. If a fit ends in an exception or does not end, the remaining ones run in a new launch.
 """
 
 import pickle
@@ -32,11 +32,11 @@ WORKER_TIMEOUT_S = 400.0  # a fit takes about a second
 
 @dataclass
 class Record:
-    """What one rank saw of a fit; ``error`` if it ended in an exception.
+    """What one rank saw of a fit; ``error`` is set if it ended in an exception.
 
-    A batch each: ``losses``, ``logs`` (the step's), ``weights`` (samples, or whatever the loss is a mean over). An
-    optimizer step each: ``norms``, before clipping. At the end: ``metrics`` (the epoch's), the whole ``state``, and ``syncs``:
-    the collectives that rank 0 has been told of. ``seconds`` is how long it took.
+    For each batch: ``losses``, ``logs`` (the step's), ``weights`` (samples, or whatever the loss is a mean over). For each
+    optimizer step: ``norms``, before clipping. At the end: ``metrics`` (the epoch's), the whole ``state``, and ``syncs``:
+    the collectives of the strategy's gradient_sync_choices. ``seconds`` is the fit's duration.
     """
 
     data_parallel_rank: int = 0
@@ -54,7 +54,7 @@ class Record:
 
 
 def run_fits(fits: Sequence[Fit]) -> dict[Fit, list[Record]]:
-    """The records of each fit, by rank."""
+    """Run the fits; return the records of each, by rank."""
     records: dict[Fit, list[Record]] = {}
     for world_size in sorted({fit.world_size for fit in fits}):
         remaining = [fit for fit in dict.fromkeys(fits) if fit.world_size == world_size]
@@ -66,7 +66,7 @@ def run_fits(fits: Sequence[Fit]) -> dict[Fit, list[Record]]:
 
 
 def _launch(world_size: int, fits: list[Fit]) -> dict[Fit, list[Record]]:
-    """The records of ``fits`` up to the first that failed."""
+    """Launch the fits once; return the records up to the first fit that failed."""
     with tempfile.TemporaryDirectory(prefix="holmes-parity-") as name:
         folder = Path(name)
         workers = launch_raw(
@@ -89,7 +89,7 @@ def _launch(world_size: int, fits: list[Fit]) -> dict[Fit, list[Record]]:
 
 
 def work(payload: tuple[str, list[Fit]]) -> None:
-    """What each process does: all fits, until one fails. Each record is written at once."""
+    """Run all fits until one fails; runs in each process. Each record is written as soon as its fit ends."""
     folder, fits = payload
     torch.set_num_threads(1)
     for index, fit in enumerate(fits):
@@ -108,7 +108,7 @@ def work(payload: tuple[str, list[Fit]]) -> None:
 
 
 def run_fit(fit: Fit) -> tuple[Record, int]:
-    """Run a fit in this process, with the others of the launch; returns its record and the rank."""
+    """Run a fit in this process, together with the other processes of the launch; return its record and the rank."""
     pl.seed_everything(5, verbose=False)
     family = (FAMILIES | REFUSED)[fit.family]
     module = family.build(fit.num_layers)
@@ -127,7 +127,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             topology=crossed(fit) if layout.gradient_sync == "hierarchical" else "auto",
             sharded_optimizer=True if layout.sharded_parameters else layout.sharded_optimizer,
             sharded_parameters=layout.sharded_parameters,
-            # the default avoids the split points that are to be refused here
+            # the default would avoid the split points that must be refused here
             partition="uniform" if layout.partition is None else list(layout.partition),
         )
     trainer = Trainer(
@@ -160,7 +160,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
 
 
 def crossed(fit: Fit) -> Topology:
-    """Two clusters for each stage, so that its replicas lie in both."""
+    """Return a topology with two clusters for each stage, so that the stage's replicas are in both."""
     assert fit.layout is not None
     number = 2 * fit.layout.pipeline_parallel_size
     hosts = [Host(name=f"c{index}", devices=fit.world_size // number) for index in range(number)]
@@ -193,7 +193,7 @@ class Samples(pl.LightningDataModule):
 
 
 class Recorder(pl.Callback):
-    """Writes the record of a fit."""
+    """Fills the record of a fit."""
 
     def __init__(self) -> None:
         self.record = Record()

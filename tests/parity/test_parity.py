@@ -1,8 +1,8 @@
 """Trainer(strategy=HolmesStrategy(...)) gives the numbers of plain Lightning in one process.
 
-Many fits run in one launch, when the first of their tests asks; the tests compare. Each case's baseline and tolerance stand in
-parity_cases.py. Compared on every rank: the loss and the logged values of each step, the norm of the whole
-gradient at each step, the epoch's logged values, and the whole module's parameters and buffers after the fit.
+Many fits run in one launch, when the first of their tests asks; the tests compare their records. The baseline and tolerance
+of each case are in parity_cases.py. Compared on every rank: the loss and logged values of each step, the norm of the whole
+gradient at each step, the epoch's logged values, and all parameters and buffers of the module after the fit.
 """
 
 import itertools
@@ -36,26 +36,26 @@ from parity_runs import Record, run_fits
 
 pytest.importorskip("transformers", reason="needs the extra: pip install lightning-holmes[hf]")
 SMALLEST = {FP32: 1e-3, BF16_MIXED: 0.1, BF16_TRUE: 0.1}
-"""Tensors whose entries are all smaller are compared as if they had one of this size, by tolerance: the bias of
-attention's keys has no gradient but rounding, and biases that start at zero hold the noise of three steps alone."""
+"""Tensors whose entries are all smaller than this are compared by tolerance as if their largest entry had this size: the bias
+of attention's keys has only rounding as its gradient, and biases that start at zero hold the noise of three steps alone."""
 pytestmark = pytest.mark.timeout(900)
 FITS_A_LAUNCH = 150
 
 
 def group_of(family: str) -> str:
-    """Of two groups, which may run at once: the processes of one wait for each other half of the time. Baselines are shared
-    within a family."""
+    """Return one of two xdist groups, which may run at the same time: the processes of one wait for each other half of the
+    time. A family stays in one group, since its cases share baselines."""
     return f"parity{list(FAMILIES).index(family) % 2}"
 
 
 @pytest.fixture(scope="session")
 def known() -> dict[Fit, list[Record]]:
-    """The records of all fits that have run in this worker."""
+    """The records of all fits that have run in this test worker."""
     return {}
 
 
 def run_with_others(name: str, known: dict[Fit, list[Record]], session: pytest.Session) -> None:
-    """Runs a case's fits, and in the same launches those of the cases after it."""
+    """Run a case's fits and, in the same launches, those of the cases after it."""
     if CASES[name].fit in known and CASES[name].baseline in known:
         return
     group = group_of(CASES[name].fit.family)
@@ -106,7 +106,7 @@ def test_equals_the_baseline(
         check.numbers(f"gradient norm on rank {rank}", record.norms, expected.norms)
         check.values(f"epoch's logs on rank {rank}", record.metrics, expected.metrics)
         check.states(f"final state on rank {rank}", record.state, expected.state)
-    del known[case.fit]  # thousands of them in `make exhaustive`
+    del known[case.fit]  # `make exhaustive` has thousands of them
 
 
 @pytest.mark.xdist_group("parity0")
@@ -133,7 +133,7 @@ def test_every_pair_meets_in_the_table() -> None:
 
 
 def test_the_product_lacks_only_what_is_refused_or_has_no_baseline() -> None:
-    """By hand, what the selection cannot leave out: each value, and each family with each layout and schedule."""
+    """Compare the product with lists by hand: each value must occur, and each family with each layout and schedule that it can run."""
     product = make_product()
     schedules = {"none", *SCHEDULES, LAYERED, *SPLIT_SCHEDULES, *REORDERED}
     axes = (set(FAMILIES), set(LAYOUTS), schedules, set(MICROBATCHES), {"auto", *SYNCS}, set(OPTIMIZERS), set(OPTIONS))
@@ -153,12 +153,12 @@ def test_the_product_lacks_only_what_is_refused_or_has_no_baseline() -> None:
             assert {row[4] for row in rows} == {"auto", *SYNCS}, family
 
 
-# what several processes saw, as one
+# the records of several processes as one
 
 
 def over_replicas(ranks: list[Record]) -> Record:
-    """One record of a whole run: the values of each step are means over replicas, weighted; the ranks of a replica
-    must have seen the same."""
+    """Merge the ranks' records into one of the whole run: each step's values are weighted means over replicas; the ranks of a
+    replica must have seen the same."""
     replicas: dict[int, Record] = {}
     for record in ranks:
         first = replicas.setdefault(record.data_parallel_rank, record)
@@ -175,11 +175,11 @@ def over_replicas(ranks: list[Record]) -> Record:
 
 
 def over_microbatches(record: Record, count: int) -> Record:
-    """A run whose batches were the microbatches of larger ones, told in those."""
+    """Convert the record of a run whose batches were microbatches of larger batches into one of those larger batches."""
     starts = range(0, len(record.losses), count)
     logs = [record.logs[start : start + count] for start in starts]
     return Record(
-        losses=[sum(record.losses[start : start + count]) for start in starts],  # Lightning has divided them
+        losses=[sum(record.losses[start : start + count]) for start in starts],  # Lightning has divided them already
         logs=[{key: sum(log[key] for log in part) / count for key in part[0]} for part in logs],
         weights=[sum(record.weights[start : start + count]) for start in starts],
         norms=record.norms,
@@ -194,13 +194,13 @@ def weighted_mean(values: list[float], weights: list[float]) -> float:
 
 
 def assert_trained(record: Record) -> None:
-    """Otherwise equal parameters would prove nothing."""
+    """Check that the weights have moved: otherwise equal parameters would prove nothing."""
     moved = [(record.state[k].float() - v.float()).norm() / v.float().norm() for k, v in record.initial.items()]
     assert max(moved) > 1e-3
 
 
 class Comparison:
-    """Relative comparison by a case's tolerance; tensors relative to their largest entry."""
+    """Relative comparison with a case's tolerance; tensors relative to their largest entry."""
 
     def __init__(self, case: Case) -> None:
         self.tolerance = case.tolerance

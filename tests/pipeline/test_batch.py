@@ -1,4 +1,4 @@
-"""Batches dealt to microbatches: every sample once, in order, whatever the container; or a reason."""
+"""Splitting batches into microbatches: every sample once, in order, whatever the container; or an error with the reason."""
 
 from collections import UserDict, namedtuple
 from dataclasses import dataclass

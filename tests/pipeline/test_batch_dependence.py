@@ -1,4 +1,4 @@
-"""What no splitting can make exact is found by trying, and named."""
+"""Modules that no split into microbatches can run exactly are found by a trial, and named."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ class WeightedTokenMean(TokenMean):
 
 
 class Warming(TokenMean):
-    """Its loss grows from step to step, so that steps on one copy differ."""
+    """Its loss grows with each step, so that steps on one copy differ."""
 
     def __init__(self, *, over_tokens: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Noisy(Classifier):
 
 
 class Scaled(nn.Module):
-    """Keeps something in a buffer: how often it ran, the mean or the sum of what it saw; or has one that stays."""
+    """A layer with a buffer: the number of its calls, the mean or the sum of its inputs, or a constant."""
 
     def __init__(self, keeps: str) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_what_depends_on_company_is_named(module: LightningModule, words: list[s
 
 
 class Recurrent(LightningModule):
-    """Sequences: given time first or samples first, and read so or so by the layer."""
+    """A GRU on sequences; with ``turned``, the step swaps the batch's first two dimensions before the layer."""
 
     def __init__(self, *, turned: bool = False, **options: Any) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class SplitsItself(Recurrent):
 def test_a_batch_that_is_cut_along_time_is_told_by_the_layers_that_read_it(
     module: Recurrent, layer: str | None, step_name: str
 ) -> None:
-    for length in (8, 4, 6):  # of samples, or time: also as many as are tried
+    for length in (8, 4, 6):  # of samples or time, including as many as the trial uses
         found = find_batch_dependence(module, step_name, torch.randn(8, length, 4), (), BatchSplitter())
         if layer is None:
             assert found is None or not found.is_cut_along_time, found

@@ -1,4 +1,4 @@
-"""What lies on an accelerator is compared by its values later, all else at once; here a CPU plays the accelerator."""
+"""Values on an accelerator are compared later, everything else at once; a CPU stands for the accelerator here."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What steps leave on a module: changes are seen, however memory is used again, and reach the other ranks."""
+"""State that steps leave on a module: changes are noticed, even when memory is reused, and reach the other ranks."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def state_of(module: LightningModule, rank: int = 0, mailbox: LocalMailbox | Non
 
 
 def joined(modules: Sequence[LightningModule]) -> list[ModuleState]:
-    """Of two ranks that send to each other, and know each other's present attributes."""
+    """Return the states of ranks that send to each other and know each other's current attributes."""
     mailbox = LocalMailbox()
     states = [state_of(module, rank, mailbox) for rank, module in enumerate(modules)]
     for state in states:
@@ -81,16 +81,16 @@ def test_what_is_sent_stays_away_until_it_is_received_and_does_not_come_back() -
     for state in states:
         state.send()
     assert modules[1].losses == [] and modules[0].table[0] == 0.0
-    modules[1].last = torch.ones(())  # a change after it was sent, and before the other's comes
+    modules[1].last = torch.ones(())  # a change after sending, and before the other rank's change arrives
     for state in states:
         state.receive()
-        state.receive()  # there is nothing else
+        state.receive()  # nothing is left to receive
     assert float(modules[1].losses[0]) == 1.0 and modules[0].table[0] == 2.0
     for state in states:
         state.send()
     assert float(modules[0].last) == 0.0
     for state in states:
-        state.send()  # receives first
+        state.send()  # it receives first
     assert float(modules[0].last) == 1.0
     for state in states:
         state.receive()

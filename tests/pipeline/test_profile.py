@@ -1,4 +1,4 @@
-"""Profiles: FLOPs and bytes by hand, fake and real alike, a 39 B model without its weights, measured seconds."""
+"""Profiles: FLOPs and bytes computed by hand, equal for fake and real runs, a 39 B model without its weights, measured seconds."""
 
 import copy
 import itertools
@@ -30,7 +30,7 @@ def tokens(samples: int, length: int) -> dict[str, torch.Tensor]:
 
 
 class Stack(LightningModule):
-    """Linear layers between two others; looks at a value if asked to."""
+    """Linear layers between two others; with ``look``, the step reads a value."""
 
     def __init__(self, *, look: bool = False, frozen: int = 0) -> None:
         super().__init__()
@@ -59,13 +59,13 @@ def test_linear_layers_by_hand() -> None:
     assert (cost.unit, cost.microbatch_samples, cost.num_layers) == ("flops", 5, 4)
     assert cost.before.forward == 2 * 5 * 3 * 8 and cost.after.forward == 2 * 5 * 8 * 2
     assert [layer.forward for layer in cost.layers] == [2 * 5 * 8 * 8] * 4
-    assert [layer.backward for layer in cost.layers] == [4 * 5 * 8 * 8] * 4  # for the weight, and for the input
+    assert [layer.backward for layer in cost.layers] == [4 * 5 * 8 * 8] * 4  # for the weight and for the input
     assert cost.before.backward == 2 * 5 * 3 * 8  # its input needs no gradient
     assert cost.after.backward == 4 * 5 * 8 * 2
     assert [layer.activation_bytes for layer in cost.layers] == [4 * 5 * 8] * 4
     assert [layer.parameter_bytes for layer in cost.layers] == [4 * 64] * 4
     assert (cost.before.parameter_bytes, cost.after.parameter_bytes) == (4 * 24, 4 * 16)
-    # a layer holds its input, which is the memory that the relu before it keeps as its own output
+    # a layer holds its input, which shares memory with the saved output of the relu before it
     assert [layer.held_bytes for layer in cost.layers] == [4 * 5 * 8] * 4
     assert cost.before.held_bytes == 4 * 5 * 3
 
@@ -74,7 +74,7 @@ def test_products_and_what_other_operators_move_by_hand() -> None:
     layer = profile_step(Stack(), (torch.randn(5, 3), 0)).layers[1]
     assert (layer.forward_products, layer.backward_products) == (1, 2)
     values = 5 * 8 * 4  # bytes of an activation
-    # a layer's output goes through relu before the next layer: read and written; backward reads gradient and output, and writes
+    # a layer's output goes through relu before the next layer, which reads and writes; its backward reads gradient and output, and writes
     assert (layer.forward_moved_bytes, layer.backward_moved_bytes) == (2 * values, 3 * values)
     assert layer.recomputed == 0
 
@@ -95,7 +95,7 @@ def test_a_module_that_recomputes_its_layers_has_that_told_apart() -> None:
         for checkpointing in (False, True)
     )
     assert plain.recomputed == 0 and again.recomputed > 0
-    # the last product of a layer is not needed again
+    # the last product of a layer need not be repeated
     assert [layer.recomputed for layer in again.layers] == [
         pytest.approx(layer.forward, rel=0.4) for layer in plain.layers
     ]
@@ -120,7 +120,7 @@ def test_gpt_by_formula_and_its_structure() -> None:
 
 
 def test_fake_and_real_runs_count_the_same() -> None:
-    # reading a value makes the fake run impossible; the fallback runs for real
+    # reading a value makes the fake run impossible; the profile then runs on real tensors
     x = torch.randn(5, 3)
     torch.manual_seed(0)
     real = profile_step(Stack(look=True), (x, 0))
@@ -153,7 +153,7 @@ def test_39_billion_parameters_without_memory_in_under_10_seconds() -> None:
     taken = time.process_time() - start
     assert taken < 10.0, taken
     assert cost.parameter_bytes == pytest.approx(4 * 39.5e9, rel=0.01)
-    # SC21's formula: 96 B s L h^2 (1 + s/6h + V/16Lh) with recomputation; without it three quarters, and the head
+    # formula of the SC21 paper: 96 B s L h^2 (1 + s/6h + V/16Lh) with recomputation; without it three quarters, and the head
     # is never recomputed: 72 B s L h^2 (1 + s/6h) + 6 B s h V, plus the scores that fused attention computes again
     b, s, layers, h, v = 4, 2048, 48, 8192, 51200
     expected = 72 * b * s * layers * h * h * (1 + s / (6 * h)) + 6 * b * s * h * v + 2 * b * s * s * h * layers
@@ -163,7 +163,7 @@ def test_39_billion_parameters_without_memory_in_under_10_seconds() -> None:
 
 
 class Ticking(TorchDispatchMode):  # type: ignore[misc]
-    """A clock that goes on by a second with each operator: how busy the machine is does not change it."""
+    """A clock that advances by one second with each operator, however busy the machine is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_measured_seconds_are_those_of_the_parts(monkeypatch: pytest.MonkeyPatch
         loss.backward()
         ended = clock.count
     assert cost.unit == "seconds" and cost.forward == computed - began
-    assert cost.backward == pytest.approx(ended - computed, rel=0.02)  # and what layers' outputs are detached by
+    assert cost.backward == pytest.approx(ended - computed, rel=0.02)  # plus the operators that detach layers' outputs
     assert len({(layer.forward, layer.backward) for layer in cost.layers[1:-1]}) == 1, "layers that are alike"
     assert all(layer.forward > 0 and layer.backward > 0 for layer in cost.layers)
     assert cost.layers[0].held_bytes == profile_step(model, (batch, 0)).layers[0].held_bytes
@@ -215,12 +215,13 @@ def test_microbatches_of_two_sizes_are_timed_in_turn() -> None:
 
 
 def test_layers_are_timed_in_the_memory_of_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and gradients of five layers take the place of as many as a rank of two stages holds; the module keeps its own."""
+    """With two pipeline ranks, five layers share the memory of weights and gradients of three, as many as a rank holds; the
+    module keeps its own."""
     model = GPT(vocab_size=50, hidden_size=16, num_layers=5, num_heads=2, sequence_length=8)
     before = copy.deepcopy(model.state_dict())
     shadow = with_own_gradients(shadow_copy(model))
     share_layer_memory(shadow, "layers", 3)
-    for _ in range(2):  # the second adds to what the first left
+    for _ in range(2):  # the second run adds to what the first left
         shadow.compute_loss(tokens(2, 8)).backward()
     weights = [layer.mlp[0].weight for layer in shadow.layers]
     assert [weights[i].data_ptr() == weights[j].data_ptr() for i, j in ((0, 3), (1, 4), (0, 1))] == [True, True, False]
@@ -247,7 +248,7 @@ def test_layers_that_are_unlike_frozen_or_tied_keep_their_memory_when_timed() ->
     tied, unlike, reused = Stack(), Stack(), Stack()
     tied.layers[1].weight = tied.layers[3].weight
     unlike.layers[2].weight = nn.Parameter(torch.randn(8, 4).T)  # another stride
-    reused.leave_too = reused.layers[2]  # one module at two places
+    reused.leave_too = reused.layers[2]  # one module under two names
     assert moved(Stack()) == [False, True, True, True]
     assert moved(tied) == [False, False, True, False]
     assert moved(Stack(frozen=1)) == [False] * 4, "all that train are unlike the first, which is frozen"
@@ -264,8 +265,8 @@ def test_the_quicker_half_counts_whatever_a_repeat_lasts() -> None:
 
 
 def test_pauses_count_for_the_step_and_do_not_make_layers_unlike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that stops wherever the wall clock is looked at, while a thread works for a millisecond between two looks at its
-    own: what is kept of a repeat is the wall clock's, and how layers share in it the thread's."""
+    """The host pauses whenever the wall clock is read, and the thread clock advances by a millisecond between two reads: a
+    repeat's total must come from the wall clock, and the layers' shares in it from the thread clock."""
     model = GPT(vocab_size=256, hidden_size=64, num_layers=4, num_heads=4, sequence_length=64)
     threads = torch.get_num_threads()
 
@@ -289,7 +290,7 @@ def test_pauses_count_for_the_step_and_do_not_make_layers_unlike(monkeypatch: py
 
 
 class Recomputes(Stack):
-    """Runs each layer, called as a whole, under activation checkpointing."""
+    """Runs each layer as a whole under activation checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,7 +312,7 @@ def test_layers_that_are_run_again_in_the_backward_count_there(mode: Literal["fa
     if mode == "fake":
         product = 2 * 5 * 8 * 8
         assert [layer.forward for layer in cost.layers] == [2 * product] * 4
-        # for each product one for the weight and one for the input; the last of a layer is not needed again
+        # each product has one for the weight and one for the input; the last product of a layer need not be repeated
         assert [layer.backward for layer in cost.layers] == [4 * product + product] * 4
         assert [layer.recomputed for layer in cost.layers] == [product] * 4
 
@@ -324,7 +325,7 @@ def test_what_cannot_be_profiled_is_named() -> None:
 
 
 class Counting(Stack):
-    """Keeps a metric, whose state is a tensor beside parameters and buffers, and reads a value of its batch."""
+    """Keeps a metric, whose state is a tensor besides parameters and buffers, and reads a value of its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +352,7 @@ def test_operators_may_be_charged_a_time_of_their_own() -> None:
     charged = profile_step(Stack(), (torch.randn(5, 3), 0), operator_s=1e-3)
     assert all(layer.fixed_forward_s == 0 for layer in plain.layers)
     seconds = [layer.fixed_forward_s for layer in charged.layers]
-    # a product, and the relu after it, which is no layer's own; views cost nothing
+    # a product, and the relu after it, which belongs to no layer; views cost nothing
     assert seconds == pytest.approx([2e-3, 2e-3, 2e-3, 1e-3])
     assert [layer.fixed_backward_s for layer in charged.layers] == pytest.approx([2 * s for s in seconds])
     assert [layer.forward for layer in charged.layers] == [layer.forward for layer in plain.layers]

@@ -1,4 +1,4 @@
-"""Logged values over microbatches: one call a batch, with the value that the whole batch would have."""
+"""Logged values over microbatches: one call a batch, with the value that the whole batch would give."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The runner performs the schedule: every action, in its order, and nothing beside."""
+"""The runner performs the schedule: every action, in its order, and no other."""
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -34,7 +34,7 @@ class Net(LightningModule):
 
 
 class Recorder(StepObserver):
-    """The actions that a rank performed, with what it asked of its exchange before each."""
+    """Records the actions that a rank performed, and the calls to its exchange before each."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -46,7 +46,7 @@ class Recorder(StepObserver):
 
 
 class Arriving:
-    """Parameters that arrive when they are waited for: NaN until then."""
+    """Parameters that are NaN until ``wait`` is called."""
 
     def __init__(self, parameters: Sequence[Tensor], recorder: Recorder, stage: int) -> None:
         self._values = [parameter.detach().clone() for parameter in parameters]
@@ -64,7 +64,7 @@ class Arriving:
 
 
 class Exchange(LocalExchange):
-    """Writes down what it is asked for; brings parameters late."""
+    """Records its calls, and delivers parameters late."""
 
     def __init__(self, driver: StepDriver, recorder: Recorder) -> None:
         super().__init__(driver.module)
@@ -87,7 +87,7 @@ class Exchange(LocalExchange):
 
 @contextmanager
 def pipeline_of(schedule: str, size: int, chunks: int):
-    """The ranks of a pipeline over :class:`Net`, in this process."""
+    """Yield the ranks of a pipeline over :class:`Net` in this process, the module, and a batch."""
     torch.manual_seed(0)
     module, splitter, batch = Net(), BatchSplitter(), torch.randn(6, 4)
     with first_step.attached(module):
@@ -101,7 +101,7 @@ def pipeline_of(schedule: str, size: int, chunks: int):
 
 
 def run(drivers: Sequence[StepDriver], batch: Tensor, *, trains: bool) -> list[Recorder]:
-    """One step on all ranks in turn."""
+    """Run one step on all ranks in turn."""
 
     def scales(weights: Sequence[float]) -> Callable[[], list[float]]:
         return lambda: [weight / sum(weights) for weight in weights]
@@ -167,7 +167,7 @@ def test_the_exchange_is_asked_where_the_schedule_says_so(name: str, chunks: int
                 assert calls[calls.index(f"{asked} {stage}") + 1] == f"{action}{stage}"
                 assert calls.count(f"{asked} {stage}") == 1
             computed = [c for c in calls if c[0] in "FBW" and c.split(".")[0][1:] == str(stage)]
-            # parameters have come before the first computation, and the exchange knew of the last backward before it ran
+            # parameters are there before the first computation, and the exchange is told of the last backward before it runs
             assert calls.index(f"fetch {stage}") < calls.index(f"arrived {stage}") < calls.index(computed[0])
             assert calls.index(computed[-2]) < calls.index(f"last backward {stage}") < calls.index(computed[-1])
             assert calls.index(computed[-1]) < calls.index(f"reduce {stage}") < calls.index(f"release {stage}")
@@ -178,7 +178,7 @@ def test_the_exchange_is_asked_where_the_schedule_says_so(name: str, chunks: int
     [("1f1b", 2, 1), ("zero_bubble_v", 2, 2), ("breadth_first", 2, 2), ("breadth_first", 1, 4)],
 )
 def test_parameters_that_arrive_late_change_nothing(name: str, size: int, chunks: int) -> None:
-    """A computation that did not wait for its fetch would meet NaN."""
+    """A computation that did not wait for its fetch would get NaN."""
     with pipeline_of(name, size, chunks) as (pipeline, module, batch):
         run(pipeline.drivers, batch, trains=True)
         found = pipeline.gradients()
@@ -207,7 +207,7 @@ def test_an_action_that_the_runner_does_not_know_ends_the_run() -> None:
 
 
 def test_every_kind_of_action_stands_in_some_schedule() -> None:
-    """So that the tests above have shown each of them performed."""
+    """So that the tests above have seen each kind performed."""
     seen = {
         action.op
         for name, size, chunks, trains in CASES

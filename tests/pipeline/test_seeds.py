@@ -1,4 +1,4 @@
-"""Random numbers by place, and generators left as found."""
+"""Seeds that depend on every part of a place in the run, and random generators left as they were found."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Copies of a module: what they share with it, and what is their own."""
+"""Shadow copies of a module: what they share with it, and what is their own."""
 
 from collections import OrderedDict
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_holmes.pipeline.shadow import shadow_copy
 
 
 class Named(OrderedDict[str, Any]):
-    """A container of the user's own."""
+    """A container class of the user's own."""
 
 
 class Net(LightningModule):

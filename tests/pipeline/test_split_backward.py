@@ -1,4 +1,4 @@
-"""Split backwards: the same gradients as a whole one, whatever the graph looks like; and what is refused."""
+"""Split backwards: the same gradients as a whole backward, whatever the graph looks like; and what is refused."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def used_twice(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
 
 
 def conditioned(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
-    """A value of the stage's own that several places read, as a time embedding is; each place has a matrix, too."""
+    """A value that the stage computes itself and several places read, as a time embedding; each place also has a matrix."""
     condition = torch.tanh(p["scale"] @ p["c"])
     hidden = x[0] * (1 + condition @ p["a"])
     return [torch.tanh(hidden * (condition @ p["b"])) @ p["b"]]
@@ -48,7 +48,7 @@ def two_inputs_one_unused(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[T
 
 
 def hooked(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
-    """A hook of the user on what a matrix gives changes the gradient for all that lies after it, once."""
+    """User hooks on the outputs of matrix products change the gradient, once each, for everything before them in the forward."""
     hidden = x[0] @ p["a"]
     hidden.register_hook(lambda gradient: -3.0 * gradient)
     first, second = (torch.tanh(hidden) @ p["b"]).chunk(2, dim=-1)
@@ -57,7 +57,7 @@ def hooked(p: dict[str, nn.Parameter], x: list[Tensor]) -> list[Tensor]:
 
 
 class Overwriting(torch.autograd.Function):
-    """Its backward may run but once: it computes into what was saved, as fused kernels do."""
+    """Its backward can run only once: it overwrites the saved tensors, as fused kernels do."""
 
     @staticmethod
     def forward(ctx, value: Tensor, matrix: Tensor) -> Tensor:
@@ -133,7 +133,8 @@ def test_gradients_are_those_of_a_whole_backward(graph: Graph) -> None:
 
 
 class Stack(pl.LightningModule):
-    """Matrices in a row. ``checkpointing``: of each layer, reentrant or not; ``frozen``: the first so many layers."""
+    """Linear layers in a row. ``reentrant``: activation checkpointing of each layer, of this kind (None: no checkpointing);
+    ``frozen``: the number of frozen layers at the start."""
 
     def __init__(self, *, reentrant: bool | None = None, frozen: int = 0) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ def test_the_meter_gives_the_same_gradients_and_the_seconds_of_both_ways() -> No
 
 
 class FailsFirst(torch.autograd.Function):
-    """The identity, whose backward fails the first time, as that of a compiled function does that is to be kept."""
+    """The identity, whose backward fails the first time, like the backward of a compiled function with retain_graph."""
 
     armed = False
 

@@ -1,4 +1,4 @@
-"""A stage's gates, seen from outside of steps: what user code in hooks may do with the module while it trains."""
+"""A stage's gates outside of steps: what user code in hooks may do with the module during training."""
 
 import copy
 from typing import Any
@@ -33,7 +33,7 @@ class Net(LightningModule):
 
 
 def installed(module: LightningModule, num_stages: int) -> PipelineModule:
-    """The first stage of the module's pipeline."""
+    """Install and return the first stage of the module's pipeline."""
     splitter = BatchSplitter()
     with first_step.attached(module):
         structure = simulated_pipeline._structure({"training_step": module}, torch.randn(4, 4), "auto", splitter)
@@ -44,7 +44,7 @@ def installed(module: LightningModule, num_stages: int) -> PipelineModule:
 
 
 def test_a_deep_copy_made_while_training_has_weights_of_its_own() -> None:
-    """As of a teacher, or of an average that is evaluated: what is learnt later does not change it."""
+    """For example a teacher, or an average that is evaluated: later training does not change the copy."""
     module, x = Net(patched=False), torch.randn(2, 4)
     expected = module(x)
     pipeline = installed(module, 1)

@@ -1,4 +1,4 @@
-"""What belongs to a step: all until the next batch begins, or, where something else follows, until its batch is done."""
+"""What belongs to a step: everything until the next batch begins or, if something else follows, until its batch ends."""
 
 import torch
 
@@ -11,7 +11,7 @@ def test_what_comes_between_a_batch_and_validation_is_no_part_of_the_step() -> N
         clock.begin_step(number)
         clock.add("forward", clock.mark(), 0, 0)
         clock.end_batch()
-        with clock.noting("wait"):  # for the other ranks, before the next batch or before validation
+        with clock.noting("wait"):  # wait for the other ranks, before the next batch or before validation
             pass
     clock.interrupt()
     followed, last = clock.steps()[0], clock.steps()[1]

@@ -1,4 +1,4 @@
-"""One batch through the driver: split, weighted, seeded, compared between stages, and its results on every rank."""
+"""One batch through the driver: split, weighted, seeded, compared between stages, with its results on every rank."""
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -42,7 +42,7 @@ def ranks_of(module: LightningModule, size: int, batch: Any, schedule: str = "1f
 
 
 def run(drivers: Sequence[Any], batches: Sequence[Any], num_microbatches: int, **changes: Any) -> list[StepResult]:
-    """A training step on all ranks in turn; the weights that the last stage saw are left on its driver."""
+    """Run a training step on all ranks in turn; the last driver keeps the weights that it saw in ``seen_weights``."""
 
     def scales(weights: Sequence[float]) -> Callable[[], list[float]]:
         drivers[-1].seen_weights = list(weights)

@@ -1,4 +1,4 @@
-"""Tensors built later: what a constructor did to memory that was not there, repeated for some of them."""
+"""Tensors built later: the constructor's operations on tensors without memory are repeated for some of them."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_a_parameter_is_the_same_whichever_others_are_built() -> None:
 
 def test_what_the_constructor_did_is_done() -> None:
     whole = built(None)
-    torch.manual_seed(3)  # what few numbers scatter by is not alike in one of forty draws
+    torch.manual_seed(3)  # with one of forty seeds these few numbers scatter too differently
     real = Parts()
     assert torch.equal(whole["copied.weight"], whole["first.weight"])
     assert torch.equal(whole["angles"], real.angles)

@@ -1,4 +1,5 @@
-"""What one traced microbatch teaches: who reads which parameter, what must travel, where a split loses a value."""
+"""What the trace of one microbatch shows: which layers read which parameter, which values cross split points, and where a
+split loses a value."""
 
 from typing import Any
 
@@ -14,11 +15,11 @@ from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition
 
-AFTER = 3  # of three layers
+AFTER = 3  # the place after the last of three layers
 
 
 class Net(LightningModule):
-    """A stem, three layers, a head; what is special about one is its ``path``."""
+    """A stem, three layers, a head; subclasses override ``path``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ def test_parameters_are_read_where_they_are_read() -> None:
     found = traced(Net())
     assert found.layers == "layers" and found.layer_names == ("layers.0", "layers.1", "layers.2")
     assert found.readers == {
-        "stem.weight": {0},  # with layer 0, whose input it makes
+        "stem.weight": {0},  # together with layer 0, whose input it makes
         "stem.bias": {0},
         **{f"layers.{i}.{kind}": {i} for i in range(3) for kind in ("weight", "bias")},
         "head.weight": {AFTER},
@@ -99,7 +100,7 @@ def test_a_skip_past_a_layer_forbids_the_split_points_that_it_crosses() -> None:
 
     found = traced(Skip())
     assert [(b.first_split_point, b.last_split_point) for b in found.bypasses] == [(1, 2)]
-    found.check_partition(Partition((1, 2)))  # what crosses there is the hidden state itself
+    found.check_partition(Partition((1, 2)))  # only the hidden state crosses this split point
     with pytest.raises(
         UnsupportedModuleError, match=r"splitting layers after layer 1 would lose .*after the layers \[0\]"
     ):

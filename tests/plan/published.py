@@ -1,30 +1,32 @@
-"""Published measurements, and what the cost model makes of them.
+"""Published measurements, and the cost model's predictions of them.
 
-It owns the tables (TFLOPS per A100, hardware FLOPs with recomputation) with their sources, and the fit of one
-constant: the share of peak that matrix products reach. It is fitted on the homogeneous InfiniBand rows of Holmes alone; all
-other rows are predicted.
+This module owns the tables (TFLOPS per A100, hardware FLOPs with recomputation) with their sources, and the fit of
+one constant: the share of peak that matrix products reach. Only the homogeneous InfiniBand rows of Holmes are used
+for the fit; all other rows are predicted.
 
     fit = fit_efficiencies()
     for row in predict_published(fit): print(row.row.name, row.predicted_tflops, row.error)
     for row in ZERO3_ROWS: print(row.name, predict_row(row, fit).error, predict_row(through_one_card(row), fit).error)
 
-What physics says, and no row was asked: 1F1B of both systems waits for every transfer between stages where it stands; before
-FlashAttention (2022) the scores of attention went through memory, _SCORE_FORWARD_BYTES and _SCORE_BACKWARD_BYTES for each, at
-the rate of the data sheet.
+Set by physics, not by the rows: 1F1B of both systems waits for every transfer between stages at the place of the
+transfer; before FlashAttention (2022) the scores of attention went through memory, _SCORE_FORWARD_BYTES and
+_SCORE_BACKWARD_BYTES for each, at the rate of the data sheet.
 
-What the authors' own scripts say: both train with --fp16 and leave --accumulate-allreduce-grads-in-fp32 out, so that gradients are added
-and reduced in half precision, after the backward (github.com/CodexDive/Holmes, d8d2ac5, examples/pretrain_gpt_2_nodes.sh; Megatron-LM of April
-2021, 50a4b5f, examples/pretrain_gpt3_175B.sh and megatron/arguments.py). The script for Holmes' model of 3.6 B has a global batch of
-512, microbatches of 4 and FlashAttention.
+Taken from the authors' scripts: both train with --fp16 and without --accumulate-allreduce-grads-in-fp32, so that
+gradients are added and reduced in half precision, after the backward (github.com/CodexDive/Holmes, d8d2ac5,
+examples/pretrain_gpt_2_nodes.sh; Megatron-LM of April 2021, 50a4b5f, examples/pretrain_gpt3_175B.sh and
+megatron/arguments.py). The script for Holmes' model of 3.6 B has a global batch of 512, microbatches of 4 and
+FlashAttention.
 
-What is assumed and not in the sources: that the tables' rows ran with that batch (the docs say what others
-give); one 200 Gbit/s InfiniBand or RoCE card and one 25 Gbit/s Ethernet card a host in Holmes (recalled), eight 200 Gbit/s InfiniBand
-cards a host in Megatron-LM, whose microbatches are 1 beyond 8 B and 4 up to there, and whose pipelines are not interleaved; full recomputation.
-docs/planning.md prints every error and says what this cannot explain.
+Assumed, since the sources do not say it: the tables' rows ran with that batch (the docs give the results of others);
+one 200 Gbit/s InfiniBand or RoCE card and one 25 Gbit/s Ethernet card per host in Holmes (recalled); eight 200 Gbit/s
+InfiniBand cards per host in Megatron-LM, with microbatches of 1 beyond 8 B and of 4 up to there, and pipelines that
+are not interleaved; full recomputation. docs/planning.md prints every error and says what this model cannot explain.
 
-ZERO3_ROWS are what SC21's table 2 gives for ZeRO-3 without model parallelism (DeepSpeed of 2021): a layer is gathered for its forward and
-again for its backward, gradients are reduced in half precision beside it, and each GPU has one microbatch. As this package's layered order with
-one microbatch. through_one_card is the same as if a host's eight GPUs sent through one of its cards.
+ZERO3_ROWS are the rows of SC21's table 2 for ZeRO-3 without model parallelism (DeepSpeed of 2021): a layer is
+gathered for its forward and again for its backward, gradients are reduced in half precision at the same time, and
+each GPU has one microbatch. This is predicted as this package's layered order with one microbatch. through_one_card
+returns the same row with a host's eight GPUs sending through one of its cards.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ _BATCH = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedRow:
-    """One measurement. tflops: hardware TFLOPS per GPU; bandwidth_bytes_per_s: of a host's cards together;
-    scores_in_memory: attention is not fused; fitted: the fit may use it."""
+    """One measurement. tflops: hardware TFLOPS per GPU; bandwidth_bytes_per_s: of all cards of a host together;
+    scores_in_memory: attention is not fused; fitted: the row may be used for the fit."""
 
     name: str
     hidden: int
@@ -87,20 +89,20 @@ class PublishedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRow:
-    """A measurement and its prediction. error: predicted over measured, less one."""
+    """A measurement and its prediction. error: predicted over measured, minus one."""
 
     row: PublishedRow
     predicted_tflops: float
 
     @property
     def error(self) -> float:
-        """Relative, positive if too fast."""
+        """The relative error, positive if the prediction is too fast."""
         return self.predicted_tflops / self.row.tflops - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiencies:
-    """The constant: the share of the data sheet's peak that matrix products reach."""
+    """The fitted constant: the share of the data sheet's peak that matrix products reach."""
 
     compute: float
 
@@ -177,7 +179,7 @@ ZERO3_ROWS: tuple[PublishedRow, ...] = (
 
 
 def through_one_card(row: PublishedRow) -> PublishedRow:
-    """The row as if its hosts had one of their eight cards."""
+    """Return the row with only one of each host's eight cards."""
     return replace(row, bandwidth_bytes_per_s=row.bandwidth_bytes_per_s / 8)
 
 
@@ -197,7 +199,8 @@ PUBLISHED_ROWS: tuple[PublishedRow, ...] = (
 
 
 def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int = 2048) -> ModelCost:
-    """A GPT in half precision, one sample a microbatch, by the usual formulas (SC21, section 5.1)."""
+    """Return the cost of a GPT in half precision, with one sample per microbatch, by the usual formulas (SC21,
+    section 5.1)."""
     forward = 24.0 * sequence * hidden**2 + 4.0 * sequence**2 * hidden
     crossing = 2.0 * sequence * hidden
     layer = LayerCost(
@@ -235,7 +238,7 @@ def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int
 
 
 def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
-    """The cost model's TFLOPS per GPU for a row."""
+    """Return the cost model's TFLOPS per GPU for a row."""
     base = DEVICE_TYPES["A100-80GB"]
     device: DeviceType = replace(base, efficiency=efficiencies.compute)
     cards = (Nic(name="card", kind=row.kind, bandwidth_bytes_per_s=row.bandwidth_bytes_per_s),)
@@ -269,12 +272,13 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
     partition = assign_layers(costs, run, "self_adapting", limit_memory=False)
     step_s = predict(costs, run, partition).step_s
     recomputed = plain.with_recomputation()
-    flops = (recomputed.forward + recomputed.backward) * row.batch  # what the tables count, and no more
+    flops = (recomputed.forward + recomputed.backward) * row.batch  # only the FLOPs that the tables count
     return PredictedRow(row=row, predicted_tflops=flops / step_s / (row.hosts * 8) / 1e12)
 
 
 def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float, float] | None = None) -> CostModel:
-    """Holmes' 3.6 B on so many InfiniBand and as many RoCE hosts, which are alike, or have whole layers done at these FLOP/s."""
+    """Return the costs of Holmes' 3.6 B model on this many InfiniBand and as many RoCE hosts, which are equally fast,
+    or compute whole layers at these FLOP/s."""
     device = replace(DEVICE_TYPES["A100-80GB"], efficiency=efficiencies.compute)
     assert device.moved_bytes_per_s is not None
     kinds: tuple[Literal["infiniband", "roce"], ...] = ("infiniband", "roce")
@@ -312,9 +316,9 @@ def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float,
 
 
 def _with_scores(model: ModelCost, row: PublishedRow, device: DeviceType) -> ModelCost:
-    """The model with the time that attention scores take on their way through memory, as work of the device."""
+    """Return the model with the time for moving attention scores through memory, expressed as work of the device."""
     assert device.moved_bytes_per_s is not None
-    # divided among all ranks of a tensor-parallel group, which the cost model does with work
+    # the cost model divides work among all ranks of a tensor-parallel group, as the scores are
     work = row.heads * float(model.tokens_per_sample or 0) ** 2 / device.moved_bytes_per_s * device.flops_per_s
     layer = model.layers[0]
     slower = replace(
@@ -326,7 +330,8 @@ def _with_scores(model: ModelCost, row: PublishedRow, device: DeviceType) -> Mod
 
 
 def fit_efficiencies(rows: Sequence[PublishedRow] = PUBLISHED_ROWS) -> Efficiencies:
-    """The constant with the least sum of squared relative errors on the rows that may be fitted; between 0.05 and 1."""
+    """Return the constant with the least sum of squared relative errors on the rows that may be fitted; between 0.05
+    and 1."""
     fitted = [row for row in rows if row.fitted]
 
     def loss(compute: float) -> float:
@@ -341,5 +346,5 @@ def fit_efficiencies(rows: Sequence[PublishedRow] = PUBLISHED_ROWS) -> Efficienc
 
 
 def predict_published(efficiencies: Efficiencies) -> tuple[PredictedRow, ...]:
-    """Every row with its prediction; those that were fitted are marked by row.fitted."""
+    """Return every row with its prediction; row.fitted marks those that were fitted."""
     return tuple(predict_row(row, efficiencies) for row in PUBLISHED_ROWS)

@@ -1,15 +1,16 @@
-"""Measurements of Llama 3.1 405B on H100s, and what the cost model makes of them with that device type as it stands.
+"""Measurements of Llama 3.1 405B on H100s, and the cost model's predictions with that device type as it is.
 
-It owns the two rows of 8,192 tokens of table 4 in arXiv 2407.21783 (BF16 TFLOPS per GPU) and their prediction. Nothing is fitted: the H100's
-share of peak is the one that `--device_type H100-80GB` assumes.
+This module owns the two rows of 8,192 tokens of table 4 in arXiv 2407.21783 (BF16 TFLOPS per GPU) and their
+prediction. Nothing is fitted: the H100's share of peak is the one that `--device_type H100-80GB` assumes.
 
     for row in LLAMA_ROWS: print(row.gpus, row.tflops, predict_llama(row))
 
-The paper says: 126 layers of 16,384 channels, 53,248 in the MLP, 128 heads of which 8 for keys and values, 128,256 words; tensor parallelism
-of 8 with sequences shared, a pipeline of 16, interleaved, whose first and last stage have no layer; FSDP of states and gradients, parameters kept
-until the backward; nothing recomputed; gradients reduced in fp32; one card of 400 Gbit/s a GPU, RoCE. Assumed: a layer a stage (16 ranks
-of 8 chunks, which is what 126 layers and two stages without one make), microbatches of one sequence, and that the paper counts attention whole and
-computes the causal half of it.
+The paper says: 126 layers of 16,384 channels, 53,248 in the MLP, 128 heads with 8 for keys and values, 128,256 words;
+tensor parallelism of 8 with sequence parallelism; an interleaved pipeline of 16, whose first and last stage have no
+layer; FSDP of states and gradients, with parameters kept until the backward; no recomputation; gradients reduced in
+fp32; one 400 Gbit/s RoCE card per GPU. Assumed: one layer per stage (16 ranks of 8 chunks, which gives 126 layers and
+two stages without one), microbatches of one sequence, and that the paper counts the whole attention matrix and
+computes its causal half.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LLAMA_ROWS = (LlamaRow(gpus=8192, sequences=32, tflops=430), LlamaRow(gpus=16384
 
 
 def llama_cost() -> ModelCost:
-    """Llama 3.1 405B in half precision, a sequence a microbatch."""
+    """Return the cost of Llama 3.1 405B in half precision, with one sequence per microbatch."""
     weights = 2 * _HIDDEN**2 + 2 * _HIDDEN * _KEYS + 3 * _HIDDEN * _MLP
     forward = _TOKENS * (2.0 * weights + 2.0 * _TOKENS * _HIDDEN)
     moved = _TOKENS * (_MOVED * _HIDDEN + _MOVED_MLP * _MLP)
@@ -83,7 +84,7 @@ def llama_cost() -> ModelCost:
 
 
 def predict_llama(row: LlamaRow) -> float:
-    """The cost model's TFLOPS per GPU, counted as the paper counts."""
+    """Return the cost model's TFLOPS per GPU, counted as in the paper."""
     device = DEVICE_TYPES["H100-80GB"]
     assert device.moved_bytes_per_s is not None
     cards = tuple(Nic(name=f"card{index}", kind="roce", bandwidth_bytes_per_s=400e9 / 8) for index in range(8))
@@ -106,7 +107,7 @@ def predict_llama(row: LlamaRow) -> float:
             overlap_gather=True,
             sequence_parallel=True,
             memory_share=1.0,
-            update_s_per_byte=16 / device.moved_bytes_per_s,  # Adam in fp32: 32 bytes of a parameter of two
+            update_s_per_byte=16 / device.moved_bytes_per_s,  # Adam in fp32: 32 bytes for each parameter of two bytes
         ),
     )
     chunks = (_LAYERS + 2) // _PIPELINE
@@ -119,6 +120,6 @@ def predict_llama(row: LlamaRow) -> float:
     )
     step_s = predict(costs, run, Partition((0, *(1,) * _LAYERS, 0))).step_s
     model = costs.model
-    attention = 3 * 2.0 * _TOKENS**2 * _HIDDEN * _LAYERS  # the half that is masked is counted, and not computed
+    attention = 3 * 2.0 * _TOKENS**2 * _HIDDEN * _LAYERS  # the masked half is counted, but not computed
     flops = (model.forward + model.backward + attention) * row.sequences * data
     return flops / step_s / row.gpus / 1e12

@@ -1,4 +1,4 @@
-"""Seconds of collectives against rings and trees walked step by step."""
+"""Seconds of collectives, compared with rings and trees that are walked step by step."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Routes between hosts, who shares a card, seconds and memory of a run: small cases worked out by hand."""
+"""Routes between hosts, shared cards, seconds and memory of a run: small cases worked out by hand."""
 
 import dataclasses
 
@@ -139,7 +139,8 @@ def test_stages_without_a_layer_by_hand() -> None:
 
 
 def test_mfu_counts_no_forward_that_is_run_again() -> None:
-    """Whether the plan recomputes layers, the module does so itself, or both: once, and in the hardware's FLOPs alone."""
+    """A forward that is run again, by the plan, by the module or by both, counts once for MFU; it counts in the
+    hardware's FLOPs only."""
     own = dataclasses.replace(LAYER, backward=LAYER.forward + LAYER.backward, recomputed=LAYER.forward)
     checkpointed = dataclasses.replace(MODEL, layers=(own,) * 4)
     layout, partition = Layout(pipeline=2, data=4), Partition((2, 2))
@@ -152,7 +153,8 @@ def test_mfu_counts_no_forward_that_is_run_again() -> None:
 
 
 def many_hosts(hosts: int, link: str | None) -> str:
-    """Two clusters of so many hosts of one device, and what is known of the link between them."""
+    """Return two clusters of this many hosts with one device each, with the given description of the link between
+    them."""
     nics = "nics: [{name: ib, kind: infiniband, bandwidth: 25e9}, {name: eth, kind: ethernet, bandwidth: 1.25e9}]"
     lines = [f"  - {{name: {c}, hosts: [{{name: {c}h, count: {hosts}, devices: 1, {nics}}}]}}" for c in "ab"]
     ends = "{ends: [a, b], transport: ethernet, latency: 0, bandwidth: 10 Gbit/s"
@@ -165,7 +167,7 @@ def many_hosts(hosts: int, link: str | None) -> str:
     ids=["stated", "measured by several pairs", "measured by one pair"],
 )
 def test_a_link_between_clusters_is_shared_by_all_hosts(link: str, sharers: int) -> None:
-    """2 x 16 hosts over one link of 10 Gbit/s: the bytes of sixteen replicas go through it, whichever way they are sent."""
+    """2 x 16 hosts over one link of 10 Gbit/s: the bytes of sixteen replicas cross it, whichever collective is used."""
     model = cost_model(many_hosts(16, link))
     across = model.step_costs(shape(Layout(pipeline=2, data=16)), Partition((2, 2)))
     slowest = max(seconds for _, seconds in across.routes[0, 1].hops)
@@ -199,12 +201,12 @@ def test_a_link_that_counts_for_each_pair_is_noted(hosts: int, link: str | None,
     if noted:
         assert "16 hosts" in notes[0]
         assert network.between_hosts(0, hosts).links == (), "each pair has its cards to itself"
-        # what the note says to write is what it needs
+        # the text that the note suggests to write is sufficient
         told = notes[0].partition("links: - ")[2]
         stated = f"links: [{told.partition('}')[0]}}}]"
         stated = Topology.from_yaml_text(text.partition("links: ")[0] + stated)
         shared = Network(stated, local_bytes_per_s=1e11, efficiency=0.9)
-        rate = 0.9 * 1.25e9 if link is None else 1.25e9  # a card's share, or what was measured
+        rate = 0.9 * 1.25e9 if link is None else 1.25e9  # a card's share, or the measured rate
         assert not shared.link_notes() and shared.between_hosts(0, 16).links == (((0, 1), pytest.approx(rate, 0.01)),)
 
 
@@ -229,7 +231,7 @@ def test_what_processors_carry_by_hand() -> None:
         return cost_model(text, devices=(DEVICE, slow), byte_s=1e-9, **training).step_costs(shape(layout), partition)
 
     whole = made()
-    # measured on the slower cluster; the other one takes half of it
+    # measured on the slower cluster; the other one takes half as long
     assert whole.byte_s == (5e-10, 1e-9) and {route.carried for route in whole.routes.values()} == {1.0}
     # an all-reduce of two hosts sends and receives all 5e9 bytes of a rank's gradients
     assert whole.reduce_own_s == pytest.approx((5.0, 10.0)) and not whole.gather_own_s
@@ -238,7 +240,7 @@ def test_what_processors_carry_by_hand() -> None:
     assert {route.carried for route in halves.routes.values()} == {0.5}
     assert made(gradient_ratio_across=0.5).reduce_own_s == whole.reduce_own_s, "replicas of a stage lie in one cluster"
     assert cost_model(text, devices=(DEVICE, slow)).step_costs(shape(layout), partition).byte_s == ()
-    with_own = made(own_s=8.0).update_s  # likewise what a rank does around its microbatches
+    with_own = made(own_s=8.0).update_s  # the same holds for a rank's own time around its microbatches
     assert [own - none for own, none in zip(with_own, whole.update_s, strict=True)] == pytest.approx([4.0, 8.0])
 
 
@@ -260,7 +262,7 @@ def test_memory_by_hand_and_as_simulated() -> None:
 def test_recomputation_trades_memory_for_time() -> None:
     model, run = cost_model(), shape(Layout(pipeline=2, data=4), recomputation=True)
     costs = model.step_costs(run, Partition((3, 1)))
-    assert costs.backward_s == (9.0, 5.0)  # the head is not run again
+    assert costs.backward_s == (9.0, 5.0)  # the head is not recomputed
     assert costs.held_bytes == pytest.approx((3e7, 1e7 + 5e8))
     assert costs.transient_bytes == pytest.approx((1e8, 1e8))
 
@@ -311,7 +313,7 @@ def test_products_and_moved_bytes_by_hand() -> None:
 
 
 def test_a_step_of_one_microbatch_is_all_of_its_parts() -> None:
-    """Nothing is shared out among microbatches: the optimizer's step alone is a third of what is computed here."""
+    """No part is divided among microbatches: the optimizer's step alone takes a third of the computation time here."""
     layer = dataclasses.replace(LAYER, forward_moved_bytes=1e10, backward_moved_bytes=2e10, fixed_forward_s=0.01)
     device = dataclasses.replace(DEVICE, moved_bytes_per_s=1e11)
     topology = Topology.single_cluster(1, 1)
@@ -380,7 +382,8 @@ def test_gradients_of_tied_embeddings_are_sent_between_the_ends_where_they_are_t
 
 
 def test_bytes_are_those_of_a_card() -> None:
-    """The same, with two InfiniBand cards, three RoCE cards of which one is faster, and two of Ethernet, of which one is used."""
+    """As in the test above, with two InfiniBand cards, three RoCE cards of which one is faster, and two Ethernet
+    cards of which one is used."""
     text = TWO.replace(
         "{name: ib, kind: infiniband, bandwidth: 8e9}",
         ", ".join(f"{{name: ib{i}, kind: infiniband, bandwidth: 4e9}}" for i in range(2)),

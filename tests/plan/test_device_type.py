@@ -1,4 +1,4 @@
-"""Known device types, those given by hand, and what is refused."""
+"""Known device types, types described by hand, and refusals."""
 
 import pytest
 

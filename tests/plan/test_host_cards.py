@@ -1,4 +1,5 @@
-"""Which cards hosts use together: the same for planner and run, whatever cards they have and in whatever order they come."""
+"""The cards that hosts use together: the same for planner and run, whatever cards they have and in whatever order
+they come."""
 
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ MAIN = Nic(name="main", kind="ethernet", bandwidth_bytes_per_s=1e8)
 
 
 def of_hosts(*clusters: Sequence[Sequence[Nic]], links: tuple[Link, ...] = ()) -> Topology:
-    """Clusters c0, c1 ... of hosts of one device with these cards."""
+    """Return clusters c0, c1 ... of hosts with one device and these cards."""
     made = [
         Cluster(
             name=f"c{c}", hosts=tuple(Host(name=f"c{c}h{h}", devices=1, nics=tuple(n)) for h, n in enumerate(hosts))
@@ -65,7 +66,7 @@ def test_planner_and_run_agree(data: st.DataObject, clusters: list[list[tuple[Ni
 
 
 def rate_of(choice: TransportChoice, rank: int, sockets: bool) -> float:
-    """What a rank's cards state, as the group uses them."""
+    """Return the stated rate of a rank's cards that the group uses."""
     nic = choice.nic_of(rank)
     assert nic is not None
     used = choice.rails[rank] if choice.is_rdma and not sockets else (nic,)
@@ -73,7 +74,8 @@ def rate_of(choice: TransportChoice, rank: int, sockets: bool) -> float:
 
 
 def assert_one_network(choice: TransportChoice, topology: Topology) -> None:
-    """The cards are up, of one kind, and if that is RDMA they name one fabric, or all none and are in one cluster."""
+    """The cards are up and of one kind; RDMA cards name the same fabric, or none of them names one and they are in
+    one cluster."""
     assert all(nic.up and nic.kind == choice.kind for nic in choice.nics.values())
     if choice.is_rdma:
         places = topology.places()
@@ -119,7 +121,7 @@ def test_a_link_counts_for_groups_of_its_transport() -> None:
     assert across.group([0, 1]).bytes_per_s == 1e9
     assert (across.group([0, 2]).transport, across.group([0, 2]).bytes_per_s) == ("roce", 5e8)
     assert across.group([0, 1, 2]).links == (((0, 1), 5e8),) and not across.link_notes()
-    # no fabric reaches across: groups use Ethernet, of which a link by RoCE says nothing
+    # no fabric connects them: groups use Ethernet, and the rate of a RoCE link says nothing about it
     network = Network(of_hosts(apart * 2, apart, links=(link,)), local_bytes_per_s=1e11)
     assert (network.group([0, 2]).transport, network.group([0, 2]).bytes_per_s) == ("ethernet", 1e8)
     (note,) = network.link_notes()

@@ -1,4 +1,4 @@
-"""Costs of layers: what scales with samples, what recomputation changes, and numbers that are refused."""
+"""Costs of layers: which parts scale with samples, the effect of recomputation, and numbers that are refused."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Measured timelines by hand: what fills a row, what was exposed, and clocks that are apart."""
+"""Measured timelines worked out by hand: the spans of a row, exposed communication, and clocks with an offset."""
 
 import dataclasses
 import itertools
@@ -47,7 +47,8 @@ def test_rows_are_filled_and_what_was_exposed_is_told_from_the_bubble() -> None:
         assert all(one.end_s <= other.start_s + 1e-9 for one, other in itertools.pairwise(spans))
     transfers = [span for row in timeline.spans for span in row if span.kind == "transfer"]
     assert [(span.start_s, span.end_s) for span in transfers] == [(1.0, 2.0), (5.0, 6.0)]
-    assert timeline.exposed_s["pipeline"] == pytest.approx(2.0)  # a second each way; the rest of the waits is bubble
+    # a second each way; the rest of the waiting time is bubble
+    assert timeline.exposed_s["pipeline"] == pytest.approx(2.0)
     assert timeline.exposed_s["data_parallel"] == pytest.approx(1.0)
     assert Timeline.from_data(timeline.to_data()) == timeline
     seconds = seconds_by_kind(FIRST)

@@ -1,4 +1,4 @@
-"""What a rank holds, by hand; in whole runs it is held against the simulation in test_cost_model.py."""
+"""The memory of a rank, by hand; test_cost_model.py compares it with the simulation for whole runs."""
 
 import pytest
 
@@ -47,7 +47,8 @@ def test_parameters_in_shards_by_hand() -> None:
 
 
 def test_what_both_ends_share_is_held_once_and_two_stages_are_whole() -> None:
-    """One rank, two stages in shards of four; a tied table of 40 bytes, layers of 4: parameters, gradients, two states."""
+    """One rank, two stages sharded over four replicas; a tied table of 40 bytes, layers of 4: parameters, gradients,
+    two states."""
     layer, end = (LayerCost(forward=1.0, backward=2.0, parameter_bytes=size) for size in (4.0, 40.0))
     hosts = tuple(
         Host(name=f"h{i}", devices=1, nics=(Nic(name="e", kind="ethernet", bandwidth_bytes_per_s=1e9),))

@@ -1,4 +1,4 @@
-"""Optimizer nodes in predictions: what workers and nodes hold and move, worked out by hand."""
+"""Optimizer nodes in predictions: memory and traffic of workers and nodes, worked out by hand."""
 
 import pytest
 from test_cost_model import DEVICE
@@ -57,7 +57,8 @@ def test_a_worker_holds_two_stages_however_deep_the_model_is() -> None:
     for num_layers in (4, 8):
         costs = predicted(num_layers, optimizer_nodes=1).costs
         assert costs.static_bytes == (0.0,) and costs.update_s == (0.0,)
-        # the first stage is the first layer and what runs before it, the last one likewise; values and gradients
+        # the first stage is the first layer and the part before it; the last stage is the last layer and the part
+        # after it; values and gradients
         assert costs.transient_bytes == (2 * 2 * (ENDS + LAYER),)
     kept = predicted(4, optimizer_nodes=1, keep_parameters=True).costs
     assert kept.static_bytes == (2 * ENDS + 4 * LAYER,) and kept.transient_bytes == (2 * (ENDS + LAYER),)
@@ -72,7 +73,7 @@ def test_a_node_has_sixteen_bytes_a_parameter_and_every_workers_gradients(nodes:
     assert load.received_bytes == pytest.approx(2 * parameters / nodes)
     assert load.sent_bytes == pytest.approx(2 * passes * parameters / nodes)
     assert found.nic_bytes == {"ethernet": parameters}, "what a worker sends: its gradients"
-    # two workers share the node's card; two nodes have one for each
+    # two workers share the node's card; with two nodes there is one card for each
     rate = 1e9 * min(1.0, nodes / 2)
     assert found.costs.reduce_s[1] == pytest.approx(LAYER / rate)
     assert found.costs.fetch_s[1] == pytest.approx(LAYER / rate * passes / 2)
@@ -80,7 +81,8 @@ def test_a_node_has_sixteen_bytes_a_parameter_and_every_workers_gradients(nodes:
 
 
 def test_a_worker_sends_a_third_of_what_it_does_with_shards() -> None:
-    """ZeRO-3's 3 P each way, of which half are its own with two workers: docs/optimizer-nodes.md has the ratio."""
+    """ZeRO-3 sends 3 P each way, of which a rank's own half is not sent with two workers; docs/optimizer-nodes.md has
+    the ratio."""
     parameters = 2 * ENDS + 4 * LAYER
     shards = predicted(4, sharded_parameters=True).nic_bytes["ethernet"]
     assert shards == pytest.approx(3 * parameters / 2, rel=0.3), "the last layers stay for their backward"

@@ -1,4 +1,4 @@
-"""Who speaks with optimizer nodes for a cluster, and over which card."""
+"""Which worker communicates with optimizer nodes for its cluster, and over which card."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ TWO_AND_TWO = ["a", "a", "b", "b"]
         ((0, 1, 2, 3), ["a"], True, [(2, 3)]),
         ((0, 1, 2, 3), ["a", "b"], True, [(0, 1), (2, 3)]),
         ((0, 1, 2, 3), ["c"], True, [(0, 1), (2, 3)]),
-        ((0, 1, 2, 3), [None], True, [(0, 1), (2, 3)]),  # it can be in one of them at most
+        ((0, 1, 2, 3), [None], True, [(0, 1), (2, 3)]),  # the node can be in at most one of the clusters
         ((0, 1), ["a"], True, []),
         ((0, 1), [None], True, []),
         ((0, 1), [None], False, [(0, 1)]),
         ((0, 1), ["a"], False, []),
-        ((0, 2), ["c"], False, []),  # one worker each
+        ((0, 2), ["c"], False, []),  # one worker in each cluster
         ((1, 2, 3), ["a"], True, [(2, 3)]),
     ],
 )
@@ -36,8 +36,8 @@ def test_one_speaks_for_a_cluster_that_lies_apart_from_a_node(
     [
         ((0, 1, 2, 3), [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]),
         ((0, 1), [[(0, 1)]]),  # one host
-        ((0, 2, 4), [[(0, 2, 4)]]),  # one worker a host
-        ((0, 1, 2), [[(0, 1, 2)]]),  # unlike numbers
+        ((0, 2, 4), [[(0, 2, 4)]]),  # one worker per host
+        ((0, 1, 2), [[(0, 1, 2)]]),  # different numbers of workers
     ],
 )
 def test_one_speaks_for_a_host_and_one_of_these_for_the_cluster(

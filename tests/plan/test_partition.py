@@ -1,4 +1,4 @@
-"""Partitions: uniform, by hand, and refused."""
+"""Partitions: uniform, given by hand, and refused."""
 
 import pytest
 from hypothesis import given

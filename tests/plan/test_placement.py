@@ -1,4 +1,4 @@
-"""Placements: the pipeline across clusters, the gradients inside them."""
+"""Placements: pipelines cross clusters, gradients stay inside them."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -112,7 +112,7 @@ def card(kind: TransportKind, fabric: str, *, up: bool = True) -> Nic:
 
 
 def test_hosts_of_one_cluster_are_ordered_by_their_cards() -> None:
-    """HOLMES_CLUSTER may put mixed cards in one cluster: no group then uses Ethernet that need not."""
+    """HOLMES_CLUSTER may put different kinds of cards in one cluster: no group uses Ethernet unnecessarily then."""
     kinds: list[TransportKind] = ["roce", "infiniband", "roce", "infiniband"]
     hosts = [Host(name=f"{kind}{i}", devices=1, nics=(card(kind, kind),)) for i, kind in enumerate(kinds)]
     topology = Topology(clusters=(Cluster(name="mine", hosts=tuple(hosts)),))
@@ -130,7 +130,7 @@ def test_a_host_whose_card_is_down_does_not_spoil_the_groups_of_others() -> None
 
 
 def test_a_host_on_several_fabrics_counts_to_that_which_reaches_all_hosts() -> None:
-    """Rails: what is left of a host whose first rail is down still reaches the others by the second."""
+    """Rails: a host whose first rail is down still reaches the others over the second."""
     rails = (card("roce", "rail 0"), card("roce", "rail 1"))
     down = (card("roce", "rail 0", up=False), card("roce", "rail 1"))
     hosts = [Host(name=f"h{i}", devices=2, nics=down if i == 0 else rails) for i in range(4)]
@@ -143,7 +143,7 @@ def test_a_host_on_several_fabrics_counts_to_that_which_reaches_all_hosts() -> N
 
 
 def on_fabrics(hosts: Sequence[tuple[int, Sequence[str]]]) -> Topology:
-    """One cluster of hosts, each with its devices and the fabrics of its cards."""
+    """Return one cluster of hosts, each with its devices and the fabrics of its cards."""
     return Topology(
         clusters=(
             Cluster(
@@ -166,7 +166,8 @@ def test_a_host_on_two_fabrics_goes_where_it_completes_a_stage() -> None:
 
 
 def test_rails_with_a_card_down_on_several_hosts() -> None:
-    """Eight hosts on six rails; six of them have lost one each, another every time: there are two stages all the same."""
+    """Eight hosts on six rails; six of them have lost one rail each, a different one every time: two stages are still
+    possible."""
     rails = "012345"
     topology = on_fabrics([(2, rails.replace(str(i), "")) for i in range(8)])
     placement = make_placement(topology, world_size=16, pipeline_parallel_size=2, tensor_parallel_size=2)
@@ -176,7 +177,8 @@ def test_rails_with_a_card_down_on_several_hosts() -> None:
 
 @st.composite
 def hosts_on_several_fabrics(draw: st.DrawFn) -> tuple[list[tuple[int, str]], int, int]:
-    """Up to eight hosts of one cluster, most on two of up to six fabrics, and the sizes of pipeline and tensor groups."""
+    """Draw up to eight hosts of one cluster, most on two of up to six fabrics, and the sizes of pipeline and tensor
+    groups."""
     tensor = draw(st.sampled_from([1, 1, 2]))
     names = "ABCDEF"[: draw(st.integers(2, 6))]
     fabrics = st.sampled_from([1, 2, 2, 2, 3]).flatmap(
@@ -190,7 +192,8 @@ def hosts_on_several_fabrics(draw: st.DrawFn) -> tuple[list[tuple[int, str]], in
 
 
 def most_stages(groups: tuple[frozenset[str], ...], size: int) -> int:
-    """By trying all: stages of one fabric that tensor groups, each with the fabrics of its host, make up at most."""
+    """Return, by exhaustive search, the largest number of stages inside one fabric that tensor groups can form; each
+    group has the fabrics of its host."""
 
     @cache
     def most(left: tuple[frozenset[str], ...]) -> int:
@@ -251,10 +254,10 @@ def test_ten_thousand_ranks_take_no_more_each_than_few_do(
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
-    """A topology of up to 10,000 ranks, and sizes of pipeline and tensor groups that it allows.
+    """Draw a topology of up to 10,000 ranks, and sizes of pipeline and tensor groups that it allows.
 
-    Hosts of a cluster have unlike numbers of devices, and working cards of one fabric each or none; ranks are assigned
-    at random.
+    Hosts of a cluster have different numbers of devices; each has working cards of one fabric or none; ranks are
+    assigned at random.
     """
     tensor = draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
     num_clusters = draw(st.integers(1, 6))
@@ -263,7 +266,7 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
     plans = []
     for _ in range(num_clusters):
         num_hosts = draw(st.integers(1, 60))
-        most = max(1, min(10_000 // (num_clusters * num_hosts), 4096) // tensor)  # a host has 4,096 at the most
+        most = max(1, min(10_000 // (num_clusters * num_hosts), 4096) // tensor)  # a host has 4,096 at most
         groups = draw(st.lists(st.integers(1, most), min_size=1, max_size=3))
         kinds = draw(st.lists(st.sampled_from(["infiniband", "roce", "down", "none"]), min_size=1, max_size=4))
         plans.append([(random.choice(groups) * tensor, random.choice(kinds)) for _ in range(num_hosts)])
@@ -291,7 +294,8 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
 
 
 def fabric_of(place: tuple[Cluster, Host]) -> tuple[str, str]:
-    """What a host shares with others: its fabric, or without a working card the Ethernet of its cluster."""
+    """Return the network that a host shares with others: its fabric or, without a working card, the Ethernet of its
+    cluster."""
     cluster, host = place
     working = [nic for nic in host.nics if nic.up and nic.kind != "ethernet"]
     return (working[0].kind, str(working[0].fabric)) if working else ("ethernet", cluster.name)
@@ -328,7 +332,7 @@ def test_any_topology(layout: tuple[Topology, int, int]) -> None:
     fabrics_of_stage = [{fabric_of(places[rank]) for rank in row} for row in placement.grid]
     most = sum(count // (data * tensor) for count in of_fabric.values())
     assert sum(len(fabrics) == 1 for fabrics in fabrics_of_stage) == most
-    # nor more that stay inside a cluster, unless a fabric leads from one to another
+    # nor has any layout more stages inside a cluster, unless a fabric leads from one to another
     crossing = crossing_groups(placement, topology)
     if len({(fabric_of(place), place[0].name) for place in places}) == len(of_fabric):
         assert pipeline - len(crossing) == sum(c.num_devices // (data * tensor) for c in topology.clusters)

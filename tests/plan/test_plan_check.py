@@ -58,7 +58,7 @@ def test_differences_are_named(here: Topology, model: dict, words: list[str]) ->
 
 
 def with_hosts(cards: tuple[str, ...] = (), *, hosts: int = 1, down: str = "") -> Topology:
-    """Two clusters of two devices; in east these hosts with these kinds of cards."""
+    """Return two clusters of two devices each; the cluster east has these hosts with these kinds of cards."""
     nics = tuple(Nic(name=kind, kind=kind, up=kind != down) for kind in cards)
     east = tuple(Host(name=f"e{index}", devices=2 // hosts, nics=nics) for index in range(hosts))
     return Topology(
@@ -83,7 +83,7 @@ def test_what_the_file_says_of_module_hosts_and_cards_is_compared(here: Topology
         check_plan(plan, topology=here, source="old.yaml", **model)
     for word in ("old.yaml is not for this run", words, "lightning-holmes plan --output"):
         assert word in str(caught.value)
-    check_plan(PLAN, topology=here, **model)  # an older file says nothing of them
+    check_plan(PLAN, topology=here, **model)  # an older file has no such facts
 
 
 def test_what_is_not_known_is_not_compared() -> None:

@@ -1,4 +1,4 @@
-"""Choosing a plan: what "auto" stands for is noted, and what does not fit is refused."""
+"""Choosing a plan: the choices for "auto" are noted, and plans that do not fit are refused."""
 
 import dataclasses
 from typing import Any

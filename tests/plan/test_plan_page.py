@@ -1,4 +1,4 @@
-"""What a search looks like: table, JSON, picture and page."""
+"""The output of a search: table, JSON, picture and page."""
 
 import dataclasses
 import io
@@ -77,7 +77,8 @@ def test_table(searched: tuple[SearchResult, CostModel]) -> None:
 def test_nothing_is_cut_from_a_wide_table(
     searched: tuple[SearchResult, CostModel], schedule: str, step_s: float
 ) -> None:
-    """Every word of a row is in the table as a whole, alone there: another row must not hide that it lacks here."""
+    """Every word of a row appears uncut in the table; the row is printed alone, so that another row cannot hide a
+    missing word."""
     result, costs = searched
     num_chunks = 1 if schedule == "eager_1f1b" else 12
     run = RunShape(

@@ -1,4 +1,4 @@
-"""Which of several plans is taken, since predictions do not know everything."""
+"""The choice among several plans, since predictions are not exact."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ def predicted(step_s: float, num_microbatches: int, schedule: str = "eager_1f1b"
 @pytest.mark.parametrize(
     ("unit", "found", "taken"),
     [
-        ("seconds", [(2.64, 8), (2.58, 4, "breadth_first", 3)], 0),  # 2.3 %: measured they are alike
+        ("seconds", [(2.64, 8), (2.58, 4, "breadth_first", 3)], 0),  # 2.3 %: in measurements they are equally fast
         ("seconds", [(2.64, 8), (2.54, 8, "breadth_first", 2)], 1),  # 3.8 %: measured 2.82 and 2.75 (docs/testbed.md)
         ("seconds", [(7.26, 18), (6.90, 6, "breadth_first", 3)], 1),
         ("seconds", [(2.60, 16), (2.66, 8), (2.80, 4)], 1),  # the fewest microbatches within 3 %

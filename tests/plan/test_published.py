@@ -1,4 +1,4 @@
-"""The published tables: nothing is fitted on what it predicts, and the errors are those the docs print."""
+"""The published tables: no row that is predicted is used for the fit, and the errors are those in the docs."""
 
 import dataclasses
 import re
@@ -102,7 +102,8 @@ def test_the_median_error_is_within_the_aim() -> None:
 
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_clusters_as_fast_as_the_paper_measured_get_its_split(hosts: int) -> None:
-    """17 and 13 layers for 197 and 160 TFLOPS (arXiv 2312.03549), and 16 and 14 for clusters of one speed, since the head counts."""
+    """17 and 13 layers for 197 and 160 TFLOPS (arXiv 2312.03549), and 16 and 14 for clusters of the same speed, since
+    the head counts."""
     data = hosts * 8
     run = RunShape(
         layout=Layout(pipeline=2, tensor=1, data=data),
@@ -118,7 +119,7 @@ def test_clusters_as_fast_as_the_paper_measured_get_its_split(hosts: int) -> Non
         assert found.layer_counts == counts
         seconds[counts] = predict(costs, run, found).step_s / predict(costs, run, Partition((15, 15))).step_s
     assert 0.92 < seconds[17, 13] < 0.96 and 0.98 < seconds[16, 14] < 1.0, seconds
-    # without the measured speeds the paper's own split is no gain: its rates are what differ
+    # without the measured speeds the paper's own split gives no gain: the difference is in its rates
     alike = predict(costs, run, Partition((17, 13))).step_s / predict(costs, run, Partition((15, 15))).step_s
     assert 1.0 < alike < 1.03, alike
 

@@ -1,4 +1,4 @@
-"""Schedules: what they must hold, some written out by hand, and what the checker catches."""
+"""Schedules: their invariants, some written out by hand, and the errors that the checker finds."""
 
 import dataclasses
 import itertools
@@ -74,7 +74,7 @@ def test_sends_follow_their_computation_and_a_reduction_the_last_one_of_its_stag
             mine = [action for action in actions if action.stage == stage and action.op not in RECV_OPS]
             ends = ["RL"] if schedule.forward_only else ["R", "RL"]
             last = [str(action).removesuffix(str(stage)) for action in mine[-len(ends) :]]
-            # where stages are let go, what is needed sooner is fetched between the two
+            # if stages are released between uses, a stage that is needed sooner is fetched between the two
             assert last == ends or (schedule.name == "breadth_first" and last == ends[::-1])
             assert [action.op for action in mine].count(Op.REDUCE_GRADIENTS) == (not schedule.forward_only)
 
@@ -93,7 +93,7 @@ def test_parameters_are_fetched_one_stage_ahead(schedule: Schedule) -> None:
                 assert len(fetched) <= len(begun) + 2, "more than one stage ahead"
             elif action.op in COMPUTE_OPS and action.stage not in (begun[-1:] if pauses else begun):
                 if pauses and len(begun) > 1 and begun[-2] == action.stage:
-                    fetched.insert(len(begun), action.stage)  # it has stayed while one other stage was computed
+                    fetched.insert(len(begun), action.stage)  # it was kept while one other stage was computed
                 begun.append(action.stage)
                 assert fetched[: len(begun)] == begun
         assert fetched == begun
@@ -114,8 +114,8 @@ def test_what_belongs_to_a_stage_by_hand() -> None:
 
 
 def test_breadth_first_by_hand() -> None:
-    """Parameters of a stage come for all microbatches' forwards and, where more than one other stage was between, for all
-    backwards again."""
+    """Parameters of a stage are fetched for the forwards of all microbatches and, if more than one other stage came
+    between, again for all backwards."""
     layered = make_schedule("breadth_first", pipeline_parallel_size=1, num_microbatches=2, num_chunks=3)
     assert written(layered, without=()) == [
         "FT0 FT1 F0.0 F0.1 RL0 FT2 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 RL2 FT0 R2 B1.0 B1.1 RL1 R1 B0.0 B0.1 R0 RL0"
@@ -137,7 +137,7 @@ def test_breadth_first_by_hand() -> None:
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
 def test_breadth_first_fetches_twice_reduces_once_and_holds_all(num_ranks: int, extra: int, num_chunks: int) -> None:
-    """Whatever the number of microbatches; bubble (P-1)/(M V) of the computing time (arXiv 2211.05953) for M >= P."""
+    """For any number of microbatches; bubble (P-1)/(M V) of the computing time (arXiv 2211.05953) for M >= P."""
     count = num_ranks + extra - 1
     schedule = make_schedule(
         "breadth_first", pipeline_parallel_size=num_ranks, num_microbatches=count, num_chunks=num_chunks
@@ -160,7 +160,7 @@ def test_breadth_first_fetches_twice_reduces_once_and_holds_all(num_ranks: int, 
 
 
 def _around(computes: list[str]) -> list[Action]:
-    """Computations of one rank with what stands around their stages."""
+    """Return the computations of one rank with the actions around their stages."""
     order = [Action(Op(text[0]), int(text[1]), 0) for text in computes]
     before, after = around_stages(order, forward_only=False)
     return [a for i, compute in enumerate(order) for a in (*before.get(i, ()), compute, *after.get(i, ()))]
@@ -346,7 +346,8 @@ def test_refused(name: str, sizes: tuple[int, int, int], words: list[str]) -> No
 
 
 def rewritten(schedule: Schedule, rank: int, text: str) -> Schedule:
-    """The schedule with the actions of one rank replaced by those written in text; without fetches, all stages are held."""
+    """Return the schedule with the actions of one rank replaced by those in ``text``; if ``text`` has no fetches, all
+    stages are held throughout."""
     known = {str(action): action for actions in schedule.actions for action in actions}
     words = text.split()
     if "FT" not in text:

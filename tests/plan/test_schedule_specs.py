@@ -1,4 +1,4 @@
-"""The registry of schedules: its entries are whole, and a new one is all that a new schedule takes."""
+"""The registry of schedules: its entries are complete, and a new schedule needs only a new entry."""
 
 from typing import get_args
 
@@ -27,7 +27,7 @@ def test_every_name_has_an_entry_and_every_variant_is_one() -> None:
 
 
 def one_at_a_time(shape: RankShape) -> list[Action]:
-    """Each microbatch forward and back before the next one begins."""
+    """Run each microbatch forward and backward before the next one begins."""
     forwards, backwards = shape.forwards(), shape.backwards()
     return [action for m in range(shape.num_microbatches) for action in forwards + backwards if action.microbatch == m]
 

@@ -1,4 +1,5 @@
-"""The rules that deal layers to unlike stages: the paper's, and the exact one against trying everything."""
+"""The rules that assign layers to unequal stages: the paper's rule, and the exact one compared with an exhaustive
+search."""
 
 import functools
 import itertools
@@ -22,7 +23,7 @@ def every_partition(num_layers: int, num_stages: int):
 
 
 def best_of_all(balance: Balance) -> float:
-    """The slowest rank of the best partition, by plain loops; inf if none fits."""
+    """Return the time of the slowest rank in the best partition, by plain loops; inf if none fits."""
     best = math.inf
     ranks, last = balance.num_ranks, balance.num_stages - 1
     down, up = list(range(ranks)), list(reversed(range(ranks)))
@@ -58,7 +59,7 @@ def balances(draw: st.DrawFn, *, chunks: int, alike: bool) -> Balance:
     whole = st.integers(0, 9)
     row = [draw(whole)] * size if alike else draw(st.lists(whole, min_size=size, max_size=size))
     seconds = tuple(tuple(float(value * factor) for value in row) for factor in draw_factors(draw, ranks))
-    if not alike and draw(st.booleans()):  # each device with costs of its own, not a multiple of the others'
+    if not alike and draw(st.booleans()):  # each device has its own costs, not a multiple of the others'
         seconds = tuple(tuple(map(float, draw(st.lists(whole, min_size=size, max_size=size)))) for _ in range(ranks))
     layer_bytes = limits = None
     if draw(st.booleans()):

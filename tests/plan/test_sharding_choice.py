@@ -1,4 +1,4 @@
-"""When "auto" shards the optimizer: memory first, then what is measured on the slowest rank."""
+"""When "auto" shards the optimizer: first by memory, then by the measurements on the slowest rank."""
 
 from lightning_holmes.plan.sharding_choice import ShardingFacts, choose_sharding, needs_times
 

@@ -1,4 +1,4 @@
-"""Simulated steps: solved by hand, against the closed forms, and large ones by what an action takes."""
+"""Simulated steps: solved by hand, compared with closed forms, and large ones with a bound on the work per action."""
 
 import dataclasses
 import math
@@ -41,8 +41,8 @@ def test_bubble_of_1f1b_and_gpipe(ranks: int, microbatches: int, forward: float,
 @given(st.integers(2, 20), seconds, st.floats(0.0, 1.0))
 @settings(max_examples=100, deadline=None)
 def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(microbatches: int, forward: float, part: float) -> None:
-    """Two stages, by hand: transfers no longer than a forward are paid at the two ends only; 1f1b also pays two of them
-    for every second microbatch."""
+    """Two stages, by hand: transfers no longer than a forward cost time only at the two ends; 1f1b also waits for two
+    transfers for every second microbatch."""
     transfer = part * forward
     routes = {(a, b): Route(0.0, ((f"card {a}", transfer),)) for a, b in ((0, 1), (1, 0))}
     even = StepCosts.even(2, forward_s=forward, backward_s=2 * forward)
@@ -60,7 +60,8 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(microbatches: int, forwa
 def test_eager_interleaving_hides_transfers_and_is_never_slower_then(
     more: int, chunks: int, forward: float, part: float
 ) -> None:
-    """Two ranks, by hand: with groups of four a transfer no longer than a chunk's forward is paid at the two ends only."""
+    """Two ranks, by hand: with groups of four, a transfer no longer than a chunk's forward costs time only at the two
+    ends."""
     microbatches, transfer = 4 + more, part * forward
     routes = {(a, b): Route(0.0, ((f"card {a}", transfer),)) for a, b in ((0, 1), (1, 0))}
     even = StepCosts.even(2 * chunks, forward_s=forward, backward_s=2 * forward)
@@ -133,7 +134,7 @@ def test_unlike_stages_take_no_less_than_the_slowest(ranks: int, microbatches: i
     step_s = run("1f1b", costs, microbatches, ranks=ranks).step_s
     slowest = max(forward)
     assert step_s >= 3 * (microbatches * slowest) - 1e-9
-    # every microbatch passes every stage, and the slowest one works without a pause in between at worst
+    # every microbatch passes every stage, and at worst the slowest one works without a pause in between
     assert step_s <= 3 * (sum(forward) + (microbatches - 1) * slowest) * (1 + 1e-9) + 3 * ranks * slowest
 
 
@@ -162,7 +163,7 @@ def test_two_stages_by_hand() -> None:
 
 
 def test_a_shared_card_serves_one_at_a_time_and_latency_does_not_occupy_it() -> None:
-    # ranks 0 and 1 of three send through one card: rank 1's second transfer waits for nobody but the card
+    # ranks 0 and 1 of three send through one card: rank 1's second transfer waits only for the card
     shared = {(0, 1): Route(0.5, (("nic", 1.0),)), (1, 2): Route(0.5, (("nic", 1.0),))}
     costs = StepCosts(forward_s=(1, 1, 1), backward_s=(0, 0, 0), activation_bytes=(2, 2, 2), routes=shared)
     timeline = run("gpipe", costs, 2, ranks=3, forward_only=True)
@@ -189,7 +190,7 @@ def test_fetches_by_hand() -> None:
     costs = StepCosts(forward_s=(1, 1, 1, 1), backward_s=(2, 2, 2, 2), fetch_s=(2, 0, 4, 0))
     timeline = run("interleaved_1f1b", costs, 2, ranks=2, chunks=2)
     gathers = [[(s.start_s, s.end_s, s.stage) for s in row if s.kind == "gather"] for row in timeline.spans]
-    # both are asked for at the start, since stage 2 is one ahead; the second waits for the first
+    # both are requested at the start, since stage 2 is one ahead; the second waits for the first
     assert gathers == [[(0, 2, 0), (2, 6, 2)], []]
     # F0.0 waits for 2 s; F2.0 could start at 4 (after F1.0) and waits until 6
     assert [(s.start_s, s.microbatch) for s in timeline.spans[0] if s.kind == "forward"] == [
@@ -316,7 +317,8 @@ def test_ranks_that_send_in_a_ring_do_not_wait_for_ever(name: str) -> None:
 
 
 def test_a_layered_step_with_parameters_in_shards_by_hand() -> None:
-    """One rank, three stages, two microbatches; gathers of 3 s and reductions of 2 s share a lane, and run beside computing."""
+    """One rank, three stages, two microbatches; gathers of 3 s and reductions of 2 s share a lane and overlap with
+    computation."""
     costs = StepCosts(
         forward_s=(1,) * 3, backward_s=(2,) * 3, fetch_s=(3,) * 3, reduce_s=(2,) * 3, overlap_reduce=True, update_s=(1,)
     )

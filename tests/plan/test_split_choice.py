@@ -1,4 +1,4 @@
-"""Choosing between 1F1B and zero-bubble from measured stages."""
+"""The choice between 1F1B and zero-bubble from measured stages."""
 
 import dataclasses
 

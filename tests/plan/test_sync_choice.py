@@ -1,4 +1,4 @@
-"""Choosing and drifting on plain numbers."""
+"""The choice of collectives and the detection of drift, on plain numbers."""
 
 import pytest
 

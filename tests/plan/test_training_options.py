@@ -1,4 +1,4 @@
-"""What the strategy's arguments make of a step: each changes bytes, memory and seconds as it does in a run."""
+"""The effects of the strategy's arguments on a step: each changes bytes, memory and seconds as it does in a run."""
 
 import dataclasses
 from typing import Any
@@ -53,7 +53,7 @@ def test_reductions_overlap_as_in_a_run() -> None:
 
 def test_a_sharded_optimizer_divides_the_states_and_sends_parameters() -> None:
     whole, shared = made(PIPELINE), made(PIPELINE, sharded_optimizer=True)
-    # 2 GB of parameters a rank, as much of gradients, twice as much of states
+    # 2 GB of parameters per rank, as much for gradients, twice as much for states
     assert max(whole.memory_bytes) - max(shared.memory_bytes) == pytest.approx(2e9)
     assert shared.costs.reduce_s[0] == pytest.approx(whole.costs.reduce_s[0] / 2) and sum(shared.costs.gather_s) > 0
     assert not whole.sharded_optimizer and shared.sharded_optimizer

@@ -1,8 +1,9 @@
-"""A launcher that starts a job again and again, as torchrun does, while faults strike it; and what became of the job.
+"""A launcher that restarts a job repeatedly, as torchrun does, while faults strike it, and a report of how the job
+ended.
 
     with Hosts(folder, layout) as hosts:
         report = Run(case, hosts, folder).go()
-    report.outcome              # "well", or what is wrong: a hang, other weights, a file that stays, an end without a word
+    report.outcome              # "well", or the problem: a hang, other weights, a leftover file, an end without a message
 
 The ranks are processes of this machine.
 """
@@ -27,16 +28,16 @@ from faults import LASTS, STEPS, Case, Fault, Layout
 from launch import free_port
 from soak_hosts import Hosts
 
-TIMEOUT_S = 15.0  # of the strategy
-_LIMIT_S = 100.0  # an attempt that takes longer hangs
-_LIMIT_ON_NETWORK_S = 200.0  # cards that come back, moves, and links that are cut for some time
+TIMEOUT_S = 15.0  # the strategy's timeout
+_LIMIT_S = 100.0  # an attempt that takes longer counts as a hang
+_LIMIT_ON_NETWORK_S = 200.0  # longer: cards come back, groups move, and links are cut for some time
 _FLAPS = 5
-_STEP_S = 0.2  # beside that, of each step
-_SPARED_S = 30.0  # torchrun's patience with ranks that it has sent SIGTERM
-_ALIKE = {"partition": "uniform"}  # whatever the machine does beside
+_STEP_S = 0.2  # added for each step
+_SPARED_S = 30.0  # how long torchrun waits for ranks that it has sent SIGTERM
+_ALIKE = {"partition": "uniform"}  # the same partition whatever the load of the machine
 _MORE_ATTEMPTS = 3
 _CLOSE = 1e-5  # where another layout sums in another order
-_MORE_MB = 10.0  # of memory: what an allocator may keep more
+_MORE_MB = 10.0  # of memory: growth that an allocator may cause
 _UGLY = re.compile(r"terminate called|Segmentation fault|core dumped|Fatal Python error|double free|SIGABRT")
 _CLEAR = re.compile(r"^(\[rank ?\d+\]: )?\S*(Error|Exception)\b|^\[rank \d+\]|ends by|KeyboardInterrupt", re.MULTILINE)
 _MOVED = re.compile(r"what was under way was repeated; [\d.]+ s")
@@ -44,13 +45,14 @@ _KEPT = "with what the optimizer nodes have kept"
 _REMOVED = "is removed on this host"
 _NONE_WHOLE = "since no snapshot is left whole"
 _DAMAGES = ("kill and tear", "kill and flip")
-"""Of the newest snapshot, which is the only one while the next is written: the newest checkpoint is taken then."""
-_TOGETHER = re.compile(r"Ctrl-C: all ranks end|SIGTERM")  # said by those who were told
+"""Faults that damage the newest snapshot, which is the only one while the next is being written; the job then resumes
+from the newest checkpoint."""
+_TOGETHER = re.compile(r"Ctrl-C: all ranks end|SIGTERM")  # printed by the ranks that were notified
 
 
 @dataclass
 class Struck:
-    """A fault that has come to pass: in which attempt, when, how far training had come, and what became of it."""
+    """A fault that has happened: in which attempt, when, how far training had come, and its consequences."""
 
     fault: Fault
     attempt: int
@@ -58,7 +60,7 @@ class Struck:
     ended_s: float | None = None
     """Seconds until all ranks had ended; None: the attempt went on."""
     lost_s: float | None = None
-    """Seconds until training had come further than before; None: another fault came between."""
+    """Seconds until training had passed its earlier step; None: another fault came first."""
 
 
 @dataclass
@@ -68,9 +70,9 @@ class Report:
     struck: list[Struck] = field(default_factory=list)
     attempts: int = 0
     moves: int = 0
-    """Times that groups were connected over other cards while they were used."""
+    """How often groups were reconnected over other cards while they were in use."""
     kept: int = 0
-    """Starts that went on with what optimizer nodes had kept."""
+    """Number of starts that resumed from the state that optimizer nodes had kept."""
     seconds: float = 0.0
     output: str = ""
 
@@ -109,7 +111,7 @@ class Attempt:
         port = free_port()
         self.pids = {}
         run.nodes.start()
-        # as torchrun that has restarts left
+        # as set by a torchrun that has restarts left
         env = run.nodes.environment | {
             "TORCHELASTIC_RESTART_COUNT": str(self.number),
             "TORCHELASTIC_MAX_RESTARTS": "99",
@@ -133,7 +135,7 @@ class Attempt:
                         first_end = now
                         self._end_host_of(rank, now)
             left = self.pids.keys() - self.codes.keys()
-            if left and left <= self.stopped:  # which nobody waits for any more
+            if left and left <= self.stopped:  # nobody waits for stopped ranks any more
                 self._signal(signal.SIGKILL, list(left))
             if now - began > limit_s and not self.hung:
                 self.hung = sorted(self.pids.keys() - self.codes.keys() - self.stopped)
@@ -143,12 +145,12 @@ class Attempt:
             act()
 
     def host_of(self, rank: int) -> int:
-        """The number that a rank's host has among all hosts."""
+        """Return the index of a rank's host among all hosts."""
         return self.hosts[self.layout.host_of(rank)]
 
     @property
     def is_done(self) -> bool:
-        """All ranks have trained to the end."""
+        """Whether all ranks have trained to the end."""
         return all(code == 0 and (self.folder / f"result{rank}").exists() for rank, code in self.codes.items())
 
     @property
@@ -156,11 +158,12 @@ class Attempt:
         return {s.fault.rank for s in self.struck if s.fault.kind == "hang"}
 
     def _end_host_of(self, rank: int, now: float) -> None:
-        """As a host's torchrun, whose rank has failed, ends the others there. Those of other hosts notice by themselves."""
+        """End the other ranks of a failed rank's host, as the host's torchrun does. Ranks on other hosts notice the
+        failure by themselves."""
         others = [r for r in self.layout.ranks_of(self.layout.host_of(rank)) if r != rank]
         self._later.append((now + 0.1, lambda: self._signal(signal.SIGTERM, others)))
         self._later.append((now + _SPARED_S, lambda: self._signal(signal.SIGKILL, others)))
-        for stopped in self.stopped:  # its own torchrun hears of the failure by the rendezvous
+        for stopped in self.stopped:  # its own torchrun learns of the failure through the rendezvous
             self._later.append((now + 1.0, lambda r=stopped: self._signal(signal.SIGKILL, [r])))
 
     def _signal(self, number: int, ranks: list[int]) -> None:
@@ -221,7 +224,8 @@ class Attempt:
             assert kind == "raise"
 
     def after_end(self) -> None:
-        """What becomes of the hosts when all processes have ended."""
+        """Apply the faults that take effect after all processes have ended: delete or damage snapshots, kill stopped
+        nodes."""
         for struck in self.struck:
             host = self.host_of(struck.fault.rank)
             if struck.fault.kind == "lose host":
@@ -237,13 +241,14 @@ class Attempt:
         return (self.folder / f"log{rank}").read_text(errors="replace")
 
     def pace(self) -> list[tuple[int, float]]:
-        """Steps that rank 0 has done, and when."""
+        """Return the steps that rank 0 has done, and their times."""
         path = self.folder / "pace.0"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(int(step), float(at)) for step, at in map(str.split, lines)]
 
     def wrong(self, before: Sequence["Attempt"]) -> str:
-        """What may not be, however the attempt ended. A bit that has changed in an attempt ``before`` ends one by what it finds."""
+        """Return what went wrong in this attempt, or "". An attempt may end without a fault if it found a byte that
+        was flipped in an attempt of ``before``."""
         if self.hung:
             return f"ranks {self.hung} hang in attempt {self.number}"
         together = any(_TOGETHER.search(self.output(rank)) for rank in self.codes)
@@ -266,7 +271,7 @@ class Attempt:
 
 
 class Run:
-    """A case, from its first start to its end."""
+    """Runs a case from its first start to its end."""
 
     def __init__(self, case: Case, hosts: Hosts, folder: Path) -> None:
         self.case, self.hosts, self.folder = case, hosts, folder
@@ -284,7 +289,7 @@ class Run:
         }
 
     def go(self, expect: Callable[[Layout], "Expected"]) -> Report:
-        """Start the job until it has ended well, and compare with a run without faults, which ``expect`` gives."""
+        """Start the job until it has ended well, and compare it with a run without faults, which ``expect`` returns."""
         expect(self.case.layout)  # while all cards are up
         with self.nodes:
             return self._go(expect)
@@ -324,14 +329,15 @@ class Run:
 
     def _compare(self, attempts: list[Attempt], expect: Callable[[Layout], "Expected"]) -> str:
         last = attempts[-1]
-        # of which nothing was left, and which began anew with the hosts that there were, as another job would
+        # ignore attempts before the last one that began at step 1: nothing was left of them, and it began anew with
+        # the hosts that were present, as a new job would
         attempts = attempts[max((a.number for a in attempts if 1 in losses(a.folder, 0)), default=0) :]
         expected = expect(attempts[0].layout)
         if self.case.present:
             return self._compare_closely(attempts, expected) or self._look_for_remains(last)
         ranks = range(self.case.layout.size)
         later = next((a.number for a in attempts if _NONE_WHOLE in a.output(0)), None)
-        if later is not None:  # from then on the samples are other ones, as in plain Lightning
+        if later is not None:  # from then on the samples differ, as in plain Lightning
             before = [attempt for attempt in attempts if attempt.number < later]
             if not any(attempt.has_damaged_the_only_snapshot for attempt in before):
                 return f"attempt {later} went on from a checkpoint, though no host's only snapshot was damaged"
@@ -341,7 +347,7 @@ class Run:
         for attempt in attempts:
             found = [losses(attempt.folder, rank) for rank in ranks]
             differ = [_differing(found, order) for order in itertools.permutations(expected.losses)]
-            if all(differ):  # who is which replica changes where a card is down at the start
+            if all(differ):  # ranks may have swapped replicas if a card was down at the start
                 return f"step {differ[0]} of attempt {attempt.number} has another loss than without faults"
         for rank in ranks:
             usage = last.folder / f"usage.{rank}"
@@ -355,7 +361,7 @@ class Run:
         return self._look_for_remains(last)
 
     def _compare_closely(self, attempts: list[Attempt], expected: "Expected") -> str:
-        """Where the layout has changed: to rounding. Of replicas the mean of their losses."""
+        """Compare within rounding after the layout has changed; for replicas, compare the mean of their losses."""
         found, known = (torch.load(folder / "weights.soak.0") for folder in (attempts[-1].folder, expected.folder))
         for name, value in known.items():
             if not torch.allclose(found[name], value, rtol=_CLOSE, atol=_CLOSE):
@@ -375,7 +381,8 @@ class Run:
         return f"{left} is left" if left else ""
 
     def _time(self, attempts: list[Attempt]) -> None:
-        """What each fault has cost: from the fault, or the last step that its attempt did after it, until training had come further."""
+        """Set the time that each fault cost: from the fault, or from the last step that its attempt did after it,
+        until training had passed its earlier step."""
         paces = [attempt.pace() for attempt in attempts]
         for attempt in attempts:
             for struck in attempt.struck:
@@ -394,7 +401,7 @@ class Run:
 
 
 def _differing(found: Sequence[dict[int, Any]], known: Sequence[dict[int, Any]]) -> int | None:
-    """The first step of which a rank has another loss than is known."""
+    """Return the first step in which a rank's loss differs from the known one."""
     pairs = list(zip(found, known, strict=True))
     return min((step for own, other in pairs for step in own if own[step] != other[step]), default=None)
 
@@ -412,7 +419,7 @@ def _limit_s(layout: Layout) -> float:
 
 
 def losses(folder: Path, rank: int) -> dict[int, Any]:
-    """What snapshot_cases has written down in one attempt, by step."""
+    """Return what snapshot_cases has written down in one attempt, by step."""
     path = folder / f"losses.soak.{rank}"
     lines = path.read_text().splitlines() if path.exists() else []
     return {step: rest for step, *rest in map(json.loads, lines)}
@@ -420,7 +427,7 @@ def losses(folder: Path, rank: int) -> dict[int, Any]:
 
 @dataclass
 class Expected:
-    """Of a run without faults: every rank's digest of the weights, and its losses."""
+    """The result of a run without faults: every rank's digest of the weights, and its losses."""
 
     weights: list[str]
     losses: list[dict[int, Any]]

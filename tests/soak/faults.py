@@ -1,13 +1,13 @@
-"""What goes wrong in a run of the soak, and when: drawn from a seed, the same for the same seed.
+"""The faults of a soak run and their times, drawn from a seed: the same seed gives the same faults.
 
     case = draw(17)
-    case.layout, case.attempts          # for each start of the job the faults that strike it
+    case.layout, case.attempts          # for each start of the job, the faults that strike it
     draw_on_network(17)                 # the same on hosts of the testbed, whose cards and links fail, too
-    draw_elastic(17)                    # hosts are away at a restart, and come back
+    draw_elastic(17)                    # hosts are missing at a restart, and come back
     draw_beside_nodes(17)               # optimizer nodes outlive the workers, and are lost, too
 
-A moment is a place in a rank's code and how often the rank has come there; ``delay_s`` later (0: exactly there, while the rank waits) the
-fault strikes. So a seed replays its faults, whatever the machine does beside.
+The time of a fault is a place in a rank's code and the number of times that the rank has reached it; the fault
+strikes ``delay_s`` later (0: exactly there, while the rank waits). So a seed replays its faults, whatever the load of the machine.
 """
 
 import random
@@ -16,7 +16,7 @@ from typing import Any
 
 STEPS = 14
 LASTS = 1000
-"""Steps from which on a run is one that lasts."""
+"""A run of at least this many steps is a lasting run."""
 
 PLACES = {
     "joining": 1,
@@ -31,19 +31,21 @@ PLACES = {
     "loading": 1,
     "ended": 1,
 }
-"""Where a fault can strike, and how often a rank comes there in a run at the most."""
+"""The places where a fault can strike, and how often a rank reaches each in a run at most."""
 PLACES_ON_NETWORK = PLACES | {"gather": STEPS}
 PLACES_BESIDE_NODES = PLACES | {"fetch": 4 * STEPS, "push": 2 * STEPS, "commit": STEPS}
-"""Where a worker's own gradient, or as a speaker that of its cluster, is about to be sent, and so on."""
+""""push": a worker is about to send its own gradient or, as the speaker of its cluster, the cluster's gradient.
+"fetch", "commit": it is about to send that message."""
 USERS_CODE = ("batch", "forward", "optimizer", "validation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Ranks, and how they train. ``hosts``: so many parts of the ranks have a snapshot folder each. ``clusters``: of the testbed, in which
-    each host has a fast card and Ethernet; 0: the network is the machine's own. ``nodes``: optimizer nodes that outlive the workers.
-    ``nodes_beside``: they are on the first host; else on one of their own. ``sites``: the cluster of each host, as HOLMES_CLUSTER says; nodes
-    are in the first one's."""
+    """The ranks and how they train. ``hosts``: the number of parts of the ranks that have their own snapshot folder.
+    ``clusters``: number of clusters of the testbed, in which each host has a fast card and Ethernet; 0: the
+    machine's own network. ``nodes``: number of optimizer nodes that outlive the workers. ``nodes_beside``: the
+    nodes are on the first host; else each is on its own host. ``sites``: the cluster of each host, as in
+    HOLMES_CLUSTER; nodes are in the first host's cluster."""
 
     size: int
     hosts: int
@@ -55,7 +57,7 @@ class Layout:
     sites: tuple[str, ...] = ()
 
     def on(self, hosts: int) -> "Layout":
-        """The same on so many of the hosts."""
+        """Return the same layout on this many of the hosts."""
         return replace(self, size=self.size * hosts // self.hosts, hosts=hosts)
 
     @property
@@ -68,7 +70,7 @@ class Layout:
 
     @property
     def is_eager(self) -> bool:
-        """Nodes update layers before the step."""
+        """Whether optimizer nodes update layers before the step."""
         return self.nodes > 0 and "clip" not in self.options
 
     def host_of(self, rank: int) -> int:
@@ -129,7 +131,7 @@ NETWORKS = (
     ),
 )
 RANKS = "ranks"
-"""As pipeline_parallel_size: as many as there are."""
+"""A value for pipeline_parallel_size: as many stages as there are ranks."""
 ELASTIC = (
     Layout(
         size=2,
@@ -159,7 +161,7 @@ def _with_nodes(count: int, pipeline: int = 1, **options: Any) -> dict[str, Any]
 
 
 BESIDE_NODES = (
-    Layout(  # they go on with what the node has kept
+    Layout(  # the workers resume from the state that the node has kept
         size=2,
         hosts=2,
         name="two replicas, a node",
@@ -194,15 +196,21 @@ BESIDE_NODES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """``rank`` comes to ``place`` for the ``count``-th time, and ``delay_s`` later ``kind`` strikes.
+    """``rank`` reaches ``place`` for the ``count``-th time, and ``delay_s`` later ``kind`` strikes.
 
-    Kinds: kill (the rank), kill host (all of its host), lose host (and the host's memory is empty afterwards), SIGTERM (the host's ranks),
-    SIGINT (all ranks), SIGINT to one, stop (SIGSTOP, SIGCONT after ``seconds``), hang (SIGSTOP), raise (the user's code), full snapshots, full
-    checkpoints (no room there for ``seconds``), kill and tear (the newest snapshot of the rank's host is cut off afterwards), kill and flip (likewise a
-    byte of it is another one); on a network, of the rank's host: card (the fast one is down for ``seconds``), card for good (until the job has
-    ended), card flaps (it is down and up for ``seconds``, five times), cut (its Ethernet, for ``seconds``), cut for long (for longer than the
-    timeout). hosts return: all ranks get SIGTERM, as torchrun ends them to start more. kill node (one by the rank's number), stop node, hang node: what
-    is said of ranks, of an optimizer node.
+    Kinds: kill (the rank), kill host (all ranks of its host), lose host (kill host, and the host's memory is empty
+    afterwards), SIGTERM (the host's
+    ranks), SIGINT (all ranks), SIGINT to one, stop (SIGSTOP, SIGCONT after ``seconds``), hang (SIGSTOP), raise (in
+    the user's code), full snapshots,
+    full checkpoints (no space for them for ``seconds``), kill and tear (the newest snapshot of the rank's host is
+    truncated afterwards), kill and flip
+    (a byte of that snapshot is changed afterwards). On a network, for the rank's host: card (the fast one is down for
+    ``seconds``), card for good (until
+    the job has ended), card flaps (it goes down and up for ``seconds``, five times), cut (its Ethernet, for
+    ``seconds``), cut for long (for longer than
+    the timeout). hosts return: all ranks get SIGTERM, as from a torchrun that restarts them with more hosts. kill
+    node, stop node, hang node: the same
+    faults for an optimizer node, which the rank's number selects.
     """
 
     kind: str
@@ -232,7 +240,7 @@ KINDS = {
     "kill and tear": 2,
     "kill and flip": 1,
 }
-"""Kinds, and how often each is drawn, compared with the others."""
+"""The kinds of faults and their relative frequencies."""
 KINDS_OF_CARDS = {"card": 10, "card for good": 3, "card flaps": 5}
 KINDS_OF_LINKS = {"cut": 5, "cut for long": 2}
 KINDS_OF_HOSTS = {"hosts return": 1}
@@ -242,8 +250,9 @@ _SECONDS = {"card": (0.5, 20.0), "card flaps": (0.3, 6.5), "cut": (1.0, 5.0), "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run: its layout, steps between snapshots, and the faults of each start; after those it is left alone. ``present``: the hosts that
-    there are at each start, and, last, from then on; empty: always all."""
+    """A run: its layout, the steps between snapshots, and the faults of each start; later starts have no faults.
+    ``present``: the hosts that are present at each start; the last entry holds for all further starts; empty:
+    always all hosts."""
 
     seed: int
     layout: Layout
@@ -252,7 +261,7 @@ class Case:
     present: tuple[tuple[int, ...], ...] = ()
 
     def hosts_at(self, start: int) -> tuple[int, ...]:
-        """The numbers of the hosts that there are at a start."""
+        """Return the indices of the hosts that are present at a start."""
         return self.present[min(start, len(self.present) - 1)] if self.present else tuple(range(self.layout.hosts))
 
     def __str__(self) -> str:
@@ -261,14 +270,14 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed."""
+    """Return the case of a seed."""
     chance = random.Random(seed)
     layout = chance.choice(LAYOUTS)
     return _draw_case(chance, seed, layout, KINDS, PLACES)
 
 
 def draw_on_network(seed: int) -> Case:
-    """The case of a seed on the testbed."""
+    """Return the case of a seed on the testbed."""
     chance = random.Random(seed)
     layout = chance.choice(NETWORKS)
     kinds = KINDS | KINDS_OF_LINKS | (KINDS_OF_CARDS if layout.uses_fast_cards else {})
@@ -276,7 +285,7 @@ def draw_on_network(seed: int) -> Case:
 
 
 def draw_beside_nodes(seed: int) -> Case:
-    """The case of a seed with optimizer nodes that outlive the workers."""
+    """Return the case of a seed with optimizer nodes that outlive the workers."""
     chance = random.Random(seed)
     layout = chance.choice(BESIDE_NODES)
     case = _draw_case(chance, seed, layout, KINDS | KINDS_OF_NODES, PLACES_BESIDE_NODES)
@@ -284,7 +293,8 @@ def draw_beside_nodes(seed: int) -> Case:
 
 
 def draw_elastic(seed: int) -> Case:
-    """The case of a seed in which a host is lost, or told to leave, is not there at the next start, and may come back."""
+    """Return the case of a seed in which a host is lost or gets SIGTERM, is missing at the next start, and may come
+    back."""
     chance = random.Random(seed)
     layout = chance.choice(ELASTIC)
     everyone = tuple(range(layout.hosts))
@@ -316,7 +326,7 @@ def _draw_case(chance: random.Random, seed: int, layout: Layout, kinds: dict[str
 def _draw_fault(chance: random.Random, layout: Layout, kinds: dict[str, int], counts: dict[str, int]) -> Fault:
     kind = chance.choices(list(kinds), weights=list(kinds.values()))[0]
     places = [p for p in counts if (layout.hosts > 1 or p != "copy") and (layout.is_sharded or p != "gather")]
-    if layout.is_eager:  # which a hook before the step would undo
+    if layout.is_eager:  # a hook before the step would make the nodes wait for the step
         places.remove("optimizer")
     if kind == "raise":
         places = [p for p in places if p in USERS_CODE]
@@ -335,7 +345,7 @@ def _draw_fault(chance: random.Random, layout: Layout, kinds: dict[str, int], co
 
 
 def lasting_on_network(num_steps: int) -> Case:
-    """One start of many steps, in which a fast card goes down and comes back, twenty times."""
+    """Return a case of one start with many steps, in which a fast card goes down and comes back twenty times."""
     layout = NETWORKS[0]
     options = {**layout.options, "steps": num_steps, "pace_s": 0.0}
     faults = [
@@ -353,7 +363,8 @@ def lasting_on_network(num_steps: int) -> Case:
 
 
 def lasting(num_steps: int) -> Case:
-    """One start of many steps, whose ranks are stopped and whose memory is full for a while, now and then."""
+    """Return a case of one start with many steps, in which ranks are stopped and the snapshot memory is full for a
+    while, now and then."""
     layout = Layout(
         size=2,
         hosts=2,

@@ -1,11 +1,12 @@
-"""The long form of the soak: random faults on runs of a tiny model, one after the other, for so long.
+"""The long form of the soak: random faults on runs of a tiny model, one after the other, for a given time.
 
     python tests/soak/soak.py --minutes 60 --seed 1          # make soak
-    python tests/soak/soak.py --seed 1234 --runs 1           # a seed again, of each kind of cases
+    python tests/soak/soak.py --seed 1234 --runs 1           # replay a seed, once for each kind of cases
     python tests/soak/soak.py --seed 1234 --runs 1 --only network
 
-Prints a line a run, and at the end the table: faults, what they were survived by, and the seconds that they cost. Ends with 1 if a run did
-not end as one without faults.
+Prints a line per run and, at the end, the table: the faults, how they were survived, and the seconds that they cost.
+Exits with 1 if a run
+did not end like one without faults.
 """
 
 import argparse
@@ -51,7 +52,7 @@ _expected: dict[tuple[str, int], Expected] = {}
 
 
 def soak(case: Case, folder: Path) -> Report:
-    """The run of a case, in a new folder."""
+    """Run a case in a new folder."""
     with Hosts(folder, case.layout) as hosts:
         return Run(case, hosts, folder).go(functools.partial(_expect, hosts))
 
@@ -64,7 +65,7 @@ def _expect(hosts: Hosts, layout: Layout) -> Expected:
 
 
 def table(reports: Sequence[Report]) -> str:
-    """What became of all faults."""
+    """Format the table of all faults and their consequences."""
     struck = [s for report in reports for s in report.struck if report.outcome == "well"]
     lines = [
         f"{len(reports)} runs, {sum(r.attempts for r in reports)} starts, {sum(len(r.struck) for r in reports)} faults; "
@@ -98,7 +99,7 @@ def main() -> int:
     given = parser.parse_args()
     reports: list[Report] = []
     end = time.monotonic() + given.minutes * 60
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # file systems are unmounted
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the file systems are unmounted
     with tempfile.TemporaryDirectory(prefix="holmes-soak-") as folder:
         drawn = {name: both for name, both in _DRAWN.items() if given.only in (None, name)}
         for name, (_, lasts) in drawn.items():

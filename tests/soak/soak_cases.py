@@ -1,5 +1,5 @@
-"""What runs in each process of a job of the soak: snapshot_cases' fit, which says when it comes to a place of faults.py, and waits there
-for the fault that is to strike exactly there.
+"""The code that runs in each process of a soak job: snapshot_cases' fit, which reports when it reaches a place of
+faults.py and waits there for a fault that is to strike exactly there.
 """
 
 import ctypes
@@ -31,11 +31,11 @@ _PATIENCE_S = 10.0
 
 
 class UsersError(RuntimeError):
-    """What the user's own code raises."""
+    """The error that the user's code raises."""
 
 
 def see_folder_of_host(own: str, seen: str) -> None:
-    """From now on this process sees ``own`` where ``seen`` is, as hosts see folders of their own under one path."""
+    """Bind-mount ``own`` at ``seen`` for this process, as hosts have different folders under the same path."""
     libc = ctypes.CDLL(None, use_errno=True)
     done = libc.unshare(_NEW_MOUNTS) == 0
     done = done and libc.mount(b"none", b"/", None, _PRIVATE | _RECURSIVE, None) == 0
@@ -45,7 +45,7 @@ def see_folder_of_host(own: str, seen: str) -> None:
 
 
 class Places:
-    """Counts how often this rank comes to each place, and tells the faults of this attempt that wait for it."""
+    """Counts how often this rank reaches each place, and reports when a fault of this attempt is due there."""
 
     def __init__(self, folder: Path, faults: list[dict[str, Any]]) -> None:
         self._folder, self._faults = folder, faults
@@ -72,14 +72,14 @@ class Places:
 
 
 class Notes(Callback):
-    """Comes to the places of the user's code, and writes down when steps are done; and ten times in a run that lasts what the process
-    has of threads, open files and memory (MB)."""
+    """Reports the places in the user's code and writes down when steps are done; in a lasting run, also writes the
+    process's threads, open files and memory (MB) ten times."""
 
     def __init__(self, places: Places, pace: Path, usage: Path, pace_s: float) -> None:
         self._places, self._pace, self._usage, self._pace_s = places, pace, usage, pace_s
 
     def on_train_batch_start(self, *_: Any) -> None:
-        time.sleep(self._pace_s)  # steps of a larger model take as long
+        time.sleep(self._pace_s)  # as long as the steps of a larger model
         self._places.come("batch")
 
     def on_validation_batch_start(self, *_: Any) -> None:
@@ -98,7 +98,7 @@ class Notes(Callback):
 
 
 class NotesBeforeStep(Callback):
-    """A hook after which optimizer nodes wait for the step."""
+    """A hook before the optimizer's step, which makes optimizer nodes wait for the step."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -108,7 +108,7 @@ class NotesBeforeStep(Callback):
 
 
 def watch_writing(places: Places, snapshots: str) -> None:
-    """Let this process come to the places where files are written and read."""
+    """Patch this process to report the places where files are written and read."""
     write, replace, copy, load = saving.write_part, atomic.replace, Copies.__call__, loading.load_folder
     gather = collectives._native_gather
 
@@ -139,7 +139,7 @@ def watch_writing(places: Places, snapshots: str) -> None:
 
 
 def watch_nodes(places: Places) -> None:
-    """Let this process come to the places where it speaks with optimizer nodes."""
+    """Patch this process to report the places where it communicates with optimizer nodes."""
     ask, tell = NodeLink.ask, NodeLink.tell
 
     def asked(link: NodeLink, message: Any, **options: Any) -> Any:
@@ -158,7 +158,7 @@ def watch_nodes(places: Places) -> None:
 
 
 def serve(options: dict[str, Any]) -> None:
-    """Be an optimizer node, as `lightning-holmes optimizer-node` is, until the job has come to its end."""
+    """Run an optimizer node, as `lightning-holmes optimizer-node` does, until the job has ended."""
     if options["memory"] is not None:
         seen, own = options["memory"]
         see_folder_of_host(own, seen)
@@ -169,11 +169,11 @@ def serve(options: dict[str, Any]) -> None:
 
 
 def run(options: dict[str, Any]) -> str:
-    """One start of the job on this rank; the digest of the final weights."""
+    """Run one start of the job on this rank and return the digest of the final weights."""
     rank, folder = int(os.environ["RANK"]), Path(options["folder"])
     if "SOAK_NAMESPACE" in os.environ:
         place = (os.environ[f"SOAK_{what}"] for what in ("NAMESPACE", "HOSTS_FILE"))
-        # without a group of processors of its own
+        # without joining a cpu cgroup
         enter.enter("/dev/null", next(place), os.getppid(), os.environ["HOLMES_HOST_NAME"], next(place))
     if "snapshots" in options:
         see_folder_of_host(options["memory_of_rank"][rank], options["snapshots"])
@@ -183,7 +183,7 @@ def run(options: dict[str, Any]) -> str:
     if "snapshots" in options:
         watch_writing(places, options["snapshots"])
         watch_nodes(places)
-    if options.get("each_step"):  # beside nodes, whatever that costs
+    if options.get("each_step"):  # a snapshot after each step beside optimizer nodes, whatever its cost
         snapshots._PAUSE_SHARE = float("inf")
         SnapshotManager.is_writing = False  # type: ignore[method-assign,assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)

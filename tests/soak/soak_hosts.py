@@ -1,7 +1,7 @@
-"""The hosts of a job of the soak: each has a small memory file system of its own for snapshots, and all share one for checkpoints.
+"""The hosts of a soak job: each has its own small tmpfs for snapshots, and all share one for checkpoints.
 
 with Hosts(folder, layout) as hosts:
-    pid = hosts.start(folder / "attempt0", 1, layout, port, {})     # of rank 1
+    pid = hosts.start(folder / "attempt0", 1, layout, port, {})     # rank 1
     hosts.lose(1)
 """
 
@@ -23,7 +23,7 @@ _MEMORY = "4m"
 
 
 class Hosts:
-    """The file systems of a layout, while entered."""
+    """Context manager that mounts the file systems of a layout."""
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self.folder, self.layout = folder, layout
@@ -44,11 +44,11 @@ class Hosts:
         return self
 
     def nodes(self, folder: Path) -> Nodes:
-        """The layout's optimizer nodes, none of which is started yet."""
+        """Return the layout's optimizer nodes; none of them is started yet."""
         return Nodes(folder, self.layout, memory=(self.seen, self.own[0]) if self.layout.nodes_beside else None)
 
     def start(self, folder: Path, rank: int, layout: Layout, port: int, environment: dict[str, str]) -> int:
-        """Start a rank on its host; its process id."""
+        """Start a rank on its host and return its process id."""
         env = dict(environment)
         number = layout.host_of(rank)
         ranks = layout.ranks_of(number)
@@ -76,7 +76,7 @@ class Hosts:
         return start_worker(folder, rank, layout.size, port, env)
 
     def switch(self, host: int, kind: str, *, up: bool) -> None:
-        """Switch a host's card of this kind, "roce" or "ethernet"."""
+        """Switch a host's card of this kind, "roce" or "ethernet", up or down."""
         assert self.bed is not None
         found = self.bed.layout.hosts[host]
         (self.bed.set_up if up else self.bed.set_down)(
@@ -88,7 +88,7 @@ class Hosts:
 
     @staticmethod
     def fill(path: Path) -> None:
-        """Leave no room."""
+        """Fill the file system at ``path``."""
         with (path / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(b"\0" * 65536)
@@ -98,12 +98,13 @@ class Hosts:
         (path / "filler").unlink(missing_ok=True)
 
     def lose(self, host: int) -> None:
-        """The host has been switched off."""
+        """Delete the snapshots of a host, as if it had been switched off."""
         for path in self.own[host].glob("*/"):
             shutil.rmtree(path)
 
     def damage(self, host: int, *, cut: bool, chance: int) -> bool:
-        """Cut off a file of the host's newest snapshot, or change a byte of it; whether the host has no other one."""
+        """Truncate a file of the host's newest snapshot, or change one of its bytes; return whether this was the
+        host's only snapshot."""
         steps = sorted(self.own[host].glob("*/fit-0/[0-9]*"), key=lambda p: (read_name(p.name) or (0,))[0])
         files = sorted(path for path in (steps[-1].iterdir() if steps else ()) if path.stat().st_size)
         if files:
@@ -116,7 +117,7 @@ class Hosts:
 
 
 def _topology(layout: Layout) -> Topology:
-    """Hosts of one fast card and one for Ethernet each."""
+    """Return a topology whose hosts have one fast card and one Ethernet card each."""
     nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
     each = layout.hosts // layout.clusters
     return Topology(

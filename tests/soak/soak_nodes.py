@@ -1,5 +1,5 @@
-"""The optimizer nodes of a job of the soak: processes that outlive its starts, as on hosts of their own. One that has ended is started again
-with the job, as somebody would who looks after them.
+"""The optimizer nodes of a soak job: processes that outlive the job's starts, as if on their own hosts. A node that
+has ended is restarted with the job, as an operator would do.
 
     with Nodes(folder, layout, memory=None) as nodes:
         nodes.start()                       # before each start of the job, whose ranks have nodes.environment
@@ -25,10 +25,10 @@ _UGLY = re.compile(r"Traceback|terminate called|Segmentation fault|core dumped|F
 
 
 class Nodes:
-    """Ended when left.
+    """The optimizer nodes; they are killed when the context is left.
 
     Args:
-        memory: where ranks see snapshots, and the folder that the nodes see there, on whose host they are; None: they are on another one.
+        memory: if the nodes are on a worker's host, the path where ranks see snapshots and that host's own folder; None: they are on other hosts.
     """
 
     def __init__(self, folder: Path, layout: Layout, *, memory: tuple[Path, Path] | None) -> None:
@@ -50,7 +50,7 @@ class Nodes:
             self.signal(signal.SIGKILL, number)
 
     def start(self) -> None:
-        """Those that are not there."""
+        """Start the nodes that are not running."""
         for number, started in enumerate(self._started):
             if started and not self._has_ended(number):
                 continue
@@ -66,7 +66,7 @@ class Nodes:
             started.append((start_worker(folder, 0, self._layout.size, 0, self.environment | host), folder))
 
     def signal(self, number: int, node: int) -> None:
-        """Send it to this node, if it has not ended."""
+        """Send a signal to this node, if it has not ended."""
         if self._started[node] and not self._has_ended(node):
             pid, folder = self._started[node][-1]
             if number == signal.SIGKILL:
@@ -78,7 +78,7 @@ class Nodes:
         return (self._started[node][-1][1] / "exit0").exists()
 
     def output(self) -> str:
-        """What all have said."""
+        """Return the last output of all node processes."""
         return "".join(
             f"--- {folder.name}\n{(folder / 'log0').read_text(errors='replace')[-2500:]}\n"
             for started in self._started
@@ -86,8 +86,8 @@ class Nodes:
         )
 
     def wrong(self, *, is_done: bool, was_interrupted: bool, rank_0_was_well: bool) -> str:
-        """What may not be after a start of the job: a node that ends although the job is started again, or stays when it has come to its end.
-        Killed ones are waited for."""
+        """Return the problem found after a start of the job, or "": a node that ended although the job is restarted,
+        or that is still running after the job has finished. Waits for killed nodes to end."""
         end = time.monotonic() + _ENDS_S
         for node, started in enumerate(self._started):
             folder = started[-1][1]
@@ -106,7 +106,7 @@ class Nodes:
                 return f"node {node} has ended with {code}"
             if _UGLY.search((folder / "log0").read_text(errors="replace")):
                 return f"node {node} has failed"
-        # what a killed one leaves is removed by the next one
+        # the next start of a killed node removes its leftover files
         is_clean = is_done and not any(started[-1][1] in self._signalled for started in self._started)
         left = list(self.states.glob("*")) if is_clean else []
         return f"{left} is left by a node" if left else ""

@@ -1,4 +1,5 @@
-"""The short form of the soak: a few cases of the injector, and that a seed gives the same faults again. `make soak` is the long form."""
+"""The short form of the soak: a few fixed cases, and a test that a seed gives the same faults again. `make soak` is
+the long form."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_a_seed_gives_its_faults_again_and_many_seeds_give_all() -> None:
 
 _TWO_HOSTS = LAYOUTS[1]
 _CASES = (
-    draw(7),  # a kill while a checkpoint is written, beside data workers
+    draw(7),  # a kill while a checkpoint is written, with data workers
     Case(
         seed=0,
         layout=_TWO_HOSTS,
@@ -68,7 +69,7 @@ _CASES = (
             (Fault(kind="lose host", rank=0, place="batch", count=3),),
         ),
     ),
-    Case(  # a host is away for two starts, and comes back
+    Case(  # a host is missing for two starts, and comes back
         seed=0,
         layout=ELASTIC[0],
         every=2,
@@ -84,15 +85,15 @@ _CASES = (
 
 @pytest.mark.parametrize("case", _CASES, ids=["two replicas", "two hosts", "fewer hosts and more again"])
 def test_runs_with_faults_end_as_one_without(case: Case, tmp_path: Path) -> None:
-    """Baseline: the same layout without faults or snapshots; losses and weights of every rank, bit for bit; where hosts are away to 1e-5, and
-    of replicas the mean of their losses."""
+    """Baseline: the same layout without faults or snapshots; losses and weights of every rank are equal bit for bit.
+    If hosts are missing at a start, tolerance 1e-5, and the mean loss of the replicas is compared."""
     report = soak(case, tmp_path / "job")
     assert report.outcome == "well", f"{report}\n{report.output}"
     assert len(report.struck) == len(case.attempts)
 
 
 def test_a_card_that_is_lost_and_comes_back_costs_no_start(tmp_path: Path) -> None:
-    """Baseline: as above."""
+    """The run survives a lost card without a restart. Baseline: as in test_runs_with_faults_end_as_one_without."""
     layout = replace(NETWORKS[0], options=NETWORKS[0].options | {"steps": STEPS, "pace_s": 0.0})
     down = Fault(kind="card", rank=1, place="forward", count=20, seconds=8.0)
     report = soak(Case(seed=0, layout=layout, every=3, attempts=((down,),)), tmp_path / "job")
@@ -115,7 +116,8 @@ _BESIDE_NODES = {
 
 @pytest.mark.parametrize("name", _BESIDE_NODES)
 def test_a_node_that_outlives_a_worker(name: str, tmp_path: Path) -> None:
-    """The workers go on from what it has kept, and, where it is lost itself, from their snapshot with a new one; bit for bit. Baseline: as above."""
+    """The workers resume from the state that the node has kept; if the node itself is lost, they resume from their
+    snapshot with a new node. Baseline: as in test_runs_with_faults_end_as_one_without; bit for bit."""
     layout, *attempts = _BESIDE_NODES[name]
     report = soak(Case(seed=0, layout=layout, every=3, attempts=tuple(attempts)), tmp_path / "job")
     assert report.outcome == "well", f"{report}\n{report.output}"

@@ -1,4 +1,4 @@
-"""Mistakes of users, one after the other in the same processes: each must raise alike on every rank."""
+"""Mistakes of users, run one after the other in the same processes: each must raise the same error on every rank."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ class TwoOptimizers(Classifier):
 
 
 class BuiltWithoutMemory(Classifier):
-    """Has no values before the first batch."""
+    """A module with a layer from configure_model, which has no values before the first batch."""
 
     def __init__(self, reads: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class OtherShape(Classifier):
 
 
 class OtherDropout(Classifier):
-    """Differs in a layer without parameters."""
+    """A module that differs between ranks in a layer without parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,14 +112,14 @@ class OtherDropout(Classifier):
 
 
 class Reads(pl.Callback):
-    """Reads a gradient once those of a batch have been used."""
+    """Reads the gradients in on_train_batch_end, after the optimizer has used them."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.seen = [p.grad for p in pl_module.parameters()]
 
 
 class ReadsStates(pl.Callback):
-    """Reads what AdamW keeps, as people log it."""
+    """Reads AdamW's states, as users do to log them."""
 
     def __init__(self, copies: bool = False) -> None:
         self.copies = copies
@@ -133,7 +133,7 @@ class ReadsStates(pl.Callback):
 
 
 class Grows(pl.Callback):
-    """Gives the optimizer a layer that the module has not had before."""
+    """Adds to the optimizer a layer that the module did not have before."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         pl_module.late = nn.Linear(2, 2)
@@ -141,7 +141,7 @@ class Grows(pl.Callback):
 
 
 class Quiet(pl.Callback):
-    """On rank 0 only, as people do for what prints."""
+    """A callback that is added on rank 0 only, as users do with callbacks that print."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.steps = trainer.global_step
@@ -152,7 +152,7 @@ def _on_rank_0(setting: Setting, callback: pl.Callback) -> None:
 
 
 class ByTheWholeNorm(torch.optim.SGD):
-    """Divides each step by the norm over all of its parameters."""
+    """Divides each step by the gradient norm over all of its parameters."""
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -176,7 +176,7 @@ class LogsOnOneRank(Classifier):
 
 
 def _logged(setting: Setting) -> None:
-    """Of the stages of a replica, the one that comes to the end of a step logs, though it is not rank 0."""
+    """Log under ``is_global_zero``: in a step it is true on the stage that runs the step's end, though that is not rank 0."""
     _fit(setting, LogsOnOneRank)
     assert setting.current is not None and "loss" in setting.current.callback_metrics
     assert setting.current.global_rank == RANK, "outside of steps ranks are what they are"
@@ -215,7 +215,7 @@ def _other_version(setting: Setting) -> None:
 
 _GOOD = "clusters:\n  - name: a\n    hosts:\n      - {name: x, devices: 1}\n"
 
-# name: what to do, then words that the error must hold
+# name: (the function that makes the mistake, words that the error must contain)
 CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "no layer list": (lambda s: _fit(s, NoList), ("NoList", "nn.ModuleList", "pipeline_parallel_size=1")),
     "wrong name": (lambda s: _fit(s, layers="model.layers"), ("model.layers", "blocks (4 layers", "M parameters")),
@@ -303,7 +303,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
-    """What each case raised (type and message, or None), and its seconds."""
+    """Return by case the type and message of the exception (None and "" if there was none) and the case's seconds."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name in payload["cases"]:
@@ -322,7 +322,7 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 class Failing(Classifier):
-    """Fails at ``where`` in the third batch, on one rank only."""
+    """Fails at ``where`` in the third batch, on one rank only; "everywhere" raises on all ranks, "no loss" returns None."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class FailingData(Dataset[Any]):
 
 
 def fail(payload: dict[str, Any]) -> None:
-    """Train until the planned failure; the exception ends the process as in a user's script."""
+    """Train until the planned failure; the exception ends the process, as in a user's script."""
     torch.set_num_threads(1)
     where = payload["where"].removesuffix(" of one replica")
     setting = Setting(Path(payload["folder"]), {"pipeline_parallel_size": 2, "num_microbatches": 2})

@@ -1,4 +1,4 @@
-"""Graph networks on batches of graphs: torch_geometric's, and objects made up like them."""
+"""Graph networks on batches of graphs: torch_geometric's classes, and a made-up class like them."""
 
 import itertools
 import os
@@ -13,10 +13,10 @@ from lightning_holmes import HolmesStrategy
 
 
 class Graphs:
-    """One graph or several put together, as torch_geometric's Data and Batch: no container, attributes in a store."""
+    """One graph or a batch of graphs, like torch_geometric's Data and Batch: not a container, its attributes lie in a store."""
 
     def __init__(self, **tensors: Any) -> None:
-        self.store = {"self": self, **tensors}  # theirs refers back, too
+        self.store = {"self": self, **tensors}  # torch_geometric's store refers back to its object, too
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,7 +44,7 @@ class Graphs:
 
 
 def made_up() -> tuple[Any, Any, Any]:
-    """The class of a graph, what puts some together, and what takes them apart."""
+    """Return the class of a graph, the function that batches graphs, and the function that takes a batch apart."""
     return Graphs, Graphs.together, lambda batch: batch.parts
 
 
@@ -58,7 +58,7 @@ KINDS = {"made up": made_up, "torch_geometric": torch_geometric}
 
 
 def loader(kind: str, *, differs: bool = False) -> Any:
-    """Batches of graphs of three to seven nodes: each of another shape."""
+    """Return a loader of batches of graphs of three to seven nodes, each batch with another number of nodes."""
     make, together, _ = KINDS[kind]()
     generator = torch.Generator().manual_seed(0)
     graphs = []
@@ -81,7 +81,7 @@ class Convolution(nn.Module):
 
 
 class Network(pl.LightningModule):
-    """Its step changes the batch in place, as transforms do."""
+    """A network whose step changes the batch in place, as transforms do."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Network(pl.LightningModule):
 
 
 class Splitting(Network):
-    """Says how its batches are split."""
+    """A network that defines ``split_batch`` and ``microbatch_weight``."""
 
     def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
         _, together, apart = KINDS[self.kind]()
@@ -119,7 +119,7 @@ class Splitting(Network):
 
 
 def run(kind: str, strategy: Any, *, splits: bool = False, differs: bool = False) -> Any:
-    """The final parameters and the last loss, or the refusal. ``differs``: rank 1 has other graphs."""
+    """Return the final parameters and the last loss, or the refusal. ``differs``: rank 1 has other graphs."""
     torch.manual_seed(0)
     module = (Splitting if splits else Network)(kind)
     data = loader(kind, differs=differs and os.environ.get("RANK") == "1")

@@ -1,8 +1,8 @@
-"""Runs of a module, a callback and a data module that note every call of every hook of theirs: with its arguments, the
-epoch, and the state of all random generators.
+"""Runs of a module, a callback and a data module that record every call of each of their hooks: its arguments, the epoch, and
+the state of all random generators.
 
-Notes go to a list outside of the objects, so that a hook that is called on a copy is noted, too. All replicas read the
-same batches, so that what plain Lightning notes in one process is what every rank must note.
+Records go to a list outside of the objects, so that a hook that is called on a copy is recorded, too. All replicas read the
+same batches, so every rank must record what plain Lightning records in one process.
 """
 
 import hashlib
@@ -51,13 +51,14 @@ _HOOKS = (
 
 
 def hooks_of(base: type) -> list[str]:
-    """The names of the hooks that ``base`` declares."""
+    """Return the names of the hooks that ``base`` declares."""
     own = [name for name in dir(base) if name.startswith("on_") or name in _HOOKS]
     return [name for name in own if callable(getattr(base, name)) and name not in _QUIET]
 
 
 def describe(value: Any) -> str:
-    """Something that two runs give alike: tensors by their sum, but not results, which are rounded otherwise."""
+    """Describe a value by a text that is equal in two runs: tensors by shape and sum, scalar tensors (results, which are
+    rounded differently) by shape alone."""
     if isinstance(value, Tensor):
         return f"tensor{list(value.shape)}" + (f" {value.double().sum():.9f}" if value.ndim else "")
     if isinstance(value, (int, str, type(None))):
@@ -71,7 +72,7 @@ def describe(value: Any) -> str:
 
 
 def note(owner: str, hook: str, arguments: Any, trainer: Any) -> None:
-    """Add a line."""
+    """Append a line to NOTES."""
     state = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
     digest = hashlib.md5(pickle.dumps(state)).hexdigest()[:6]
     epoch = "" if trainer is None else f" epoch {trainer.current_epoch} step {trainer.global_step}"
@@ -79,7 +80,7 @@ def note(owner: str, hook: str, arguments: Any, trainer: Any) -> None:
 
 
 def noting(base: type, owner: str) -> Callable[[type], type]:
-    """A decorator of classes: each hook of ``base`` notes its call, and does what it did."""
+    """Return a class decorator: each hook of ``base`` records its call and then does what it did before."""
 
     def decorate(decorated: type) -> type:
         for name in hooks_of(base):
@@ -151,13 +152,13 @@ class Pairs(torch.utils.data.Dataset[Any]):
 
 
 def split_loader(count: int, **options: Any) -> DataLoader[Any]:
-    """Over a part of the data that is drawn anew with each call."""
+    """Return a loader over a half of the data that is drawn anew at each call."""
     part, _ = random_split(Pairs(2 * count), [count, count])
     return DataLoader(part, batch_size=4, **options)
 
 
 class Loaders:
-    """The loaders of a module or a data module: each call draws other samples, and is noted."""
+    """The loaders of a module or a data module: each call draws other samples and is recorded."""
 
     several = 1
 
@@ -189,7 +190,7 @@ class NotingModule(Loaders, Net):
 
 @noting(pl.LightningModule, "module")
 class BuiltLate(Loaders, Net):
-    """By configure_model; outside of the generators, which building without memory does not draw from."""
+    """Builds its layers in configure_model under ``fork_rng``, since building without memory draws no random numbers."""
 
     def __init__(self) -> None:
         pl.LightningModule.__init__(self)
@@ -216,7 +217,7 @@ class NotingCallback(Callback):
 
 
 class Setting:
-    """Where runs happen: plainly (``holmes`` is None) or by the strategy."""
+    """Where a run happens: in plain Lightning (``holmes`` is None) or under HolmesStrategy."""
 
     def __init__(self, folder: Path, holmes: dict[str, Any] | None) -> None:
         self.folder, self.holmes = folder, holmes
@@ -322,7 +323,7 @@ RUNS = (
 
 
 def notes_of_all(payload: dict[str, Any]) -> dict[str, list[str]]:
-    """What each run has noted."""
+    """Return what each run has recorded, by the run's name."""
     found = {}
     for run in RUNS:
         if payload.get("only") and run.__name__ not in payload["only"]:

@@ -1,4 +1,5 @@
-"""Steps as on accelerators, on CPUs: batches count as lying there, results go beside messages, and reads by the host are noted."""
+"""Steps as on accelerators, run on CPUs: batches are treated as accelerator tensors, results travel outside of the messages,
+and host reads of tensors are recorded."""
 
 import os
 import traceback
@@ -31,7 +32,7 @@ OPERATORS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero")
 
 
 def reader() -> str:
-    """The file of this package that is asking."""
+    """Return the innermost file of this package on the call stack, or "?"."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(None)]
     return next((file.removeprefix(PACKAGE) for file in files if file.startswith(PACKAGE)), "?")
 
@@ -59,7 +60,7 @@ class NotedOperators(TorchDispatchMode):
 
 
 class Noting(HolmesStrategy):
-    """Notes who reads from the third batch on, when shapes are known and collectives chosen."""
+    """Records which files read tensors on the host, from the third batch on, when shapes are known and collectives are chosen."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
@@ -81,7 +82,7 @@ class Stack(pl.LightningModule):
     def setup(self, stage: str) -> None:
         groups = self.trainer.strategy._job.groups  # type: ignore[attr-defined]
         if groups.p2p is not None:
-            groups.p2p._everyone = groups.pipeline  # as where tensors do not go by gloo
+            groups.p2p._everyone = groups.pipeline  # as where tensors do not travel through gloo
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         hidden = batch[0]
@@ -101,7 +102,7 @@ def train(strategy: Any, *, differs: bool = False) -> dict[str, Any]:
     module = Stack()
     inputs = torch.randn(24, 4)
     if differs and os.environ.get("RANK") == "1":
-        inputs[-1] += 1  # of the last batch
+        inputs[-1] += 1  # in the last batch
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")),

@@ -1,4 +1,4 @@
-"""Modules whose layers' outputs are read again beside the hidden state, and fits of them in the processes of a test."""
+"""Modules that read layers' outputs again besides the hidden state, and fits of them in the processes of a test."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ WIDTH, SAMPLES = 4, 10
 
 
 class Family(pl.LightningModule):
-    """Six layers, and what lies between them in ``hidden``."""
+    """Six layers; ``hidden`` runs them and the code between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Family(pl.LightningModule):
 
 
 class UNet(Family):
-    """Skips from the way down to the way up, through a layer of their own."""
+    """Skip connections from the first two layers to the last two, through a layer of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class UNet(Family):
 
 
 class ResidualOutside(Family):
-    """Layers that know nothing of the sum that they are added to, in place."""
+    """Layers whose outputs are added in place to a residual sum outside of them."""
 
     def hidden(self, batch: Tensor) -> Tensor:
         hidden = batch.clone()
@@ -64,7 +64,7 @@ class ResidualOutside(Family):
 
 
 class Mixed(Family):
-    """A learnt mix of all layers' outputs, with dropout; layers are checkpointed."""
+    """A learned mix of all layers' outputs, under activation checkpointing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Mixed(Family):
 
 
 class DeeplySupervised(Family):
-    """A head that judges each layer's output."""
+    """A head that is applied to each layer's output (deep supervision)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class DeeplySupervised(Family):
 
 
 class Pair(nn.Module):
-    """A hidden state and what goes beside it."""
+    """A layer that returns a hidden state and a second tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Pair(nn.Module):
 
 
 class Dense(Family):
-    """Each layer gives two tensors, of which one is read by all that follow."""
+    """Each layer returns two tensors, of which one is read by all layers after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Dense(Family):
 
 
 class Frozen(UNet):
-    """The layers that later ones read are not trained."""
+    """A UNet whose first two layers, whose outputs later layers read, are frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ FAMILIES: dict[str, type[Family]] = {
 def fit(
     name: str, strategy: Any, folder: Path, *, replicas: int = 1
 ) -> tuple[dict[str, Tensor], dict[str, float], Any]:
-    """Parameters and logs after two epochs of a whole batch and a ragged one for each replica; and the strategy."""
+    """Return parameters and logs after two epochs, each of a whole batch and a ragged one for every replica; and the strategy."""
     torch.manual_seed(3)
     module = FAMILIES[name]()
     trainer = pl.Trainer(
@@ -155,13 +155,13 @@ def fit(
         use_distributed_sampler=False,
     )
     data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(4))
-    trainer.fit(module, DataLoader(data, 7), DataLoader(data, 7))  # the same on each replica: the mean is that of one
+    trainer.fit(module, DataLoader(data, 7), DataLoader(data, 7))  # the same on each replica: their mean is that of one
     logs = {key: float(value) for key, value in trainer.callback_metrics.items()}
     return {key: value.clone() for key, value in module.state_dict().items()}, logs, trainer.strategy
 
 
 def fit_all(folder: str) -> dict[str, Any]:
-    """Each family with its parameters in shards, on two ranks."""
+    """Fit each family with sharded parameters on two ranks; return parameters, logs and layer counts by name."""
     found = {}
     for name in FAMILIES:
         strategy = HolmesStrategy(sharded_parameters=True, num_microbatches=2, partition=[1] * 6)

@@ -1,4 +1,4 @@
-"""What the tests of models larger than a process run in their processes, and plainly in one."""
+"""What the processes of the tests of models larger than a process run, and plain Lightning in one process."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ SEED = 11
 
 
 class Windows(Dataset):
-    """Token windows that a shift makes labels of."""
+    """Token windows; the model shifts the labels."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -34,7 +34,7 @@ class Windows(Dataset):
 
 
 class Regressor(pl.LightningModule):
-    """Built by configure_model as people write it: initialised in place, buffers computed, a copy, a number read."""
+    """Built by configure_model as users write it: in-place initialisation, computed buffers, a copied bias, a value read from a tensor."""
 
     def __init__(self, on_meta: bool = False) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Regressor(pl.LightningModule):
 
 
 class ReadsValues(Regressor):
-    """Its configure_model cannot run without memory: NumPy looks at what it has made."""
+    """A module whose configure_model cannot run without memory: NumPy reads a value of the new weights."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -83,7 +83,7 @@ class ReadsValues(Regressor):
 
 
 class Unset(Regressor):
-    """Holds a parameter that nothing initialises."""
+    """A module with a parameter that nothing initialises."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -128,14 +128,14 @@ def build(name: str, folder: str) -> Any:
 
 
 def held(strategy: Any, module: nn.Module) -> set[str]:
-    """Names of the parameters that this rank has values of."""
+    """Return the names of the parameters that this rank holds values of."""
     pipeline = strategy._run.pipeline
     return set(pipeline.local_parameters)
 
 
 class Start(pl.Callback):
-    """Keeps the weights and buffers with which a run begins, as far as this rank holds them; two stages of a fit have none
-    before its first batch."""
+    """Keeps the weights and buffers with which a run begins, as far as this rank holds them. They are taken in the first
+    batch: a rank of two stages has no values before."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -150,7 +150,7 @@ class Start(pl.Callback):
 
 
 def fit(name: str, folder: str, holmes: dict[str, Any] | None) -> dict[str, Any]:
-    """Fit and then validate twice with the same trainer; the start and the losses."""
+    """Fit, then validate twice with the same trainer; return the initial weights and the losses, or the error."""
     module, start = build(name, folder), Start()
     loader = regression() if isinstance(module, Regressor) else DataLoader(Windows(16), 8)
     run = trainer(holmes, callbacks=[start], max_epochs=2)
@@ -176,15 +176,16 @@ def with_sgd(module: Any) -> Any:
 
 
 def fit_to(epochs: int, run: pl.Trainer, module: pl.LightningModule, loader: DataLoader, **options: Any) -> float:
-    """Fit up to so many epochs; the validation's loss."""
+    """Fit up to ``epochs`` epochs; return the validation loss."""
     run.fit_loop.max_epochs = epochs
     run.fit(module, loader, loader, **options)
     return float(run.callback_metrics["val_loss"])
 
 
 def go_on(payload: dict[str, Any]) -> dict[str, Any]:
-    """Fits that follow each other, on one module and from a file: what the file and another one have, losses, and the bytes that this
-    process has of parameters after the first fit. By SGD: where a gradient is nearly nothing, Adam makes a step of its rounding."""
+    """Run fits that follow each other, on one module and from a file. Return the losses, the state dicts of two checkpoints,
+    and the bytes of parameters that this process holds after the first fit. With SGD: where a gradient is nearly zero,
+    Adam's step depends on rounding alone."""
     torch.set_num_threads(1)
     os.environ |= payload.get("env", {})
     folder, holmes = Path(payload["folder"]), payload["holmes"] | {"save_distributed_checkpoint": False}
@@ -211,7 +212,7 @@ def go_on(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def memory_mb(field: str) -> float:
-    """A line of /proc/self/status in MB: VmRSS now, VmHWM at its highest since it was reset."""
+    """Return a field of /proc/self/status in MB: VmRSS is the current size, VmHWM the highest since it was reset."""
     text = Path("/proc/self/status").read_text()
     found = re.search(rf"{field}:\s+(\d+) kB", text)
     assert found is not None
@@ -219,11 +220,12 @@ def memory_mb(field: str) -> float:
 
 
 def measure(payload: dict[str, Any]) -> dict[str, float]:
-    """Growth of this rank's peak memory, MB, while it validates each model; nothing but imports and a toy run before."""
+    """Return by model the growth of this rank's peak memory, MB, while it validates; a toy run before takes imports and
+    connections out of the measurement."""
     torch.set_num_threads(1)
     grown = {}
     for name, holmes in payload["models"].items():
-        fit("gpt", payload["folder"], holmes)  # what is imported and connected only once
+        fit("gpt", payload["folder"], holmes)  # for what is imported and connected only once
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before = memory_mb("VmRSS")

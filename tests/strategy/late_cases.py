@@ -1,4 +1,4 @@
-"""Fits in which a rank keeps the others waiting in a hook."""
+"""Fits in which a rank keeps the other ranks waiting in a hook."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ CONNECT_S, LATE_S = 5.0, 7.0
 
 
 class Late(pl.Callback):
-    """On the last rank, which holds the last stage of the last replica; after the message that all ranks wait for."""
+    """Waits in a hook of the last rank, which holds the last stage of the last replica, after the message that all ranks wait for."""
 
     def __init__(self, *, stuck: bool = False) -> None:
         self.stuck = stuck
@@ -37,7 +37,8 @@ class Late(pl.Callback):
 
 
 def late(payload: dict[str, Any]) -> tuple[int, float]:
-    """A rank is later than groups may take to connect, in training and in validation; within the timeout."""
+    """Fit with a rank that is later than the connection timeout of process groups, but within the strategy's timeout, in
+    training and in validation."""
     torch.set_num_threads(1)
     gloo._CONNECT = timedelta(seconds=CONNECT_S)
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "gradient_sync": "p2p"}
@@ -49,7 +50,7 @@ def late(payload: dict[str, Any]) -> tuple[int, float]:
 
 
 def stuck(payload: dict[str, Any]) -> None:
-    """A rank never leaves its hook; the timeout is five seconds."""
+    """Fit with a rank that never leaves its hook; the timeout is five seconds."""
     torch.set_num_threads(1)
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "timeout": timedelta(seconds=5)}
     setting = Setting(Path(payload["folder"]) / os.environ["RANK"], options)
@@ -57,7 +58,7 @@ def stuck(payload: dict[str, Any]) -> None:
 
 
 class Slow(pl.Callback):
-    """On the last rank, whose steps take three times as long as without: more than its replica's, however busy the host is."""
+    """Makes the last rank's steps take three times as long as they would: longer than the other replica's, however busy the host is."""
 
     began, took = 0.0, 0.01
 
@@ -71,7 +72,7 @@ class Slow(pl.Callback):
 
 
 def slow(payload: dict[str, Any]) -> None:
-    """A replica takes longer for each step than the other."""
+    """Fit with a replica whose steps take longer than the other replica's."""
     torch.set_num_threads(1)
     failure._POLL_S, stragglers._WINDOW_S = 0.005, 0.5
     setting = Setting(Path(payload["folder"]) / os.environ["RANK"], {"pipeline_parallel_size": 1}, replicas=2)
@@ -80,7 +81,7 @@ def slow(payload: dict[str, Any]) -> None:
 
 
 def interrupted(payload: dict[str, Any]) -> None:
-    """Two ranks of three wait for the third, and are told to end as by Ctrl-C."""
+    """Fit with two ranks of three that wait for the third and are sent SIGINT, as by Ctrl-C."""
     torch.set_num_threads(1)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
     setting = Setting(Path(payload["folder"]) / os.environ["RANK"], {"pipeline_parallel_size": 3})

@@ -1,4 +1,4 @@
-"""A fit on two stages whose second epoch reads what the first one did not."""
+"""A fit on two stages whose second epoch reads a parameter that the first epoch did not read."""
 
 from pathlib import Path
 from typing import Any

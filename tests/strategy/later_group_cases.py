@@ -1,4 +1,4 @@
-"""What workers do with optimizer nodes where parameters are trained later than others: with a GradScaler, in runs that are resumed from a
+"""Runs with optimizer nodes in which some parameters are trained later than others: with a GradScaler, resumed from a
 checkpoint, and in a job that is started again.
 
 Everything is compared with plain Lightning in one process on the same samples; see test_later_groups.py.
@@ -21,11 +21,11 @@ from lightning_holmes import HolmesStrategy
 from lightning_holmes.commands import optimizer_node
 
 BEFORE, AFTER = 3, 4
-"""The last batch before groups are added, and the first one with them."""
+"""The last batch before groups are added, and the first batch after."""
 
 
 class Overflows(pl.Callback):
-    """Gradients of these batches overflow, counted over all epochs; notes the scale after each batch."""
+    """Makes the gradients of the given batches (counted over all epochs) overflow; records the scale after each batch."""
 
     def __init__(self, *batches: int) -> None:
         self.batches, self.scales = batches, list[float]()
@@ -47,11 +47,13 @@ SCALED: dict[str, tuple[Any, str, tuple[int, ...], dict[str, Any], dict[str, Any
     "thawed": (None, "sgd", (1, 2), {}, {}),
     "thawed in a pipeline's window": (None, "sgd", (1, 3), {"pipeline": 2}, {"accumulate_grad_batches": 2}),
 }
-"""By name: what adds groups (nothing: the module thaws), the optimizer, which batches overflow, options of the strategy and of the trainer."""
+"""By name: the callback that adds groups (None: the module thaws a layer), the optimizer, the batches that overflow, options
+of the strategy and of the trainer."""
 
 
 def run_scaled(folder: Path, size: int | None = None) -> dict[str, Any]:
-    """Weights, states in a file and scales of three epochs in 16 bits, with nodes where there is a ``size``: of the pipeline."""
+    """Return weights, states of a checkpoint, and loss scales of three epochs in 16-mixed precision. ``size``: the number of
+    optimizer nodes and of pipeline ranks; None for plain Lightning."""
     found = {}
     for number, (name, (adds, optimizer, batches, options, of_trainer)) in enumerate(SCALED.items()):
         if size not in (None, options.get("pipeline", 1)):
@@ -81,7 +83,7 @@ def run_scaled(folder: Path, size: int | None = None) -> dict[str, Any]:
 
 
 class AddsAgain(Adds):
-    """In a run that is resumed the group is there before its states are read, which plain Lightning needs."""
+    """Adds the group already in on_fit_start when a run is resumed: plain Lightning needs it before it loads the optimizer states."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.ckpt_path:
@@ -99,7 +101,7 @@ class Thaws(pl.Callback):
 
 
 class Saves(pl.Callback):
-    """In the midst of the second epoch."""
+    """Saves a checkpoint in the middle of the second epoch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,7 +118,7 @@ CHANGES: dict[str, type[pl.Callback]] = {
     "thawed": Thaws,
 }
 WHEN = {"early": 3, "after": 4}
-"""When a checkpoint was written of a run of two epochs, and how many epochs it has when it is resumed."""
+"""By when a checkpoint of a run of two epochs was written: the number of epochs up to which it is resumed."""
 Make = Callable[[Path], HolmesStrategy | None]
 SOURCES: dict[str, Make] = {
     "plain": lambda folder: None,
@@ -137,9 +139,10 @@ RESUMED = {
     "file": ("no node", "plain"),
     "folder": ("nodes", "a stage's node each"),
 }
-"""What is resumed in which layout."""
+"""By source of the checkpoint, the layouts in which it is resumed."""
 REFUSED = ("disk", "finetuning", "early")
-"""In the midst of a run, by one worker perhaps, for which the other one is ended, too: so in processes of its own."""
+"""The target, change and time that are refused. The refusal comes in mid-run, maybe on one worker only, and ends the other
+worker, too: it therefore runs in processes of its own."""
 
 
 def build(change: str) -> Tied:
@@ -148,7 +151,7 @@ def build(change: str) -> Tied:
 
 
 def save_all(folder: Path, source: str) -> None:
-    """Checkpoints of a run of two epochs in which something is trained later."""
+    """Write checkpoints of runs of two epochs in which something is trained later."""
     for change, kind in CHANGES.items():
         saves = Saves(folder / f"{change}-{source}-early.ckpt")
         trainer = make_trainer(folder, 2, strategy=SOURCES[source](folder), callbacks=[kind(), saves])
@@ -157,12 +160,12 @@ def save_all(folder: Path, source: str) -> None:
 
 
 def resume_all(folder: Path, source: str, target: str) -> dict[str, Any]:
-    """Weights and states, or what was said, by what is trained later and when it was saved."""
+    """Return weights and states, or the error, by what is trained later and when the checkpoint was saved."""
     found: dict[str, Any] = {}
     for change, kind in CHANGES.items():
         for when, epochs in WHEN.items():
             if change == "a group" and when == "after":
-                continue  # refused likewise
+                continue  # refused, too
             if (target, change, when) == REFUSED:
                 continue
             module = build(change)
@@ -180,7 +183,7 @@ def resume_all(folder: Path, source: str, target: str) -> dict[str, Any]:
 
 
 def resume_refused(payload: tuple[str, str]) -> None:
-    """In each process of two."""
+    """Resume what is refused; runs in each of two processes."""
     folder, os.environ["PYTHON_EXEC"] = Path(payload[0]), payload[1]
     target, change, when = REFUSED
     trainer = make_trainer(folder, WHEN[when], strategy=TARGETS[target](folder), callbacks=[CHANGES[change]()])
@@ -188,7 +191,8 @@ def resume_refused(payload: tuple[str, str]) -> None:
 
 
 def work(payload: tuple[str, str]) -> dict[str, Any]:
-    """In each process: fits with a GradScaler, and on two workers, checkpoints; those of plain Lightning lie in the folder."""
+    """Run the fits with a GradScaler and, on two workers, the resumed ones; plain Lightning's checkpoints lie in the folder.
+    Runs in each process."""
     folder, os.environ["PYTHON_EXEC"] = Path(payload[0]), payload[1]
     size = int(os.environ["WORLD_SIZE"])
     found: dict[str, Any] = {"scaled": run_scaled(folder, size)}
@@ -203,7 +207,7 @@ def work(payload: tuple[str, str]) -> dict[str, Any]:
 
 
 def serve(options: dict[str, Any]) -> None:
-    """Be an optimizer node, as `lightning-holmes optimizer-node` is, until the job has come to its end."""
+    """Run an optimizer node, as `lightning-holmes optimizer-node` does, until the job ends."""
     script = str(Path(__file__).with_name("restarted_node_script.py"))
     states = ["--states", options["states"]] if options["states"] else []
     optimizer_node.main(["--master-addr", "127.0.0.1", *states, "--", script, json.dumps(options)])

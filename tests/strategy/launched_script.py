@@ -1,4 +1,4 @@
-"""A user's script: trains by the strategy, however it was started, and prints what it saw.
+"""A user's script: trains with HolmesStrategy, by whichever launcher it was started, and prints what it saw.
 
 python launched_script.py DEVICES [NODES [RANK_THAT_FAILS]]
 """
@@ -24,7 +24,7 @@ class Fails(Callback):
 
 
 if __name__ == "__main__":
-    if "OMP_NUM_THREADS" not in os.environ:  # torch's own default, which a forked process does not take
+    if "OMP_NUM_THREADS" not in os.environ:  # torch's own default, which a forked process does not use
         torch.set_num_threads(os.cpu_count() or 1)
     seed_everything(7, verbose=False)
     model = Classifier()

@@ -1,4 +1,4 @@
-"""A user's script with an optimizer of its own: trains by the strategy on one process, with an optimizer node that is started elsewhere.
+"""A user's script with an optimizer class of its own: trains on one process, with an optimizer node that is started elsewhere.
 
 python node_script.py ACCELERATOR
 """
@@ -15,7 +15,7 @@ from lightning_holmes import HolmesStrategy
 
 
 class Mine(torch.optim.SGD):
-    """Known to this script only."""
+    """An optimizer class that is defined in this script only."""
 
 
 class WithMine(Classifier):

@@ -1,4 +1,4 @@
-"""Small fits with many optimizers, precisions and callbacks; each in one plain process and on every rank of a pipeline."""
+"""Small fits with many optimizers, precisions and callbacks; each runs in one plain process and on every rank of a pipeline."""
 
 import logging
 import math
@@ -31,7 +31,7 @@ __all__ = ["CASES", "Setting", "differences"]
 
 
 class Chosen(Classifier):
-    """The classifier with an optimizer of one's choice."""
+    """The classifier with the optimizer that a given function makes."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def train(setting: Setting, make: Any, cls: type[Classifier] = Chosen, **options
 
 
 def muon(module: nn.Module) -> Any:
-    """Matrices of the blocks only: the stem's and head's stages differ in what they have."""
+    """Make Muon over all matrices, those of blocks.0 in a group of their own: stages differ in what they hold of each group."""
     matrices = [p for n, p in module.named_parameters() if p.ndim == 2 and n.startswith("blocks.0")]
     rest = [p for n, p in module.named_parameters() if p.ndim == 2 and not n.startswith("blocks.0")]
     for parameter in module.parameters():
@@ -58,12 +58,12 @@ def muon(module: nn.Module) -> Any:
 
 
 def one_stage_only(make: Any) -> Any:
-    """Nothing of the second stage is in the optimizer."""
+    """Leave all parameters of the second stage out of the optimizer."""
     return lambda module: make([p for n, p in module.named_parameters() if n.startswith(("stem", "blocks.0"))])
 
 
 def case_optimizers(setting: Setting) -> Any:
-    """Many of torch's optimizers, with foreach and fused, and groups that a stage has nothing of."""
+    """Train with many of torch's optimizers, with foreach and fused, and with groups of which a stage holds nothing."""
     choices: dict[str, Any] = {
         "adamw_foreach": lambda m: torch.optim.AdamW(m.parameters(), 0.05, foreach=True),
         "adamw_fused": lambda m: torch.optim.AdamW(m.parameters(), 0.05, fused=True),
@@ -163,7 +163,7 @@ def case_averages(setting: Setting) -> Any:
 
 
 class OwnAverage(pl.Callback):
-    """An average as people write it with torch alone: it reads all parameters."""
+    """An average of weights as users write it with torch alone: it reads all parameters."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.average = AveragedModel(pl_module, multi_avg_fn=get_ema_multi_avg_fn(0.8))
@@ -173,7 +173,8 @@ class OwnAverage(pl.Callback):
 
 
 def case_torchs_average(setting: Setting) -> Any:
-    """ "local" is not the same on all ranks: the average of other stages' parameters is that of placeholders."""
+    """Average with torch's AveragedModel. "local" differs between ranks: other stages' parameters are placeholders, and so are
+    their averages."""
     module, own = build(), OwnAverage()
     setting.trainer(max_epochs=2, callbacks=[own]).fit(module, setting.loader(samples()))
     averaged = {n: p.detach().clone() for n, p in own.average.module.named_parameters()}
@@ -181,7 +182,7 @@ def case_torchs_average(setting: Setting) -> Any:
 
 
 class Stop(pl.Callback):
-    """Stops a run after two epochs that was to take longer."""
+    """Stops a run after two epochs, before its max_epochs."""
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.should_stop = trainer.current_epoch >= 1
@@ -198,20 +199,20 @@ class TopFirst(BaseFinetuning):
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
-            # norms' weights and biases are equal to each other, which Lightning takes for the same parameter; see below
+            # the norms' weights are equal to each other, as are their biases, and Lightning takes them for the same parameter; see below
             self.unfreeze_and_add_param_group(pl_module.blocks[2:], optimizer, lr=0.02)
         if epoch == 2:
             self.unfreeze_and_add_param_group([pl_module.stem, pl_module.blocks], optimizer)
             optimizer.param_groups[1]["lr"] = 0.01
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """What user code may ask of the groups."""
+        """Record the names of the parameters in each group, as user code may."""
         names = {p: n for n, p in pl_module.named_parameters()}
         pl_module.groups.append([[names[p] for p in g["params"]] for g in trainer.optimizers[0].param_groups])
 
 
 class Tuned(Classifier):
-    """Begins with its head in the optimizer. A frozen norm, which is equal to those that are added, is in it, too."""
+    """Begins with its head in the optimizer, and with a frozen norm's weight, which is equal to the norms' weights that are added later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +233,8 @@ class Tuned(Classifier):
 
 
 def case_finetuning(setting: Setting) -> Any:
-    """Epochs 0 and 1, saved, and the rest by another run; clipped by the norm of all that trains."""
+    """Run four epochs with a checkpoint after epoch 1, and resume from it in another run; gradients are clipped by the norm of
+    all that trains."""
     found: dict[str, Any] = {}
     loader = setting.loader(samples())
     for name, callback in (("own", TopFirst), ("backbone", lambda: BackboneFinetuning(2, lambda epoch: 1.5))):
@@ -250,7 +252,7 @@ def case_finetuning(setting: Setting) -> Any:
             "weights": weights(module),
             "weights again": weights(again),
         }
-        # what is written after an unfreezing goes on, too
+        # a checkpoint that is written after an unfreezing can be resumed, too
         late = setting.folder / f"{name}_late.ckpt"
         trainer.save_checkpoint(late)
         last = build(Tuned)
@@ -260,7 +262,7 @@ def case_finetuning(setting: Setting) -> Any:
 
 
 class SaveBehind(pl.Callback):
-    """Saves after one epoch."""
+    """Saves a checkpoint at the end of epoch ``epoch``."""
 
     def __init__(self, epoch: int, path: Path) -> None:
         self.epoch, self.path = epoch, path
@@ -271,7 +273,7 @@ class SaveBehind(pl.Callback):
 
 
 def case_added_group(setting: Setting) -> Any:
-    """A callback that is no finetuning callback adds a group."""
+    """Add a group in a callback that is no finetuning callback."""
 
     class Adds(pl.Callback):
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -290,7 +292,7 @@ def case_added_group(setting: Setting) -> Any:
 
 
 def case_loss_scaling(setting: Setting) -> Any:
-    """A true GradScaler whose first scale overflows. 16-bit floats on the CPU, in torch's autocast."""
+    """Train with a real GradScaler, whose first scale fits or overflows. 16-bit floats on the CPU, in torch's autocast."""
     found = {}
     for name, first in (("fits", 2.0**8), ("overflows", 2.0**40)):
         scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=3)
@@ -303,7 +305,7 @@ def case_loss_scaling(setting: Setting) -> Any:
 
 
 def case_nan_loss(setting: Setting) -> Any:
-    """Every rank's hooks see the last stage's NaN, and Lightning's EarlyStopping stops them all."""
+    """Check that hooks of every rank see the last stage's NaN, and that Lightning's EarlyStopping stops all ranks."""
     from lightning.pytorch.callbacks import EarlyStopping
 
     class Broken(Chosen):
@@ -332,7 +334,7 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
     logging.disable(logging.INFO)
     results = {}
     for name in payload["cases"]:
-        try:  # the setting knows its trainer, which is to go before what is left is kept
+        try:  # the setting refers to its trainer, and must be gone before what is left is kept
             results[name] = CASES[name](
                 Setting(Path(payload["folder"]) / name, payload["holmes"], payload.get("replicas", 1))
             )
@@ -344,7 +346,7 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 class RootOfZero(nn.Module):
-    """A layer that hands on its input, and gives NaN in the backward: the last of several operators of its kind."""
+    """A layer that returns its input and gives NaN in the backward of the last of several square roots."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -356,7 +358,7 @@ class RootOfZero(nn.Module):
 
 
 class Overflow(nn.Module):
-    """A layer with one more parameter, which is zero and whose gradient is infinite."""
+    """A layer with an extra parameter that is zero and whose gradient is infinite."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -367,7 +369,7 @@ class Overflow(nn.Module):
 
 
 def anomaly(payload: dict[str, Any]) -> str:
-    """What a rank's fit ends with when a gradient after ``payload["block"]`` becomes NaN, or infinite, under detect_anomaly."""
+    """Return the error that ends this rank's fit when a gradient in ``payload["block"]`` becomes NaN, or infinite, under detect_anomaly."""
     module = build(Chosen, adam)
     block = payload["block"]
     module.blocks[block] = (Overflow if payload.get("infinite") else RootOfZero)(module.blocks[block])

@@ -1,4 +1,4 @@
-"""What workers do with optimizer nodes: fits by the pairwise selection of a product, checkpoints, and what is refused.
+"""Runs with optimizer nodes: fits by a pairwise selection of a product of options, checkpoints, and what is refused.
 
 Everything is compared with plain Lightning in one process on the same samples; see test_optimizer_nodes.py.
 """
@@ -40,15 +40,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TWO_CLUSTERS = Topology(clusters=tuple(Cluster(name=n, hosts=(Host(name=n, devices=2),)) for n in "ab"))
 TWO_HOSTS = Topology(clusters=(Cluster(name="b", hosts=(Host(name="x", devices=2), Host(name="y", devices=2))),))
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
-"""Pipeline ranks and workers of each."""
+"""(pipeline ranks, workers of each pipeline rank)"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A fit by ``num_nodes``, which keep states in "memory" or on "disk", and workers that may keep parameters; ``microbatches`` of
-    each worker. ``route``: gradient_sync; four workers of one node are in two clusters, and the node in the first. ``copies``: what comes
-    and goes passes memory of its own, as it does beside a GPU. ``node_cluster``: four workers are on two hosts of the cluster "b", and
-    the node in this one."""
+    """A fit with ``num_nodes`` optimizer nodes.
+
+    states: Where nodes keep optimizer states, "memory" or "disk".
+    keeps: Whether workers keep parameters from the forward to the backward.
+    microbatches: The number of microbatches of each worker.
+    route: The strategy's gradient_sync. Four workers of one node are in two clusters, and the node in the first.
+    copies: Whether data are copied through host memory, as beside a GPU.
+    node_cluster: If given, four workers are on two hosts of the cluster "b", and the node is in this cluster.
+    """
 
     layout: tuple[int, int]
     num_nodes: int
@@ -129,14 +134,14 @@ _BY_SPEAKERS = Case(
     route="aggregator",
     copies=True,
 )
-CASES += [_BY_SPEAKERS] if _BY_SPEAKERS not in CASES else []  # two clusters, of which one speaks by one worker
+CASES += [_BY_SPEAKERS] if _BY_SPEAKERS not in CASES else []  # two clusters, one of which sends through one worker
 CASES += [
     replace(_BY_SPEAKERS, node_cluster=name) for name in "ab"
-]  # one for each host, and of these one for the cluster
+]  # one worker sends for each host, and one of these for the cluster
 
 
 class Model(Tied):
-    """Tied weights, a frozen scale, one weight that nothing reads; two groups, and a schedule of the learning rate."""
+    """Tied weights, a frozen scale and a weight that nothing reads; two parameter groups and a learning rate schedule."""
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -152,20 +157,20 @@ class Model(Tied):
 
 
 def build(optimizer: str = "adamw") -> Model:
-    """The same initial weights everywhere."""
+    """Build a model with the same initial weights in every process."""
     torch.manual_seed(7)
     return Model(optimizer)
 
 
 class Data(WholeBatches):
-    """28 texts in batches of 8, so that the last one is ragged."""
+    """28 texts in batches of 8, so that the last batch is ragged."""
 
     def train_dataloader(self) -> DataLoader:
         return self.loader(1, 28)
 
 
 def make_trainer(folder: Path, epochs: int = 1, strategy: HolmesStrategy | None = None, **options: Any) -> Trainer:
-    """A trainer; plain Lightning in one process where no strategy is given."""
+    """Make a trainer; without a strategy it is plain Lightning in one process."""
     return Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "1")) if strategy else 1,
@@ -183,7 +188,7 @@ def make_trainer(folder: Path, epochs: int = 1, strategy: HolmesStrategy | None 
 
 
 def with_nodes(count: int, microbatches: int = 2, pipeline: int = 1, **options: Any) -> HolmesStrategy:
-    """A strategy with optimizer nodes; a pipeline has two layers a rank, in two stages."""
+    """Make a strategy with optimizer nodes; a rank of a pipeline of two has two layers, in two stages."""
     return HolmesStrategy(
         optimizer_nodes=count,
         pipeline_parallel_size=pipeline,
@@ -199,14 +204,14 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def run_given(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
-    """In each process: fits. The nodes that it starts are forked, too."""
+    """Run the given fits in each process. The optimizer nodes that they start are forked, too."""
     name, python, cases = payload
     os.environ["PYTHON_EXEC"] = python
     return run_cases(Path(name), cases)
 
 
 def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
-    """In each process: fits, checkpoints on two workers, refusals on one."""
+    """Run the given fits in each process; with two workers also checkpoints, with one worker also refusals."""
     name, size = payload[0], int(os.environ["WORLD_SIZE"])
     found = run_given(payload)
     if size == 2:
@@ -221,7 +226,7 @@ def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
 
 
 def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
-    """Each case of one number of workers: weights, metrics and the optimizer's states at the end."""
+    """Run cases of one number of workers; return by case the final weights, metrics and optimizer states."""
     found = {}
     for index, case in enumerate(cases):
         module = build(case.optimizer)
@@ -237,7 +242,7 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
         )
         os.environ["HOLMES_CLUSTER"] = case.node_cluster or (
             "" if case.topology is None else "a"
-        )  # of the nodes, which rank 0 starts
+        )  # the cluster of the optimizer nodes, which rank 0 starts
         trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
         trainer.fit(module, datamodule=Data())
         file = folder / f"{case.world_size}-{index}.ckpt"
@@ -251,7 +256,7 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
 
 
 def states_in(file: Path) -> dict[str, Tensor]:
-    """The optimizer's states in a plain file: "number key" to value."""
+    """Return the optimizer states in a plain checkpoint file: "number key" to value."""
     (saved,) = torch.load(file, weights_only=False)["optimizer_states"]
     return {
         f"{number} {key}": torch.as_tensor(value)
@@ -261,7 +266,7 @@ def states_in(file: Path) -> dict[str, Tensor]:
 
 
 class Saver(pl.Callback):
-    """Saves in mid-run, at the end of the epoch's training; ``early``: after the second batch, too."""
+    """Saves in mid-run, at the end of the epoch's training, and with ``early`` also after the second batch."""
 
     def __init__(self, path: Path, early: Path | None = None) -> None:
         self.path, self.early = path, early
@@ -283,7 +288,7 @@ RESUMED = {
     "file-after": ("two nodes with disks",),
     "plain": ("two nodes", "a stage's node each"),
 }
-"""What is resumed in which layout."""
+"""By source of the checkpoint, the layouts in which it is resumed."""
 TARGETS: dict[str, Any] = {
     "two nodes": lambda folder: with_nodes(2),
     "two nodes with disks": lambda folder: with_nodes(2, optimizer_states=str(folder / "states")),
@@ -293,7 +298,7 @@ TARGETS: dict[str, Any] = {
 
 
 def run_checkpoints(folder: Path) -> dict[str, Any]:
-    """Weights after two epochs, of which the second is resumed from each source; "plain.ckpt" lies in ``folder``."""
+    """Return weights after two epochs, the second of which is resumed from each source; "plain.ckpt" lies in ``folder``."""
     found = {}
     disk = str(folder / "states")
     kinds = {"folder": (True, "memory", True), "disk": (True, disk, False), "file": (False, disk, False)}
@@ -315,7 +320,7 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
 
 
 def find_rates(folder: Path, strategy: HolmesStrategy | None = None) -> dict[str, Any]:
-    """What Tuner.lr_find tries on a module, which is trained afterwards from its first weights."""
+    """Return the learning rates that Tuner.lr_find tries on a module, which is trained afterwards from its initial weights."""
     module, trainer = build("adamw"), make_trainer(folder, strategy=strategy)
     module.lr = 0.01
     found = Tuner(trainer).lr_find(module, datamodule=Data(), num_training=6, early_stop_threshold=None)
@@ -325,8 +330,8 @@ def find_rates(folder: Path, strategy: HolmesStrategy | None = None) -> dict[str
 
 
 def run_eager_and_deferred(folder: Path) -> dict[str, Any]:
-    """By optimizer: weights where nodes need not wait for the step, and where a hook makes them; and where one of the two workers
-    sends the sum of both, which has only one order."""
+    """Return by optimizer the weights of three fits: nodes need not wait for the step; a hook makes them wait; and one of the
+    two workers sends the sum of both, which is summed in one order only."""
     found: dict[str, Any] = {}
     waits = {"on_before_optimizer_step": lambda trainer, module, optimizer: None}
 
@@ -347,7 +352,7 @@ def run_eager_and_deferred(folder: Path) -> dict[str, Any]:
 
 
 def run_scaled(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]:
-    """Weights and loss scale after fits in 16 bits, with a scale that fits and one that overflows at first."""
+    """Return weights and loss scale after fits in 16-mixed precision, with a scale that fits and one that overflows at first."""
     found: dict[str, Any] = {}
     for name, first, options in (("fits", 2.0**8, {"gradient_clip_val": 0.2}), ("overflows", 2.0**40, {})):
         scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_interval=3)
@@ -360,7 +365,7 @@ def run_scaled(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]:
 
 
 class Counts(torch.optim.SGD):
-    """Keeps count in its group."""
+    """An optimizer that counts its steps in its parameter group."""
 
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
@@ -428,7 +433,7 @@ def _read_states_in_step(module: pl.LightningModule, trainer: Trainer) -> None:
 
 
 def _changed(change: Any) -> Any:
-    """An optimizer of torch's that ``change`` changes as an object."""
+    """Return a case's change: the module's optimizer is an SGD that ``change`` has modified as an object."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -504,7 +509,7 @@ REFUSED: dict[str, Any] = {
 
 
 def run_refusals(folder: Path) -> dict[str, Any]:
-    """What each says, on one worker; and weights of a fit after them."""
+    """Return by reason the error that each refused run raises, on one worker."""
     found: dict[str, Any] = {}
     for why, change in REFUSED.items():
         every = 2 if "between two batches" in why else 1
@@ -518,7 +523,8 @@ def run_refusals(folder: Path) -> dict[str, Any]:
 
 
 def run_thawing(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]:
-    """Weights where nodes update layers at once, and where a layer thaws between two batches of a step."""
+    """Return the weights of fits in which parameters thaw: where nodes update layers at once, and between two batches of an
+    accumulation window."""
     found = {}
     for name, options in (("at once", {}), ("in a window", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2})):
         torch.manual_seed(7)
@@ -529,7 +535,7 @@ def run_thawing(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]
 
 
 class Adds(pl.Callback):
-    """Adds a group of two layers that were trained before, by nobody."""
+    """Adds a group of two layers that no group had before, at the second epoch."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.current_epoch == 1:
@@ -538,7 +544,7 @@ class Adds(pl.Callback):
 
 
 class Unfreezes(BaseFinetuning):
-    """Trains the embedding, the head's weight, then the upper layers, then all."""
+    """Trains first the embedding, then also the upper layers, then all layers."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.layers)
@@ -551,7 +557,7 @@ class Unfreezes(BaseFinetuning):
 
 
 class Scaled(torch.optim.SGD):
-    """Steps by what is written on a parameter."""
+    """Scales each gradient by an attribute of its parameter."""
 
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else closure()
@@ -569,7 +575,7 @@ class TakesItsOwnWay(torch.optim.SGD):
 
 
 class Grows(Tied):
-    """Begins with the embedding in its optimizer."""
+    """Begins with only the embedding in its optimizer."""
 
     def configure_optimizers(self) -> Any:
         if self.optimizer == "scaled":
@@ -589,11 +595,11 @@ ADDED: dict[str, tuple[type[pl.Callback], str, dict[str, Any], dict[str, Any]]] 
     "finetuning": (Unfreezes, "adamw", {}, {}),
     "finetuning in a pipeline": (Unfreezes, "sgd", {"pipeline": 2}, {"gradient_clip_val": 0.2}),
 }
-"""By name: what adds groups, the optimizer, and options of the strategy and of the trainer."""
+"""By name: the callback that adds groups, the optimizer, and options of the strategy and of the trainer."""
 
 
 def run_added(folder: Path, strategy: Any = None) -> dict[str, Any]:
-    """Weights, and states in a file, after three epochs in which groups are added."""
+    """Return weights, and the states of a checkpoint, after three epochs in which groups are added."""
     found = {}
     for number, (name, (adds, optimizer, options, of_trainer)) in enumerate(ADDED.items()):
         torch.manual_seed(7)
@@ -609,7 +615,7 @@ def run_added(folder: Path, strategy: Any = None) -> dict[str, Any]:
 
 
 def run_thawing_in_vain(folder: Path) -> dict[str, Any]:
-    """What is said where a node has no place for what it would need."""
+    """Return the errors of runs in which parameters thaw and a node has no place for the state they need."""
     disk: dict[str, Any] = {"optimizer_states": str(folder / "states")}
     found = {}
     for name, strategy, precision in (
@@ -625,7 +631,7 @@ def run_thawing_in_vain(folder: Path) -> dict[str, Any]:
 
 
 def run_used_optimizers(folder: Path) -> dict[str, Any]:
-    """What is said where the optimizer of a fit that has ended steps, or is given to another fit, with nodes and without."""
+    """Return the errors raised where the optimizer of a fit that has ended steps, or is used in another fit, with nodes and without."""
     found = {}
     for name, strategy in (("a step after the fit", None), ("a fit with nodes", with_nodes(1)), ("a fit without", "")):
         module = build("sgd")
@@ -646,7 +652,8 @@ RAISES = ("forward", "backward")
 
 
 class Raises(pl.Callback):
-    """In the second batch: before any layer's gradient is known, or when only the first layer's is missing; and saves then."""
+    """Raises in the second batch, before any layer's gradient is known ("forward") or when only the first layer's is missing
+    ("backward"); saves on the exception."""
 
     def __init__(self, where: str, path: Path) -> None:
         self.where, self.path = where, path
@@ -665,7 +672,7 @@ class Raises(pl.Callback):
 
 
 def save_on_exception(folder: Path, where: str, strategy: HolmesStrategy | None = None) -> dict[str, Any]:
-    """What a callback has saved of a run that fails, and whatever was said then, and at a save after it."""
+    """Return what a callback saved of a run that failed, the warnings, and whether a save after it wrote a file."""
     path = folder / f"raised-{where}-{strategy is None}.ckpt"
     module, trainer = build(), make_trainer(folder, strategy=strategy)
     trainer.callbacks.append(Raises(where, path))  # type: ignore[attr-defined]
@@ -687,8 +694,8 @@ def save_on_exception(folder: Path, where: str, strategy: HolmesStrategy | None 
 
 
 class Loses(pl.Callback):
-    """In the second batch rank 0 kills the node that it has started, or empties the file of that, or the last worker ends
-    without a word. A checkpoint was written before."""
+    """In the second batch, kills the node that rank 0 started, empties the file of its states, or ends the last worker without
+    a message. Before the file is emptied a checkpoint is written."""
 
     def __init__(self, what: str, folder: Path) -> None:
         self.what, self.folder = what, folder
@@ -702,22 +709,22 @@ class Loses(pl.Callback):
             if self.what == "node":
                 process.kill()
                 self.note()
-            else:  # all of it was written, since the checkpoint has it
+            else:  # all states have been written, since the checkpoint holds them
                 (states,) = self.folder.glob("states/*.holmes-states")
                 os.truncate(states, 0)
         if batch_idx == 1 and self.what == "disk":
-            trainer.strategy.barrier()  # nobody has read ahead for the next step
+            trainer.strategy.barrier()  # so that no rank has read ahead for the next step
         if batch_idx == 1 and self.what == "worker" and trainer.global_rank == trainer.world_size - 1:
             self.note()
             os._exit(9)
 
     def note(self) -> None:
-        """When it was lost."""
+        """Write down the time of the loss."""
         (self.folder / "lost").write_text(str(time.monotonic()))
 
 
 def lose(payload: tuple[str, str]) -> None:
-    """A fit in which something is lost."""
+    """Run a fit in which a node, its file or a worker is lost."""
     what, folder = payload[0], Path(payload[1])
     states = str(folder / "states") if what == "disk" else "memory"
     what, _, route = what.partition(" by ")

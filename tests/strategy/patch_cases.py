@@ -1,4 +1,4 @@
-"""Runs that make the strategy change as much of Lightning's and the user's objects as it ever does, and what is left."""
+"""Runs that make the strategy patch as much of Lightning's and the user's objects as it ever does, and what is left after them."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ LIBRARIES = ("lightning.pytorch", "lightning.fabric", "lightning_utilities", "to
 
 
 class Measured(Classifier):
-    """Logs norms of gradients and a metric."""
+    """Logs gradient norms and updates a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def validate(trainer: pl.Trainer, module: Any, loader: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run, and the error that it ends with."""
+    """A run, and the exception that it ends with, if any."""
 
     callbacks: Sequence[Callable[[], Callback]] = ()
     module: type[Measured] = Measured
@@ -94,7 +94,7 @@ CASES = {
     "setup": Case(callbacks=[UnfreezeHead], module=FailsInSetup, error=ZeroDivisionError),
     "late_setup": Case(
         callbacks=[UnfreezeHead],
-        error=UnsupportedModuleError,  # once parameter groups and clipping have been taken over
+        error=UnsupportedModuleError,  # raised after parameter groups and clipping have been patched
         holmes={"master_weights": True},
         trainer={"precision": "bf16-true"},
     ),
@@ -102,7 +102,7 @@ CASES = {
 
 
 def libraries() -> dict[str, Any]:
-    """What stands at every name of the libraries' modules and of the classes that they define."""
+    """Return the object at every name of the libraries' modules and of the classes that they define."""
     found: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
         if not name.startswith(LIBRARIES):
@@ -115,7 +115,7 @@ def libraries() -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The names at which another object stands now; numbers that Lightning itself counts are no patches."""
+    """Return the names that refer to another object now; numbers and strings, which Lightning itself changes, are left out."""
     return [
         key
         for key, value in before.items()
@@ -124,7 +124,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def parts(trainer: pl.Trainer, module: pl.LightningModule, loader: Any) -> dict[str, Any]:
-    """The objects of the user and of Lightning that a run goes through."""
+    """Return by name the objects of the user and of Lightning that a run uses."""
     named: dict[str, Any] = {f"module {name}": part for name, part in module.named_modules()}
     named |= {f"callback {type(c).__name__}": c for c in trainer.callbacks}  # type: ignore[attr-defined]
     named |= {f"logger {type(logger).__name__}": logger for logger in trainer.loggers}
@@ -133,12 +133,12 @@ def parts(trainer: pl.Trainer, module: pl.LightningModule, loader: Any) -> dict[
 
 
 def own(named: dict[str, Any]) -> dict[str, Any]:
-    """The functions that objects have of their own, and how many hooks their modules and parameters have."""
+    """Return the functions in the objects' own ``__dict__``, and how many hooks their modules and parameters have."""
     found: dict[str, Any] = {}
     for name, part in named.items():
         for key, value in vars(part).items():
             if key in ("log", "log_dict"):
-                continue  # Lightning's own, on callbacks
+                continue  # Lightning sets these on callbacks itself
             if callable(value) and not isinstance(value, torch.nn.Module | pl.Trainer):
                 found[f"{name}.{key}"] = value
             elif key.endswith("_hooks") and isinstance(value, dict):
@@ -149,7 +149,7 @@ def own(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def leftovers(payload: dict[str, Any]) -> list[str]:
-    """What a case has changed and not taken back."""
+    """Return what a case has changed and not restored."""
     case = CASES[payload["case"]]
     plain = Setting(folder=Path(payload["folder"]))
     plain.trainer(max_epochs=1, callbacks=[WeightAveraging()]).fit(build(Measured), plain.loader(samples(16), 8))

@@ -1,6 +1,8 @@
-"""A user's script for a job that torchrun starts again: python restarted_node_script.py OPTIONS, as JSON; see snapshot_cases.train.
+"""A user's script for a job that torchrun starts again: python restarted_node_script.py OPTIONS, as JSON; see
+snapshot_cases.train.
 
-What it is told to kill is killed in the first attempt only. Snapshots beside nodes are taken before every step, whatever that costs.
+A process that OPTIONS names is killed in the first attempt only. With optimizer nodes, snapshots are taken before every
+step, whatever they cost.
 """
 
 import json
@@ -17,7 +19,7 @@ from lightning_holmes.strategy import snapshots
 
 
 class AtStart(Callback):
-    """Writes down with which weights a fit begins, which hooks see."""
+    """Writes down the digest of the weights that hooks see when a fit begins."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -27,7 +29,7 @@ class AtStart(Callback):
 
 
 def run(options: dict[str, Any]) -> None:
-    """One start of a worker, or of a node."""
+    """Run one start of a worker or of an optimizer node."""
     snapshots._PAUSE_SHARE = float("inf")
     SnapshotManager.is_writing = False
     if os.environ.get("TORCHELASTIC_RESTART_COUNT") != "0":

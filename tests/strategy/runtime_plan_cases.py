@@ -1,4 +1,4 @@
-"""Runs whose plan is chosen from costs, on every rank."""
+"""Runs whose plan is chosen from costs; each function runs on every rank."""
 
 import dataclasses
 import json
@@ -17,20 +17,20 @@ from lightning_holmes.strategy import profiling, runtime_plan
 
 
 class Wide(nn.Module):
-    """A block that costs as much as many."""
+    """A block that costs as much as many ordinary blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(40):  # both by FLOPs and by operators
+        for _ in range(40):  # in FLOPs and in the number of operators
             x = torch.tanh(self.down(self.up(x)))
         return x
 
 
 class Uneven(Classifier):
-    """Six blocks of which the first costs more than all others together."""
+    """Six blocks, the first of which costs more than all others together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Uneven(Classifier):
 
 
 class Looks(Uneven):
-    """Reads values where fake tensors have none, and would fail if it were run whole."""
+    """Reads values, which fake tensors do not have, in its training step, and asserts that they are not NaN."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise_if_nan = float(batch[0].sum())
@@ -47,7 +47,7 @@ class Looks(Uneven):
 
 
 def chosen(payload: Any) -> dict[str, Any]:
-    """What plan comes of the options, and what a fit and a validation after it give."""
+    """Return the plan that follows from the options, and the metrics of a fit and a validation after it."""
     classes = {"uneven": Uneven, "looks": Looks, "classifier": Classifier}
     setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"])
     module = build(classes[payload["module"]])
@@ -69,7 +69,7 @@ def chosen(payload: Any) -> dict[str, Any]:
 
 
 def refused(payload: Any) -> list[str]:
-    """The messages of plan files that do not fit this run."""
+    """Return the error messages of plan files that do not fit this run."""
     messages = []
     for path in payload["plans"]:
         setting = Setting(folder=Path(payload["folder"]), holmes={"plan": path})
@@ -83,7 +83,7 @@ def refused(payload: Any) -> list[str]:
 
 
 def crowded(payload: Any) -> list[str]:
-    """What comes of each set of arguments on devices of so little memory that no plan fits: a message, or a note."""
+    """Return for each set of arguments the error, or the plan's note on memory, on devices with so little memory that no plan fits."""
     probe = profiling.probe_device
     profiling.probe_device = lambda *args, **kwargs: dataclasses.replace(probe(*args, **kwargs), memory_bytes=2000.0)
     found = []
@@ -101,7 +101,7 @@ def crowded(payload: Any) -> list[str]:
 
 
 def settings(payload: Any) -> list[dict[str, Any] | None]:
-    """For each set of arguments, what a run takes a step to be made of (Training); on rank 0, which predicts."""
+    """Return what runtime_plan.make_training made for each set of arguments; empty on ranks other than 0, which alone predicts."""
     seen: list[dict[str, Any]] = []
     make = runtime_plan.make_training
 
@@ -119,7 +119,7 @@ def settings(payload: Any) -> list[dict[str, Any] | None]:
 
 
 class Drops(Classifier):
-    """Draws random numbers, by microbatch."""
+    """Draws random numbers, which depend on the microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,15 +130,16 @@ class Drops(Classifier):
 
 
 class Whitens(Classifier):
-    """Depends on which samples are together."""
+    """Its loss depends on which samples are together."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x - x.mean(0))
 
 
 def settled(payload: Any) -> dict[str, Any]:
-    """Numbers of microbatches that nothing measured decides, and what they give: as few as are exact, with
-    deterministic=True, and those of the run that is resumed. On four ranks, two stages."""
+    """Return numbers of microbatches that no measurement decides, and what the runs with them give: the smallest exact number,
+    the one of deterministic=True, and the one of the resumed run. Runs on four ranks; two stages unless a run says
+    otherwise."""
     folder, holmes = Path(payload["folder"]), {"pipeline_parallel_size": 2}
     found: dict[str, Any] = {}
 
@@ -173,7 +174,7 @@ def settled(payload: Any) -> dict[str, Any]:
 
 
 class Wider(Uneven):
-    """The same layers, and one that stands before them."""
+    """The same layers, and one more before them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +182,7 @@ class Wider(Uneven):
 
 
 class Unknown(TransformerEnginePrecision):
-    """Says that it multiplies in 8 bits, and does not."""
+    """Claims to multiply in 8 bits, but does not."""
 
     weights_dtype = torch.float32
 
@@ -195,7 +196,7 @@ class Unknown(TransformerEnginePrecision):
 
 
 def precisions(payload: Any) -> list[tuple[str, set[str], str]]:
-    """For each precision: its name, the types that matrix products were probed in, and why layers are assigned as they are."""
+    """Return for each precision its name, the dtypes in which matrix products were probed, and the plan's notes."""
     seen: set[str] = set()
     probe = profiling.probe_device
 
@@ -222,7 +223,7 @@ def precisions(payload: Any) -> list[tuple[str, set[str], str]]:
 
 
 def starts(payload: Any) -> list[tuple[str, bool, tuple[str, ...], Any]]:
-    """For each of several starts, by name: whether this rank measured, the notes, and the schedule with its layers."""
+    """Return for several starts the name, whether this rank measured, the plan's notes, and the schedule with the layer counts."""
     counted: list[int] = []
     probe = profiling.probe_device
     profiling.probe_device = lambda *args, **kwargs: counted.append(1) or probe(*args, **kwargs)
@@ -254,7 +255,7 @@ def starts(payload: Any) -> list[tuple[str, bool, tuple[str, ...], Any]]:
 
 
 class Tells(pl.Callback):
-    """That a rank has become slow, as the watch for stragglers does on rank 0."""
+    """Reports on rank 0 that a rank has become slow, as the straggler watch does."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
@@ -264,8 +265,8 @@ class Tells(pl.Callback):
 
 
 def slowed(payload: Any) -> list[tuple[bool, float]]:
-    """Of four starts, whether this rank measured, and how fast the last rank is beside the first by what is kept: as fast in the first start, then
-    a third, which is told in the second."""
+    """Return for four starts whether this rank measured, and the kept speed of the last rank relative to the first. The last
+    rank is as fast in the first start and a third as fast from the second on, in which it is reported to be slow."""
     counted: list[int] = []
     probe, slowness = profiling.probe_device, 1.0
 

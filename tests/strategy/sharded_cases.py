@@ -1,4 +1,4 @@
-"""Fits with a sharded optimizer that are to show one thing each; run in every process of a job."""
+"""Fits with a sharded optimizer that each show one thing; run in every process of a job."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ class AdamW(Classifier):
 
 
 class Reader(pl.Callback):
-    """Reads parameters at different places, in a way that nobody has announced."""
+    """Reads parameters in two hooks, without announcing that to the strategy."""
 
     def __init__(self) -> None:
         self.sums: dict[str, list[float]] = {"batch_end": [], "batch_start": []}
@@ -37,7 +37,7 @@ class Reader(pl.Callback):
 
 
 class Choices(pl.Callback):
-    """Why gradients were summed as they were; it reads no gradient, so that each replica has the sums of its share only."""
+    """Records why gradients were summed as they were. It reads no gradient, so that each replica holds the sums of its share only."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -47,7 +47,7 @@ class Choices(pl.Callback):
 
 
 class Unfreezing(BaseFinetuning):
-    """Would add parameters to the optimizer."""
+    """A BaseFinetuning callback, which could add parameters to the optimizer."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         pass
@@ -57,7 +57,7 @@ class Unfreezing(BaseFinetuning):
 
 
 class Changing(AdamW):
-    """Changes gradients and parameters in hooks; clips by code of its own."""
+    """Changes gradients and parameters in hooks, with code of its own."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
@@ -86,7 +86,7 @@ def trainer(strategy: Any, **options: Any) -> pl.Trainer:
 
 
 def run_fit(strategy: Any, cls: type[AdamW], **options: Any) -> tuple[dict[str, Tensor], pl.Trainer]:
-    """One fit; every replica has the same batches, so that the mean over replicas is that of one process."""
+    """Run one fit; every replica has the same batches, so that the mean over replicas is that of one process."""
     module = build(cls)
     made = trainer(strategy, **options)
     made.fit(module, DataLoader(samples(), 8))
@@ -94,7 +94,7 @@ def run_fit(strategy: Any, cls: type[AdamW], **options: Any) -> tuple[dict[str, 
 
 
 def run_all(payload: Any) -> dict[str, Any]:
-    """In two replicas, or in one plain process where ``payload`` is None."""
+    """Run all fits, in two replicas, or in one plain process if ``payload`` is None."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     found: dict[str, Any] = {}
@@ -127,7 +127,8 @@ def run_all(payload: Any) -> dict[str, Any]:
 
 
 def run_masters(payload: Any) -> dict[str, Any]:
-    """bf16 weights with fp32 masters, in as many replicas as there are processes; ``payload``: further arguments."""
+    """Train bf16 weights with fp32 master weights, in as many replicas as there are processes; ``payload``: further arguments
+    of HolmesStrategy."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     losses: list[float] = []
@@ -136,7 +137,7 @@ def run_masters(payload: Any) -> dict[str, Any]:
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses.append(float(outputs["loss"]))
 
-    os.environ["PYTHON_EXEC"] = payload.pop("python", sys.executable)  # of optimizer nodes
+    os.environ["PYTHON_EXEC"] = payload.pop("python", sys.executable)  # the interpreter that runs optimizer nodes
     holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True, **payload)
     weights, ran = run_fit(holmes, Noting, precision="bf16-true")
     states = ran.strategy._fit.shards.collect()

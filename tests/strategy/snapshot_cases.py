@@ -1,9 +1,9 @@
-"""What runs in each process of a job that is killed and started again: a fit whose every random number counts.
+"""What runs in each process of a job that is killed and started again: a fit in which every random number counts.
 
     launch_raw(2, "snapshot_cases:train", {"folder": ..., "kill": {"rank": 1, "step": 5}}, ...)
 
-Dropout, a shuffled loader of Lightning's own making whose samples are changed at random, a scheduler, AdamW and validation in
-mid-epoch: whatever a restart would not bring back shows in the losses.
+It has dropout, a shuffled loader of Lightning's own making whose samples are changed at random, a scheduler, AdamW, and
+validation in mid-epoch: whatever a restart fails to restore shows in the losses.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ ROWS, FEATURES, STEPS = 48, 16, 14
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Rows that are changed by NumPy's and torch's random numbers when they are read."""
+    """Rows to which random numbers of NumPy and torch are added when they are read."""
 
     def __init__(self, noise: float = 0.1) -> None:
         self.noise = noise
@@ -47,7 +47,7 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Counted(CountedDataModule):
-    """Rows as they are, in a loader that counts samples of all replicas."""
+    """Unchanged rows, in a loader that counts samples of all replicas."""
 
     def __init__(self) -> None:
         super().__init__(sequence_length=2, least_length=2, batch_size=4, val_fraction=0.0, num_workers=0, seed=1)
@@ -60,7 +60,7 @@ class Counted(CountedDataModule):
 
 
 def snapshots_in(memory: str | Path) -> list[Path]:
-    """The whole ones of a job's first fit, the oldest first."""
+    """Return the complete snapshots of a job's first fit, the oldest first."""
     found = (path for path in Path(memory).glob("*/fit-0/*") if path.name.isdigit())
     return sorted(found, key=lambda path: int(path.name))
 
@@ -93,7 +93,7 @@ class Net(LightningModule):
         return nn.functional.mse_loss(self.head(self.layers(batch[0])), batch[1])
 
     def end_half_done(self) -> None:
-        """When the optimizer node has updated the last layer."""
+        """End the process when the optimizer node has updated the last layer."""
         held = self.trainer.strategy._fit.stage_shards
         link, unit = held.link_of(max(held.parts, key=lambda part: -1 if part.stage is None else part.stage))
         link.ask({"ask": "fetch", "unit": unit, "version": held.version + 1, "whole": False})
@@ -101,7 +101,7 @@ class Net(LightningModule):
 
     def end_process(self) -> None:
         end = time.monotonic() + 60
-        while "memory" in self.kill and len(snapshots_in(self.kill["memory"])) < 2:  # the last one is being written
+        while "memory" in self.kill and len(snapshots_in(self.kill["memory"])) < 2:  # the last is still being written
             assert time.monotonic() < end
             time.sleep(0.01)
         os.kill(os.getpid(), getattr(signal, self.kill.get("signal", "SIGKILL")))
@@ -115,7 +115,8 @@ class Net(LightningModule):
 
 
 class Thaws(Callback):
-    """Trains a layer from a step on; ``once``: it is told so when the epoch begins, and not when one goes on."""
+    """Trains a layer from a step on; with ``once``, from a hook at the beginning of the second epoch, which a resumed epoch
+    does not call."""
 
     def __init__(self, *, once: bool) -> None:
         self.once = once
@@ -133,7 +134,7 @@ class Thaws(Callback):
 
 
 class Freezes(Callback):
-    """Trains a layer no more when the second epoch has begun."""
+    """Stops training a layer when the second epoch begins."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: Any) -> None:
         if trainer.current_epoch == 1:
@@ -141,7 +142,7 @@ class Freezes(Callback):
 
 
 class Adds(Callback):
-    """Adds a group when the second epoch begins."""
+    """Adds a parameter group when the second epoch begins."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         pl_module.layers[1].requires_grad_(False)
@@ -153,7 +154,7 @@ class Adds(Callback):
 
 
 class Unfreezes(BaseFinetuning):
-    """Trains the head, then a layer more, then all."""
+    """Trains first the head, then also the last layer, then all layers."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.layers)
@@ -172,11 +173,11 @@ LATER: dict[str, Callable[[], Callback]] = {
     "a group": Adds,
     "finetuning": Unfreezes,
 }
-"""By name: what is trained later."""
+"""By name: the callback that changes what is trained."""
 
 
 class Losses(Callback):
-    """Writes down the losses at once: a process may be killed."""
+    """Writes each loss to a file at once, since the process may be killed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -190,7 +191,7 @@ class Losses(Callback):
 def train(
     options: dict[str, Any], callbacks: Sequence[Callback] = (), in_step: Callable[[], None] = lambda: None
 ) -> str:
-    """One fit; the digest of the final weights on every rank. ``in_step`` is called in each microbatch."""
+    """Run one fit on every rank; return the digest of the final weights. ``in_step`` is called in each microbatch."""
     torch.set_num_threads(1)
     folder, rank = Path(options["folder"]), os.environ["RANK"]
     seed_everything(11, verbose=False)
@@ -226,7 +227,7 @@ def train(
     kill = options.get("kill", {})
     if kill and kill.get("signal", "SIGKILL") == "SIGKILL" and os.environ["WORLD_SIZE"] == "2":
         failure._CAUSE_S = failure._NOTICE_S = (
-            0.5  # of six: who is killed says and hears nothing, and the other is alone
+            0.5  # instead of six seconds: the killed rank sends and receives nothing, and the other rank is alone
         )
     module = Net(kill, in_step)
     if options.get("counted"):

@@ -1,5 +1,6 @@
-"""Steps that use what must be there by then: state from hooks, rates, what another run has left; and evaluation steps that are
-not known when the plan is made. A case gives weights and what was logged, alike in plain Lightning."""
+"""Steps that use what must exist by then (state from hooks, learning rates, what another run has left), and evaluation steps
+that are not known when the plan is made. A case returns weights and logged values, which must equal those of plain
+Lightning."""
 
 import warnings
 from pathlib import Path
@@ -31,7 +32,7 @@ def found(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
 
 
 class StateFromHooks(Net):
-    """Every hook before a step makes something that the step needs."""
+    """Each hook before a step makes something that the step needs."""
 
     def on_fit_start(self) -> None:
         self.scale = 2.0
@@ -84,7 +85,7 @@ class ReadsRates(Net):
 
 
 class ChangesTrainer(Net):
-    """Its step is tried, and what it does to rates and trainer happens once a batch all the same."""
+    """Its step changes the learning rate and the trainer: once a batch, although the step is also tried beforehand."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
@@ -108,7 +109,7 @@ class StarSignature(Net):
 
 
 class ReadsElsewhere(Net):
-    """What is trained reads ``stem`` before the layers; what is validated, after them, too."""
+    """Training reads ``stem`` before the layers; validation reads it after them, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class Momentum(Net):
 
 
 class SavesAtStart(Callback):
-    """Saves before the first batch, when the states of a checkpoint have been read and are not in use yet."""
+    """Saves before the first batch, when the optimizer states of a checkpoint have been read and are not in use yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -203,7 +204,8 @@ def unknown_evaluation_of_parameters_in_shards(setting: Setting) -> Any:
 
 
 def resuming(setting: Setting) -> Any:
-    """States wait for the first batch; a checkpoint that is saved before has them, and a rate that a hook sets stays."""
+    """Resume: optimizer states are kept until the first batch, a checkpoint that is saved before holds them, and a learning
+    rate that a hook sets stays."""
     path, again = setting.folder / "first.ckpt", setting.folder / "again.ckpt"
     trainer = setting.trainer(max_epochs=1)
     trainer.fit(Momentum(), loader(), loader())
@@ -222,7 +224,7 @@ def saving_without_a_batch(setting: Setting) -> Any:
     trainer.fit(Momentum(), loader(), loader())
     trainer.save_checkpoint(path)
     trainer = setting.trainer(max_epochs=1)
-    trainer.fit(Momentum(), loader(), loader(), ckpt_path=path)  # has ended already
+    trainer.fit(Momentum(), loader(), loader(), ckpt_path=path)  # the fit has ended already: no batch runs
     trainer.save_checkpoint(again)
     trainer, module = setting.trainer(max_epochs=2), Momentum()
     trainer.fit(module, loader(), loader(), ckpt_path=again)
@@ -234,7 +236,7 @@ def one_pass_loader(setting: Setting) -> Any:
 
 
 def profiled(setting: Setting) -> Any:
-    """A step that asks its trainer is profiled like any other."""
+    """Profile a step that reads its trainer, as any other step."""
     if setting.holmes is not None:
         setting.holmes = setting.holmes | {"num_microbatches": "auto", "profile": "measure"}
     trainer, module = setting.trainer(max_epochs=1), ReadsRates()
@@ -267,7 +269,7 @@ CASES = {
 
 
 def run_all(payload: dict[str, Any]) -> dict[str, Any]:
-    """Each case's result, or the error."""
+    """Return each case's result, or its error."""
     results: dict[str, Any] = {}
     for name, case in CASES.items():
         if name not in payload.get("only", CASES):
@@ -279,5 +281,5 @@ def run_all(payload: dict[str, Any]) -> dict[str, Any]:
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}"}
             if payload["holmes"]:
-                return results  # ranks may have parted ways
+                return results  # ranks may be out of step
     return results

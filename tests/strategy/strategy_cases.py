@@ -1,7 +1,7 @@
-"""Small trainings that use Lightning's features, each run plainly and by the strategy on every rank.
+"""Small trainings that use Lightning's features, each run in plain Lightning and with HolmesStrategy on every rank.
 
-A case is a function of a :class:`Setting` that returns plain data (numbers, lists, tensors); what plain Lightning
-returns in one process is what every rank must return.
+A case is a function of a :class:`Setting` that returns plain data (numbers, lists, tensors); every rank must return what
+plain Lightning returns in one process.
 """
 
 import csv
@@ -39,7 +39,7 @@ warnings.filterwarnings("ignore")
 
 
 class Recorder(Logger):
-    """Keeps what is logged, on every rank."""
+    """Keeps the logged values, on every rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Recorder(Logger):
 
 @dataclass
 class Setting:
-    """Where a case runs: plainly (``holmes`` is None) or by the strategy, and with how many replicas."""
+    """Where a case runs: in plain Lightning (``holmes`` is None) or with HolmesStrategy, and with how many replicas."""
 
     folder: Path
     holmes: dict[str, Any] | None = None
@@ -95,7 +95,7 @@ class Setting:
         return self.current
 
     def loader(self, data: Any, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
-        """``batch_size`` counts the samples of all replicas, which divide each batch among them."""
+        """Make a loader; ``batch_size`` counts the samples of all replicas, which divide each batch among them."""
         if self.replicas > 1:
             options["sampler"] = Share(self, len(data))
         return DataLoader(data, batch_size // self.replicas, **options)
@@ -233,7 +233,7 @@ def case_logs(setting: Setting) -> Any:
 
 
 class Unsynchronised(Logs):
-    """The same logs without sync_dist, as people write them for one device."""
+    """The same logs without sync_dist, as users write them for one device."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, logits = self.loss(batch)
@@ -375,7 +375,7 @@ class Collects(Classifier):
 def case_collects(setting: Setting) -> Any:
     module = build(Collects)
     trainer = setting.trainer(limit_val_batches=1.0)
-    # one microbatch: what is assigned, not appended, would be the last microbatch's
+    # one microbatch: a value that is assigned, not appended, would be the last microbatch's
     trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
     return outcome(setting, trainer, module) | {
         "seen": module.seen,
@@ -386,7 +386,7 @@ def case_collects(setting: Setting) -> Any:
 
 
 class FrontState(Classifier):
-    """Changes its state before the layers, where every stage runs."""
+    """Changes its state before the layers, in code that runs on every stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ def case_front_state(setting: Setting) -> Any:
 
 
 class Paces(Classifier):
-    """What a step leaves after its layers, which one stage alone runs, sets the learning rate, and hooks look at it."""
+    """State that the step changes after its layers, on one stage only, sets the learning rate, and hooks read it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,23 +443,23 @@ class Paces(Classifier):
 
 
 class PacesWithoutUpdateHook(Paces):
-    """Nobody looks between the step and the update, during which the state is on its way."""
+    """No hook reads the state between the step and the update, while the state is transferred."""
 
     on_before_optimizer_step = Classifier.on_before_optimizer_step
 
 
 class PacesInUpdate(PacesWithoutUpdateHook):
-    """Looks between the closure and the update, which it calls past Lightning."""
+    """Reads the state between the closure and the optimizer's step, which it calls without Lightning."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         self.seen.append(("in the update", self.pace))
-        if self.pace != 2.0:  # which ranks must agree on
+        if self.pace != 2.0:  # ranks must agree on this
             optimizer.optimizer.step()
 
 
 class PacesUnseen(PacesWithoutUpdateHook):
-    """The scheduler alone looks."""
+    """Only the scheduler reads the state."""
 
     on_train_batch_end = Classifier.on_train_batch_end
 
@@ -485,7 +485,7 @@ def case_paces(setting: Setting) -> Any:
 
 
 class Drops(Classifier):
-    """A validation loss that falls and then rises by itself, so that stopping has something to see."""
+    """A validation loss that falls and then rises by itself, so that early stopping has something to react to."""
 
     curve = (3.0, 2.0, 1.0, 1.5, 1.6, 1.7, 0.1, 0.1)
 
@@ -765,7 +765,7 @@ def case_iterable(setting: Setting) -> Any:
 
 
 class DiffersByRank(Dataset[Any]):
-    """Data that only rank 0 has right."""
+    """Data that are right on rank 0 only."""
 
     def __init__(self, rank: int) -> None:
         self.data = samples(24, seed=0 if rank == 0 else 100 + rank)
@@ -878,7 +878,7 @@ class Resumable(Classifier):
 
 
 def case_resume(setting: Setting) -> Any:
-    """A run of four epochs; the first two of it; and those continued from their checkpoint."""
+    """Run four epochs; only the first two; and the last two from the checkpoint of those."""
     train = setting.loader(samples())
     whole = build(Resumable)
     trainer = setting.trainer(max_epochs=4)
@@ -923,9 +923,9 @@ def _save_by_hand(setting: Setting, trainer: pl.Trainer) -> Any:
 
 
 class BuiltLate(Classifier):
-    """configure_model makes it. Its step needs what hooks make, and the optimizer's learning rate; one parameter only training
-    reads; a hook changes a weight before training. A residual that only training has forbids to split in the middle, where the
-    sanity check does."""
+    """Built by configure_model. Its step needs what hooks make and the optimizer's learning rate; only training reads one of
+    its parameters; a hook changes a weight before training. A residual that only training has forbids a split in the
+    middle, which the sanity check alone would allow."""
 
     def __init__(self, changes: bool) -> None:
         pl.LightningModule.__init__(self)
@@ -934,7 +934,7 @@ class BuiltLate(Classifier):
     def configure_model(self) -> None:
         if "stem" in self._modules:
             return
-        with torch.random.fork_rng():  # plain Lightning draws in nn.Linear, and nothing is drawn without memory
+        with torch.random.fork_rng():  # plain Lightning draws in nn.Linear; building without memory does not
             self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
             self.blocks = nn.ModuleList(Block() for _ in range(4))
             self.scale = nn.Parameter(torch.ones(3))
@@ -1002,7 +1002,7 @@ CASES = {name.removeprefix("case_"): function for name, function in list(globals
 
 
 def run_case(name: str, setting: Setting) -> Any:
-    """The case's result, or its error as text."""
+    """Return the case's result, or its error as text."""
     setting.folder.mkdir(parents=True, exist_ok=True)
     try:
         return CASES[name](setting)
@@ -1011,13 +1011,13 @@ def run_case(name: str, setting: Setting) -> Any:
 
 
 def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
-    """Run in every worker: all cases one after the other; ends at the first error, since ranks may then part ways."""
+    """Run all cases in turn; runs in every worker. Ends at the first error, since ranks may be out of step after it."""
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name in payload["cases"]:
         setting = Setting(Path(payload["folder"]) / name, payload["holmes"], payload["replicas"])
         results[name] = run_case(name, setting)
-        gc.collect()  # process groups go with their strategy
+        gc.collect()  # process groups are freed with their strategy
         print(f"CASE {name} {'failed' if 'error' in results[name] else 'ran'}", flush=True)
         if "error" in results[name]:
             print(results[name]["error"], flush=True)
@@ -1026,7 +1026,7 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(plain: Any, staged: Any, path: str = "", relative: float = 1e-5) -> list[str]:
-    """Where two results differ, as text."""
+    """Return where two results differ, as text."""
     if isinstance(plain, dict) and isinstance(staged, dict):
         found = [f"{path}.{k}: only in one" for k in plain.keys() ^ staged.keys()]
         for key in plain.keys() & staged.keys():

@@ -1,4 +1,4 @@
-"""What the processes of test_tensor_parallel.py run: modules whose configure_model shares their layers out."""
+"""What the processes of test_tensor_parallel.py run: modules whose configure_model shards their layers."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ EPOCHS, STEPS, SAMPLES, LENGTH, WIDTH, VOCABULARY, CLASSES = 2, 3, 8, 6, 8, 12, 
 
 
 class Block(nn.Module):
-    """A residual feed-forward block with dropout on what every rank has whole."""
+    """A residual feed-forward block with dropout on a tensor that every rank holds whole."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
         self.drop = nn.Dropout(dropout)
-        self.mesh: Any = None  # given one, the output is a DTensor on it
+        self.mesh: Any = None  # if given, the output is a DTensor on it
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = plain(hidden)
@@ -40,22 +40,22 @@ class Block(nn.Module):
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The part of a DTensor on this rank."""
+    """Return the local part of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a DTensor; every rank of the tensor group must call."""
+    """Return the full tensor of a DTensor; every rank of the tensor-parallel group must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Words(LightningModule):
-    """Embedding, blocks and head. ``style``: how configure_model shares it out over the tensor-parallel axis.
+    """Embedding, blocks and head. ``style``: how configure_model shards them over the tensor-parallel axis.
 
     "megatron": column then row inside a block, a sharded head; embedding and norms plain.
     "sequence": norms between activations that are sharded over positions (their gradients are partial sums).
-    "dtensor": as megatron, but blocks return DTensors, which do not travel between stages.
-    "none": nothing is shared out.
+    "dtensor": as megatron, but blocks return DTensors, which cannot be sent between stages.
+    "none": nothing is sharded.
     "wrong": as sequence, but the norms are left plain, so that each rank has the gradient of its own positions.
     """
 
@@ -131,7 +131,7 @@ class Words(LightningModule):
 
 
 class Tokens(GPT):
-    """The recipes' model, which shares itself out; on windows of random tokens."""
+    """The recipes' model, which shards itself, on windows of random tokens."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -149,8 +149,8 @@ class Tokens(GPT):
 
 
 def build(style: str, dropout: float) -> LightningModule:
-    """Of ``Words`` by its style; "gpt", built by configure_model; "tied", a GPT built in __init__, whose head is its
-    embedding."""
+    """Make a module: ``Words`` of a style; "gpt", built by configure_model; or "tied", a GPT built in __init__ whose head is
+    its embedding."""
     if style not in ("gpt", "tied"):
         return Words(style, dropout)
     options: dict[str, Any] = {"defer_init": True} if style == "gpt" else {"tie_embeddings": True}
@@ -161,14 +161,14 @@ def build(style: str, dropout: float) -> LightningModule:
         num_heads=4,
         sequence_length=LENGTH,
         dropout=dropout,
-        learning_rate=0.005,  # at 0.02 Adam makes steps of the rounding of gradients near zero
+        learning_rate=0.005,  # at 0.02, where gradients are near zero, Adam's steps depend on rounding alone
         warmup_steps=2,
         **options,
     )
 
 
 class Watch(Callback):
-    """Losses of the steps, and the norm of the gradient before it is clipped; saves after the first epoch.
+    """Records the losses of the steps and the gradient norms before clipping; saves after the first epoch if ``save`` is given.
 
     ``reads``: also norms of gradients and weights, taken parameter by parameter.
     """
@@ -201,7 +201,7 @@ class Watch(Callback):
 def train(
     strategy: Any, *, devices: int = 1, style: str = "megatron", dropout: float = 0.0, **options: Any
 ) -> tuple[Trainer, Watch]:
-    """A run of two epochs, clipped by norm, with validation after each."""
+    """Train two epochs, clipped by norm, with validation after each."""
     seed_everything(11, verbose=False)
     watch = Watch(options.pop("save", None), options.pop("reads", False))
     ckpt_path = options.pop("ckpt_path", None)
@@ -229,13 +229,13 @@ def train(
 
 
 def scale_of(trainer: Trainer) -> float | None:
-    """The last loss scale, if there is one."""
+    """Return the last loss scale, or None."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return None if scaler is None else scaler.get_scale()
 
 
 def run(case: dict[str, Any]) -> dict[str, Any] | str:
-    """One run of a job, and what it found on this rank; or why it was ``refused``."""
+    """Do one run of a job; return what it found on this rank, or the error of a case that is ``refused``."""
     case = dict(case)
     if case.pop("refused", False):
         try:
@@ -256,10 +256,10 @@ def run(case: dict[str, Any]) -> dict[str, Any] | str:
         "coordinate": strategy.device_mesh.get_coordinate(),
         "scale": scale_of(trainer),
         "axes": strategy.device_mesh.mesh_dim_names,
-        "weights": {n: p for n, p in weights.items() if not p.isnan().all()},  # of other stages: placeholders, or whole
+        "weights": {n: p for n, p in weights.items() if not p.isnan().all()},  # of other stages: placeholders or whole
     }
 
 
 def run_all(cases: list[dict[str, Any]]) -> list[dict[str, Any] | str]:
-    """Several runs of one job in turn."""
+    """Do several runs of one job in turn."""
     return [run(case) for case in cases]

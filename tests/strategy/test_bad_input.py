@@ -1,4 +1,4 @@
-"""Mistakes and failures: one clear error on every rank, before training where it can be known, never a hang."""
+"""Mistakes and failures end in one clear error on every rank, before training where that can be known, and never in a hang."""
 
 import re
 import time
@@ -9,7 +9,7 @@ import pytest
 from bad_input_cases import CASES
 from launch import Worker, launch, launch_raw
 
-# what every rank's output must hold; where a rank is killed nothing is left of it but broken connections
+# what every rank's output must contain; where a rank is killed, other ranks see broken connections only
 FAILURES = {
     "before the layers": "ZeroDivisionError: planned failure: before the layers",
     "after the layers": "ZeroDivisionError: planned failure: after the layers",
@@ -53,7 +53,7 @@ def test_a_mistake_is_one_clear_error_on_every_rank(name: str, mistakes: list[di
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """For each failure: the workers, and the seconds from the start of training to the last one's end."""
+    """Return for each failure the workers, and the seconds from the start of training to the last worker's end."""
 
     def run(where: str) -> tuple[list[Worker], float]:
         folder = tmp_path_factory.mktemp("failure")
@@ -80,9 +80,9 @@ def test_a_failure_of_one_rank_ends_all(where: str, failures: Any) -> None:
             continue
         cause, *consequences = (worker.output.find(words) for words in (FAILURES[where], *BROKEN))
         assert cause >= 0, f"rank {rank}: {worker.output[-3000:]}"
-        if where != "killed":  # else a broken connection is all that is left of the cause
+        if where != "killed":  # a killed rank leaves nothing but broken connections
             assert all(at < 0 or cause < at for at in consequences), f"rank {rank}: {worker.output[-6000:]}"
-            if "Traceback" not in worker.output:  # it was told, and asks no store that may be gone any more
+            if "Traceback" not in worker.output:  # it was told, and must not ask a store that may be gone
                 assert "[c10d]" not in worker.output, f"rank {rank}: {worker.output[-6000:]}"
 
 
@@ -93,7 +93,7 @@ def test_one_rank_shows_the_traceback_and_each_other_a_line(where: str, failures
     shown = [worker.output.count("Traceback (most recent call last)") for worker in workers]
     lines = [re.findall(rf"^\[rank {rank}\] .+", worker.output, re.MULTILINE) for rank, worker in enumerate(workers)]
     print(shown, lines)
-    if where == "killed":  # who fails first has lost a connection: what the library said, and what that means
+    if where == "killed":  # the survivor loses a connection: it shows the library's error and what it means
         assert shown[1] == 0 and shown[0] <= 2
     else:
         assert sorted(shown) == [0] * (len(workers) - 1) + [1]

@@ -1,4 +1,4 @@
-"""schedule="breadth_first" on one pipeline rank: a layer a stage where the module allows it, and nothing is refused that runs whole."""
+"""schedule="breadth_first" on one pipeline rank: one layer a stage where the module allows it, and no module that runs whole is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from lightning_holmes.plan.partition import Partition
 
 
 class Keeping(nn.Linear):
-    """Leaves a value on itself."""
+    """Keeps a tensor of its forward as an attribute."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -30,7 +30,7 @@ class Keeping(nn.Linear):
 
 
 class Blocks(pl.LightningModule):
-    """Six layers; ``keeps``: a value from inside the second one is read after the third one."""
+    """Six layers; with ``keeps``, a tensor from inside the second layer is read after the third."""
 
     def __init__(self, *, keeps: bool = False, counts: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Blocks(pl.LightningModule):
 
 
 class NoList(pl.LightningModule):
-    """Nothing that could be a list of layers."""
+    """A module without a list of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_a_batch_that_is_skipped_before_the_layers_is_refused_by_what_it_returne
 
 
 class Hooked(Blocks):
-    """A hook on a layer notes the gradients that it is given."""
+    """A hook on a layer records the gradients that it is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Hooked(Blocks):
 
 
 def test_a_hook_on_a_layers_gradients_is_given_both_and_its_layer_ends_no_stage(tmp_path: Path) -> None:
-    """On a stage that begins behind the layer torch would have None for the gradient of its input."""
+    """The hook must get both gradients. On a stage that begins after the layer, torch would pass None for the gradient of its input."""
     plain, layered = Hooked(), Hooked()
     fitted(plain, "auto", tmp_path)
     fitted(layered, HolmesStrategy(schedule="breadth_first", num_microbatches=1), tmp_path)
@@ -171,7 +171,7 @@ def test_a_hook_on_a_layers_gradients_is_given_both_and_its_layer_ends_no_stage(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_outputs_that_are_read_again_are_handed_to_the_stages_of_their_rank(name: str, tmp_path: Path) -> None:
-    """Baseline: plain Lightning, 1e-5; also in validation, with ragged microbatches, and with parameters in shards."""
+    """Baseline: plain Lightning, 1e-5; also in validation, with ragged microbatches, and with sharded parameters."""
     expected = fit(name, "auto", tmp_path)
     for options in ({"num_microbatches": 1}, {"num_microbatches": 3, "partition": [1, 3, 2]}):
         *found, strategy = fit(name, HolmesStrategy(schedule="breadth_first", **options), tmp_path)

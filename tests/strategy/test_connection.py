@@ -1,4 +1,4 @@
-"""What a rank that ends shows of its exception, by who has failed first."""
+"""What a rank that ends shows of its exception, depending on which rank failed first."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_holmes.strategy.connection import Connection
 
 @pytest.fixture(autouse=True)
 def _excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.excepthook", lambda *_: None)  # and put back what is set after it
+    monkeypatch.setattr("sys.excepthook", lambda *_: None)  # monkeypatch also restores what is set after this
 
 
 class Watch:

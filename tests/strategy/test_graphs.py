@@ -1,4 +1,4 @@
-"""Batches that are objects, as graphs are: run whole, split by the module's own ``split_batch``, compared between stages.
+"""Batches that are objects, such as graphs: run whole, split by the module's own ``split_batch``, compared between stages.
 
 Baseline: plain Lightning in one process; parameters and loss to 1e-5.
 """

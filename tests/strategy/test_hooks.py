@@ -1,5 +1,5 @@
-"""Every hook is called exactly as often as in plain Lightning: in the same order, with the same arguments, at the same
-epoch and step, and with all random generators in the same state. The baseline is plain Lightning in one process; notes are
+"""Every hook is called exactly as often as in plain Lightning: in the same order, with the same arguments, at the same epoch
+and step, and with all random generators in the same state. The baseline is plain Lightning in one process; records are
 compared as text."""
 
 from typing import Any
@@ -13,7 +13,7 @@ STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of each run: plain, by the strategy on one process, and on two stages of two replicas."""
+    """Return the records of each run: plain, with the strategy on one process, and on two stages of two replicas."""
     payload = {"folder": str(tmp_path_factory.mktemp("hooks")), "holmes": None}
     plain, alone = notes_of_all(payload), notes_of_all(payload | {"holmes": {}})
     staged = launch(4, "hook_cases:notes_of_all", payload | {"holmes": STAGED}, timeout_s=200)

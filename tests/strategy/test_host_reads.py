@@ -1,6 +1,7 @@
-"""A step of a pipeline reads no value of a tensor on the host, where tensors lie on accelerators, unless the user logs.
+"""A step of a pipeline on accelerators reads no tensor value on the host, unless the user logs.
 
-On CPUs, where batches are taken for an accelerator's and results go beside messages. Baseline: one process, to 1e-6.
+Runs on CPUs, where batches are treated as accelerator tensors and results travel outside of the messages. Baseline: one
+process, to 1e-6.
 """
 
 import pytest
@@ -8,7 +9,7 @@ from host_read_cases import Stack, train
 from launch import launch
 
 HOST_TENSORS = {"comm/p2p.py", "pipeline/checksum.py", "optim/loss_weights.py"}
-"""Their reads are of tensors on the host: messages, sums that have come there by themselves, weights of microbatches."""
+"""Files that read host tensors only: messages, sums that were copied to the host asynchronously, weights of microbatches."""
 
 
 def test_a_step_reads_no_values_and_results_and_differing_batches_are_told_all_the_same() -> None:

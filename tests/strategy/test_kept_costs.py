@@ -1,4 +1,4 @@
-"""Costs that are kept belong to hosts, not to ranks: a launcher may number the nodes otherwise the next time."""
+"""Kept costs belong to hosts, not to ranks: a launcher may number the nodes differently the next time."""
 
 import json
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_what_was_measured_before_a_rank_became_slow_counts_no_more_on_its_hosts
     mark.write_text("half a num")
     assert load_costs("another", first) is not None
     monkeypatch.setenv("HOLMES_CACHE_DIR", str(mark))  # a file where the folder would be
-    distrust_costs(first)  # in a thread that must not fail
+    distrust_costs(first)  # it runs in a thread, which must not fail
     assert "before a rank became slow" in capsys.readouterr().err
 
 
@@ -116,7 +116,7 @@ def test_a_host_that_is_not_as_fast_beside_the_others_as_it_was_is_told() -> Non
 def test_two_short_measurements_must_say_that_a_host_has_changed(
     name: str, probes: list[tuple[float, ...]], changed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As rank 0 does it, with what all ranks have measured."""
+    """Runs as rank 0 does, with the values that all ranks have measured."""
     made, told, left = [], [], list(probes)
 
     def probe(*args: Any, **kwargs: Any) -> SimpleNamespace:

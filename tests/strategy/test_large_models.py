@@ -1,7 +1,8 @@
-"""Models that no process holds as a whole: built by configure_model without memory, or read in parts from a folder.
+"""Models that no process holds whole: built by configure_model without memory, or read in parts from a folder.
 
-Weights must not depend on the layout; pretrained ones, and losses from them, are those of plain Lightning in one process
-(1e-5 relative, fp32). Peak memory of a rank is that of a run that only validates: no gradients, no optimizer states.
+Initial weights must not depend on the layout; pretrained weights, and losses from them, are those of plain Lightning in one
+process (1e-5 relative, fp32). Peak memory of a rank is measured in a run that only validates: no gradients, no optimizer
+states.
 """
 
 from pathlib import Path
@@ -19,7 +20,7 @@ MODEL_MB = 400.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llamas as save_pretrained writes them, in several files: "small", and "large" of 400 MB."""
+    """Write Llamas with save_pretrained, in several files each: "small", and "large" of 400 MB."""
     transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("models")
     for name, width, layers, shard in (("small", 32, 4, "40KB"), ("large", 1024, 8, "100MB")):
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def in_shards(folder: Path) -> list[dict[str, Any]]:
-    """Two replicas that share all parameters: none of the two has a whole module."""
+    """Results of two replicas that share all parameters: neither holds the whole module."""
     holmes = {"sharded_parameters": True, "num_microbatches": 2}
     payload = {"folder": str(folder), "cases": [*SEEDED, "pretrained", "unset"], "holmes": holmes}
     return launch(2, "large_model_cases:fit_all", payload, timeout_s=200)
@@ -43,7 +44,7 @@ def in_shards(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One process of the strategy, and two stages."""
+    """Results of one process with the strategy, and of two stages."""
     cases = [*SEEDED, "pretrained", "unset"]
     payload = {"folder": str(folder), "cases": cases, "holmes": {"pipeline_parallel_size": 1, "num_microbatches": 2}}
     alone = fit_all(payload)
@@ -75,8 +76,8 @@ def test_weights_and_losses_do_not_depend_on_the_layout(name: str, results: Any)
 @pytest.mark.xdist_group("large_models")
 @pytest.mark.parametrize("name", [*SEEDED, "pretrained"])
 def test_in_shards_weights_and_losses_are_those_of_one_process(name: str, results: Any, in_shards: Any) -> None:
-    """Built, trained, and validated twice after the fit, for which they stay where they are. Where there is dropout replicas draw
-    each its own, so that losses differ."""
+    """The initial weights and the losses equal those of one process, in training and in two validations after the fit, for
+    which parameters stay sharded. With dropout each replica draws its own random numbers, so losses are not compared."""
     alone = results[0][name]
     for rank in in_shards:
         assert "error" not in rank[name], rank[name]
@@ -89,11 +90,11 @@ def test_in_shards_weights_and_losses_are_those_of_one_process(name: str, result
 
 @pytest.mark.xdist_group("large_models")
 def test_on_optimizer_nodes_no_worker_has_the_module(folder: Path) -> None:
-    """It is built there, stays there after a fit, and goes on from there: to the next fit, an evaluation, a file."""
+    """The module is built on the node and stays there after a fit; the next fit, an evaluation and a checkpoint begin from there."""
     payload = {"folder": str(folder), "cases": ["gpt", "pretrained"]}
     alone = go_on(payload | {"holmes": {"pipeline_parallel_size": 1, "num_microbatches": 2}})
     nodes = {"optimizer_nodes": 1, "num_microbatches": 2}
-    payload["env"] = {"PYTHON_EXEC": forked_executable()}  # of the nodes that rank 0 starts
+    payload["env"] = {"PYTHON_EXEC": forked_executable()}  # the interpreter of the optimizer nodes that rank 0 starts
     replicas = launch(2, "large_model_cases:go_on", payload | {"holmes": nodes}, timeout_s=200)
     staged = payload | {"holmes": nodes | {"pipeline_parallel_size": 2}, "cases": ["gpt"]}
     stages = launch(2, "large_model_cases:go_on", staged, timeout_s=200)

@@ -1,4 +1,4 @@
-"""A rank that is late in a hook: waited for as long as the timeout says, by whatever waits for it."""
+"""A rank that is late in a hook is waited for as long as the timeout allows, wherever others wait for it."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""What only later batches read, and what a step changes: in layered order and in shards exact or refused by name, never other numbers.
+"""Parameters and outputs that only later batches read, and what a step changes: in layered order and with sharded parameters
+the run is exact or refused by name; it never gives other numbers.
 
-One process, but for one case on two; the step is learnt from the first batch. Baseline where a case is exact: plain Lightning, 1e-5.
+One process, except for one case on two; the step is traced from the first batch. Baseline where a case is exact: plain
+Lightning, 1e-5.
 """
 
 import functools
@@ -118,7 +120,7 @@ def test_parameters_that_only_later_batches_read_are_refused_in_shards(name: str
 
 
 class Named(nn.Parameter):
-    """A class of the user's own."""
+    """A parameter class of the user's own."""
 
 
 @pytest.mark.parametrize("name", ["a penalty", "a condition"])
@@ -150,7 +152,7 @@ def test_a_parameter_of_another_stage_that_only_later_batches_read_is_refused_by
 
 
 class Compiled(Blocks):
-    """Each layer is compiled; backend eager, since only what torch.compile guards on matters here."""
+    """Each layer is compiled with backend "eager", since only what torch.compile guards on matters here."""
 
     def __init__(self, term: Any = None) -> None:
         super().__init__(term)
@@ -160,7 +162,7 @@ class Compiled(Blocks):
 
 @pytest.mark.parametrize("name", ["a penalty", "a condition"])
 def test_parameters_of_compiled_layers_are_refused_likewise(name: str, tmp_path: Path) -> None:
-    """Compiled code is given ordinary parameters, and runs on no others than those of its stage."""
+    """Compiled code is given ordinary parameters, and can run with those of its own stage only."""
     refused(lambda: Compiled(PARAMETERS[name]), r"layers\.0\.weight is read where it was not when", tmp_path, SHARDS)
     if name == "a penalty":
         exact(Compiled, tmp_path, SHARDS)
@@ -193,7 +195,7 @@ def test_outputs_that_only_later_batches_read_are_refused(options: dict[str, Any
 
 
 def test_a_gradient_from_another_stage_than_its_own_is_refused(tmp_path: Path) -> None:
-    """The last but one stage is still whole when the last one reads it: the value is right, and its gradient would be lost."""
+    """The last stage but one is still gathered when the last stage reads it: the value is right, but its gradient would be lost."""
     beside = lambda module, outputs: 0.1 * module.layers[2].weight.square().sum()  # noqa: E731
     refused(
         lambda: Blocks(beside),
@@ -227,7 +229,7 @@ CHANGES = {"in place": clamp, "by data": clamp_data, "other memory": renormalise
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_parameter_that_the_step_changes_is_refused_in_shards(name: str, tmp_path: Path) -> None:
-    """From the first batch on, where the trace cannot follow it, or later."""
+    """The step changes the parameter from the first batch on, or from the second epoch on."""
     from_first = name in ("in place", "a frozen counter")
 
     def act(module: Any) -> None:
@@ -241,7 +243,7 @@ def test_a_parameter_that_the_step_changes_is_refused_in_shards(name: str, tmp_p
 
 
 class Clamped(nn.Linear):
-    """Clamps its weight, from the second epoch on if ``late``."""
+    """Clamps its weight in its forward, from the second epoch on if ``late``."""
 
     def __init__(self, late: bool) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -273,7 +275,7 @@ def test_layers_that_change_their_parameters_are_refused_before_the_first_step_o
 
 
 class Tied(Blocks):
-    """A head in the memory of the first layer."""
+    """A head that shares the first layer's memory."""
 
     def __init__(self, how: str) -> None:
         super().__init__(act=None)
@@ -322,7 +324,7 @@ def test_parameters_that_are_one_object_or_lie_side_by_side_are_exact_in_shards(
 
 
 class Failing(pl.Callback):
-    """Ends a fit in its second epoch."""
+    """Raises in the second epoch."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error = error
@@ -339,7 +341,7 @@ def test_a_fit_that_fails_leaves_the_weights_of_its_last_step_as_plain_lightning
     left = []
     for strategy in ("auto", HolmesStrategy(**SHARDS)):
         module = Blocks()
-        with pytest.raises((error, SystemExit)):  # Lightning makes one of the other
+        with pytest.raises((error, SystemExit)):  # Lightning turns KeyboardInterrupt into SystemExit
             fit(module, tmp_path, strategy, callbacks=[Failing(error)])
         left.append({name: value.clone() for name, value in module.state_dict().items()})
     for name, value in left[0].items():
@@ -351,7 +353,7 @@ KEPT: dict[str, list[Tensor]] = {"given": [], "made": []}
 
 
 class Writing(nn.Module):
-    """A layer that doubles its input in place once ``writes`` is set; what it was given and has made is kept."""
+    """A layer that doubles its input in place once ``writes`` is set; inputs and outputs are kept."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -370,7 +372,7 @@ class Writing(nn.Module):
 
 
 class Written(Blocks):
-    """The hidden state is changed in place from the second epoch on: by layers, but for the first one, or between them."""
+    """The hidden state is changed in place from the second epoch on: inside all layers but the first, or between layers."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

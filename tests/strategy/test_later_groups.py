@@ -1,7 +1,8 @@
-"""What is trained later than other parameters: with optimizer nodes and a GradScaler, resumed from a checkpoint, and in a job that is started again.
+"""Parameters that are trained later than others: with optimizer nodes and a GradScaler, resumed from a checkpoint, and in a
+job that is started again.
 
-Baseline: plain Lightning in one process, and for a job that is started again the same job without faults. Tolerance 1e-5 (fp32 and 16-mixed), of the
-largest entry; a job that is started again is the same bit for bit.
+Baseline: plain Lightning in one process; for a job that is started again, the same job without faults. Tolerance 1e-5 (fp32
+and 16-mixed) of the largest entry; a job that is started again is equal bit for bit.
 """
 
 import pickle
@@ -26,14 +27,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Any]:
-    """Plain Lightning: what it gives in 16 bits, and resumed from its own checkpoints."""
+    """Results of plain Lightning: in 16-mixed precision, and resumed from its own checkpoints."""
     save_all(folder, "plain")
     return {"scaled": run_scaled(folder), "resumed": resume_all(folder, "plain", "plain")}
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path, plain: dict[str, Any]) -> Records:
-    """What each rank gives, by name: of one worker and of two."""
+    """Results of each rank by name, of one worker and of two."""
     of_one, *of_two = (
         rank
         for size in (1, 2)
@@ -69,7 +70,7 @@ def test_what_is_trained_later_in_16_bits_is_stepped_and_left_out_as_by_plain_li
 def test_a_checkpoint_after_it_is_resumed_as_by_plain_lightning(
     source: str, target: str, change: str, when: str, folder: Path, plain: dict[str, Any], found: Records
 ) -> None:
-    """Which forgets what a finetuning has unfrozen, until an epoch begins."""
+    """The baseline is plain Lightning, which forgets what a finetuning callback has unfrozen until an epoch begins."""
     if target == "plain" and f"{source} to plain" not in found:
         found[f"{source} to plain"] = [resume_all(folder, source, target)]
     if (target, change, when) == REFUSED:
@@ -121,7 +122,7 @@ MEASURED = {"schedule": "auto", "gradient_sync": "auto", "bucket_bytes": "auto"}
 def test_a_job_that_is_started_again_goes_on_with_it(
     layout: str, later: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on in the midst of an epoch, at whose beginning nobody thaws or adds anything again; the nodes are those of before."""
+    """The job resumes in mid-epoch, so no hook thaws or adds anything again; the optimizer nodes are the same processes as before."""
     monkeypatch.setenv("PYTHON_EXEC", forked_executable())
     strategy = LAYOUTS[layout] | (MEASURED if layout != "pipeline" else {})
     whole = {"folder": str(tmp_path), "name": "whole", "strategy": strategy, "later": later, "clip": 0.05}

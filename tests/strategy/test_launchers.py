@@ -1,4 +1,4 @@
-"""The ways in which a job is started. Each trains the same model; baseline: plain Lightning in this process."""
+"""The ways to start a job. Each trains the same model; baseline: plain Lightning in this process."""
 
 import os
 import re

@@ -1,7 +1,7 @@
-"""Lightning's features under the strategy: on every rank the numbers of plain Lightning in one process.
+"""Lightning's features with the strategy: every rank gives the numbers of plain Lightning in one process.
 
-Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches. Tolerance: 1e-5 relative (fp32).
-All cases of a layout run in one launch.
+Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches. Tolerance: 1e-5 relative (fp32). All cases of a
+layout run in one launch.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from launch import launch
 from strategy_cases import CASES, Classifier, Resumable, Setting, build, differences, run_case, samples
 
-# several microbatches run a step several times, which the first and the last of these cases would see
+# with several microbatches a step runs several times, which the first and the last of these cases would see
 WHOLE_BATCHES = ["collects", "broadcast_batch", "iterable", "user_callback", "resume", "front_state", "paces"]
 REPLICATED = [
     "logs",
@@ -29,12 +29,12 @@ REPLICATED = [
 ]
 PIPELINE = [
     name for name in CASES if name not in ("collects", "front_state", "paces", "resume")
-]  # resuming is among the replicated
+]  # resuming is among the replicated cases
 
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results of plain Lightning, each made once."""
+    """Return results of plain Lightning, each computed once."""
     known: dict[str, Any] = {}
 
     def result(name: str) -> Any:
@@ -54,20 +54,20 @@ def _launch(tmp_path_factory: pytest.TempPathFactory, world_size: int, cases: li
 
 @pytest.fixture(scope="session")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two stages, two microbatches."""
+    """Results of two stages with two microbatches."""
     return _launch(tmp_path_factory, 2, PIPELINE, pipeline_parallel_size=2, num_microbatches=2)
 
 
 @pytest.fixture(scope="session")
 def whole_batches(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two stages, one microbatch."""
+    """Results of two stages with one microbatch."""
     options = {"pipeline_parallel_size": 2, "num_microbatches": 1, "save_distributed_checkpoint": False}
     return _launch(tmp_path_factory, 2, WHOLE_BATCHES, **options)
 
 
 @pytest.fixture(scope="session")
 def replicated(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two stages, two replicas; the schedule is said, while the pipelines of two ranks choose it."""
+    """Results of two stages and two replicas; the schedule is given here, while the pipelines of two ranks choose it."""
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "save_distributed_checkpoint": False}
     options["schedule"] = "1f1b"
     return _launch(tmp_path_factory, 4, REPLICATED, **options)
@@ -99,7 +99,7 @@ def test_whole_batches(name: str, plain: Any, whole_batches: Any) -> None:
 @pytest.mark.xdist_group("strategy_replicated")
 @pytest.mark.parametrize("name", REPLICATED)
 def test_replicated(name: str, plain: Any, replicated: Any) -> None:
-    # A metric's value of one step is its replica's alone, as in every strategy of Lightning; so are predictions.
+    # A metric's value of one step is that of one replica, as in every strategy of Lightning; so are predictions.
     ignored = {"metrics": "_step", "all_steps": ".predict", "flags": ".overfit_batches"}
     _compare(name, plain(name), replicated[0], ignore=ignored.get(name))
 

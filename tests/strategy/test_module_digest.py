@@ -1,4 +1,4 @@
-"""A digest tells modules of other costs apart, and is the same in every process."""
+"""A digest distinguishes modules of different costs, and is the same in every process."""
 
 import importlib.util
 import os
@@ -74,7 +74,7 @@ class Config:
 
 
 def mixed(heads: int) -> Any:
-    """A record with a field that is opaque counts by its class alone: it may be a logger, with the folder of a run."""
+    """Return a record with an opaque field, of which only the class counts: it may be a logger, with the folder of a run."""
     return SimpleNamespace(heads=heads, opaque=object())
 
 

@@ -1,4 +1,4 @@
-"""Rank 0 and optimizer nodes, in threads of one process: who is refused, and who waits for a job that is started again."""
+"""Rank 0 and optimizer nodes, in threads of one process: which nodes are refused, and which wait for a job that is started again."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from lightning_holmes.strategy.optimizer_nodes import _Registry
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], int]]:
-    """Starts a node, and gives what waits for its exit code."""
+    """Return a function that starts a node and returns a function that waits for its exit code."""
     monkeypatch.setenv(SECRET, "known to both")
 
     def start(port: int, **options: Any) -> Callable[[], int]:

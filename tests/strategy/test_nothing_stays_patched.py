@@ -1,6 +1,6 @@
-"""After a run, also one that has failed, Lightning, torch and the user's objects are as they were.
+"""After a run, including one that failed, Lightning, torch and the user's objects are as they were.
 
-Each case runs in processes of its own, since what another test leaves would be taken for the state before.
+Each case runs in processes of its own, since what another test leaves behind would be taken for the initial state.
 """
 
 from pathlib import Path

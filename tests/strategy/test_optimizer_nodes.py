@@ -38,8 +38,8 @@ from lightning_holmes.checkpoint.manifest import Manifest
 
 Records = dict[str, list[Any]]
 FITS_A_LAUNCH = 50
-LAUNCH_S = 1200 if EXHAUSTIVE else 240  # hours of fits run beside other work
-pytestmark = pytest.mark.timeout(3 * LAUNCH_S + 60)  # a launch for each number of workers
+LAUNCH_S = 1200 if EXHAUSTIVE else 240  # in `make exhaustive`, hours of fits run beside other work
+pytestmark = pytest.mark.timeout(3 * LAUNCH_S + 60)  # one launch for each number of workers
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[Any, Any]:
-    """Plain Lightning in one process: a fit for each optimizer and option, and one of two epochs."""
+    """Results of plain Lightning in one process: a fit for each optimizer and option, and one of two epochs."""
     found: dict[Any, Any] = {}
     for key in {("adamw", "no option"), *((case.optimizer, case.option) for case in CASES)}:
         module, trainer = build(key[0]), make_trainer(folder, **OPTIONS[key[1]])
@@ -68,18 +68,18 @@ def plain(folder: Path) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def added(folder: Path) -> dict[str, Any]:
-    """Plain Lightning, where groups are added."""
+    """Results of plain Lightning where parameter groups are added."""
     return run_added(folder)
 
 
 @pytest.fixture(scope="module")
 def known() -> Records:
-    """The records of all fits of the product that have run in this worker."""
+    """Records of all fits of the product that have run in this test worker."""
     return {}
 
 
 def fits(function: str, size: int, cases: list[Case], folder: Path) -> Records:
-    """What each rank gives, by name."""
+    """Launch ``function`` on ``size`` workers; return the results of each rank by name."""
     payload = (str(folder), forked_executable(), cases)
     ranks = launch(size, f"{work.__module__}:{function}", payload, timeout_s=LAUNCH_S)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
@@ -87,7 +87,7 @@ def fits(function: str, size: int, cases: list[Case], folder: Path) -> Records:
 
 @pytest.fixture(scope="module")
 def found(folder: Path, plain: dict[Any, Any]) -> Records:
-    """Fits of each number of workers, and in the same launches what is tried beside."""
+    """Results of fits with each number of workers, and of the other runs in the same launches."""
     records: Records = {}
     for size in (1, 2, 4):
         cases = [] if EXHAUSTIVE else [case for case in CASES if case.world_size == size]
@@ -102,7 +102,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def group_of(place: int) -> str:
-    """The whole product takes hours: its launches are shared by all workers."""
+    """Return the xdist group of a case: the whole product takes hours, so all test workers share its launches."""
     return f"optimizer_nodes{place // FITS_A_LAUNCH}" if EXHAUSTIVE else "optimizer_nodes"
 
 
@@ -142,7 +142,7 @@ def test_updates_before_the_step_and_sums_by_one_of_two_workers_are_the_same_bit
 
 @pytest.mark.xdist_group("optimizer_nodes")
 def test_a_search_for_a_learning_rate_leaves_the_module_as_it_was(folder: Path, found: Records) -> None:
-    """Of the losses Lightning takes those of the first replica's half of each batch, as under DDP."""
+    """Lightning takes the losses of the first replica's half of each batch, as with DDP."""
     expected, ranks = find_rates(folder), found["learning rates"]
     assert len(ranks[0]["losses"]) == len(expected["losses"])
     for rank in ranks:
@@ -195,7 +195,7 @@ def test_a_checkpoint_is_resumed_with_and_without_nodes(
 
 @pytest.mark.xdist_group("optimizer_nodes")
 def test_a_run_that_fails_is_saved_as_of_its_last_step_or_not_at_all(folder: Path, found: Records) -> None:
-    """Nodes update a layer as soon as they have its gradients: where the backward fails they hold layers of two steps."""
+    """Nodes update a layer as soon as they have its gradients: if the backward fails, they hold layers of two different steps."""
     saved, expected = found["raises in forward"][0], save_on_exception(folder, "forward")
     assert_same(saved["weights"], expected["weights"])
     assert_same(saved["states"], expected["states"])
@@ -209,7 +209,7 @@ def test_a_run_that_fails_is_saved_as_of_its_last_step_or_not_at_all(folder: Pat
 @pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize("name", ["early", "after"])
 def test_nodes_write_their_part_of_a_folder_as_of_one_commit(name: str, folder: Path, found: Records) -> None:
-    """ "folder" is written while training goes on, of units in memory, "disk" is not; the values are the same, bit for bit."""
+    """Nodes write "folder" while training goes on, from units in memory, but not "disk"; the values are equal bit for bit."""
     written = {
         kind: FolderReader(Manifest.load(path), path)
         for kind in ("folder", "disk")
@@ -307,7 +307,7 @@ def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> Non
 
 
 def test_a_node_that_does_not_come_is_named_as_the_reason(tmp_path: Path) -> None:
-    """Not that one of them is late: the others wait for rank 0 no longer than for anything."""
+    """The error names the missing node, not a late rank: the other rank waits for rank 0 no longer than for anything else."""
     strategy = {"optimizer_nodes": 1, "pipeline_parallel_size": 1, "timeout": timedelta(seconds=5)}
     strategy |= {"num_chunks": 4, "schedule": "auto", "gradient_sync": "auto", "bucket_bytes": "auto"}
     port = free_port()
@@ -320,7 +320,7 @@ def test_a_node_that_does_not_come_is_named_as_the_reason(tmp_path: Path) -> Non
         environment=lambda rank: {"HOLMES_NODE_SECRET": "known to both", "HOLMES_NODE_PORT": str(port)},
     )
     told = [rank for rank, w in enumerate(workers) if "HolmesError: 0 of 1 optimizer nodes have come" in w.output]
-    assert len(told) == 1, [worker.output for worker in workers]  # whichever is first; the other one says so
+    assert len(told) == 1, [worker.output for worker in workers]  # either rank may be first; the other repeats it
     assert f"the same HolmesError as rank {told[0]}" in workers[1 - told[0]].output
     assert [worker.exit_code for worker in workers] == [1, 1]
 
@@ -328,7 +328,7 @@ def test_a_node_that_does_not_come_is_named_as_the_reason(tmp_path: Path) -> Non
 def run_beside_a_node(
     folder: Path, worker: list[str], script: list[str], nodes: int = 1, **environment: str
 ) -> tuple[tuple[int, str], tuple[int, str]]:
-    """The exit code and output of a command, and of optimizer nodes that run ``script``."""
+    """Run a command beside optimizer nodes that run ``script``; return exit code and output of the command and of the nodes."""
     variables = os.environ | {
         "HOLMES_NODE_SECRET": "known to both",
         "HOLMES_NODE_PORT": str(free_port()),
@@ -340,7 +340,7 @@ def run_beside_a_node(
         "lightning_holmes.cli",
         "optimizer-node",
         "--rdzv-endpoint" if nodes == 1 else "--master-addr",
-        "127.0.0.1:29400" if nodes == 1 else "127.0.0.2, 127.0.0.1",  # rank 0 is found where it is
+        "127.0.0.1:29400" if nodes == 1 else "127.0.0.2, 127.0.0.1",  # the node finds the address of rank 0
         "--",
         *script,
     ]
@@ -376,10 +376,10 @@ def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:
 def test_a_node_outlives_workers_that_are_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """torchrun starts two workers again after one was killed: they go on with what the same node has kept, after the last step that was committed,
-    or, where the node had updated layers of a step that never was, from their snapshot; bit for bit. Baseline: the same job without faults, and
-    with a node that it starts itself."""
-    nodes, last = (2, 11) if way == "two nodes" else (1, 10)  # a step that is not in or after a validation
+    """torchrun starts two workers again after one was killed. They resume with what the same optimizer node has kept after the
+    last committed step, or, where the node had updated layers of a step that was not completed, from their snapshot.
+    Baseline: the same job without faults and with a node that it starts itself; equal bit for bit."""
+    nodes, last = (2, 11) if way == "two nodes" else (1, 10)  # a step that is neither in nor after a validation
     strategy = {
         "optimizer_nodes": nodes,
         "num_chunks": 4 // nodes,

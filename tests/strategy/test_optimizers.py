@@ -1,7 +1,7 @@
-"""Optimizers, precisions and averages over stages: on every rank the numbers of plain Lightning in one process.
+"""Optimizers, precisions and averages over stages: every rank gives the numbers of plain Lightning in one process.
 
 Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches (one microbatch). Tolerance: 1e-5 relative in
-fp32; 2e-3 with 16-bit floats, whose 10 bits round sums in another order.
+fp32; 2e-3 with 16-bit floats, whose 10 mantissa bits round sums in another order.
 """
 
 from pathlib import Path
@@ -14,10 +14,10 @@ from optimizer_cases import CASES, differences, run_cases
 TOLERANCE = {"loss_scaling": 2e-3}
 REPLICATED = ["averages", "grad_norm", "finetuning"]
 STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "1f1b"}
-"""The schedule is said where there are replicas: no batch is spent on choosing one."""
-SHARDED = [name for name in CASES if name != "finetuning"]  # which is refused
+"""The schedule is given where there are replicas, so that no batch is spent on choosing one."""
+SHARDED = [name for name in CASES if name != "finetuning"]  # finetuning is refused
 
-IN_SHARDS = [name for name in CASES if name not in ("finetuning", "grad_norm")]  # which are refused
+IN_SHARDS = [name for name in CASES if name not in ("finetuning", "grad_norm")]  # these are refused
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list
 
 @pytest.fixture(scope="module")
 def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two stages, two replicas; one file as checkpoint."""
+    """Results of two stages and two replicas; checkpoints are single files."""
     holmes = STAGED | {"save_distributed_checkpoint": False}
     payload = {
         "cases": REPLICATED,
@@ -44,7 +44,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two stages, two replicas among which the optimizer is sharded; checkpoints as folders."""
+    """Results of two stages and two replicas with a sharded optimizer; checkpoints are folders."""
     holmes = STAGED | {"sharded_optimizer": True, "bucket_bytes": 300}
     payload = {"cases": SHARDED, "folder": str(tmp_path_factory.mktemp("sharded")), "holmes": holmes, "replicas": 2}
     return launch(4, "optimizer_cases:run_cases", payload, timeout_s=300)
@@ -52,7 +52,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def in_shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Two replicas that share parameters, gradients and states; checkpoints as folders."""
+    """Results of two replicas with sharded parameters, gradients and states; checkpoints are folders."""
     holmes = {"sharded_parameters": True, "num_microbatches": 1}
     payload = {"cases": IN_SHARDS, "folder": str(tmp_path_factory.mktemp("in_shards")), "holmes": holmes, "replicas": 2}
     return launch(2, "optimizer_cases:run_cases", payload, timeout_s=200)
@@ -85,12 +85,12 @@ def test_in_shards_every_rank_has_the_numbers_of_plain_lightning(name: str, runs
 
 
 def compare(name: str, plain: dict[str, Any], staged: list[dict[str, Any]]) -> None:
-    """Every rank's results of a case with those of plain Lightning."""
+    """Compare every rank's results of a case with those of plain Lightning."""
     for rank, results in enumerate([plain, *staged]):
         assert name in results, f"an earlier case ended the run: {list(results)[-1]}"
         assert "error" not in results[name], f"{'plain' if rank == 0 else f'rank {rank - 1}'}: {results[name]['error']}"
     expected = plain[name]
-    if name == "torchs_average":  # of this rank's parameters
+    if name == "torchs_average":  # averages of this rank's own parameters
         everything = expected["local"]
         assert set().union(*(results[name]["local"] for results in staged)) == set(everything)
     for rank, results in enumerate(staged):

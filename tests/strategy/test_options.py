@@ -1,4 +1,4 @@
-"""Options: what is refused by itself, and the views that are made of the arguments."""
+"""Options: which are refused on their own, and the views that are made of the arguments."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A trainer of pytorch_lightning, Lightning under its other name, gets one error that says what to write."""
+"""A trainer of pytorch_lightning, Lightning's other package, gets one error that says which import to use."""
 
 from launch import launch
 
@@ -6,7 +6,8 @@ WORDS = "Write `import lightning.pytorch as pl` in place of `import pytorch_ligh
 
 
 def refusals(_: None) -> list[str]:
-    """What its trainer says to the strategy and its name: imported after this package, and before it."""
+    """Return the errors of its trainer for the strategy object and for the strategy's name; pytorch_lightning is imported
+    after this package, and before it."""
     import lightning_holmes  # noqa: F401  isort: skip
     import pytorch_lightning as pl
     from pytorch_lightning.strategies import StrategyRegistry

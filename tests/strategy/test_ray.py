@@ -1,6 +1,6 @@
-"""Ray Train starts the processes, and Lightning's environment plugin of Ray tells who is who.
+"""Ray Train starts the processes, and Lightning's environment plugin for Ray gives their ranks.
 
-Baseline: plain Lightning in this process; loss to 1e-5. Skipped where ray is not installed: it is no dependency.
+Baseline: plain Lightning in this process; loss to 1e-5. Skipped where ray, which is no dependency, is not installed.
 """
 
 import os
@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray", reason="needs ray: pip install 'ray[train]'")
 
 
 def train(settings: dict[str, Any]) -> None:
-    """What runs in each worker, as docs/launching.md says."""
+    """Train in each Ray worker, as docs/launching.md says."""
     import ray.train
     from lightning.pytorch import Trainer, seed_everything
     from ray.train.lightning import RayLightningEnvironment
@@ -43,7 +43,7 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def test_two_workers_of_ray_are_two_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # or it leaves a token in the home folder
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # otherwise Ray leaves a token in the home folder
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
     from strategy_cases import Setting, build, samples

@@ -1,4 +1,4 @@
-"""A stateful loader whose order is drawn at random goes on in mid-epoch with the samples that the run without a stop has."""
+"""A stateful loader with a random order resumes in mid-epoch with the samples that the uninterrupted run has."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.resumable_sampler import make_resumable
 
-STOP = 5  # of the 8 batches that two replicas have in two epochs
+STOP = 5  # of the 8 batches that each of two replicas has in two epochs
 CASES: dict[str, dict[str, Any]] = {
     "shuffle": {"shuffle": True},
     "shuffle, workers": {"shuffle": True, "num_workers": 1},
@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def resume_all(folder: str) -> dict[str, Any]:
-    """In each of two processes: by case, the batches of a run, and of one that begins in its middle with another seed."""
+    """Return by case the batches of a run, and of one that resumes in its middle with another seed; runs in each of two processes."""
     import lightning.pytorch as pl
     from torch import Tensor, nn
     from torchdata.stateful_dataloader import StatefulDataLoader

@@ -1,4 +1,4 @@
-"""What lies between a strategy's runs: what an ended fit still tells, and what a set-up that failed leaves behind."""
+"""What lies between a strategy's runs: what can be asked of an ended fit, and what a set-up that failed leaves behind."""
 
 import copy
 import gc
@@ -132,7 +132,8 @@ def test_a_trainer_that_counts_other_processes_than_were_started_is_told(monkeyp
 
 
 def copies(_: Any) -> tuple[list[int], int]:
-    """On each rank: the steps of copies of a trainer that was new, has trained and has failed, and how many groups it is alone in."""
+    """Return on each rank the steps of copies of a trainer that is new, has trained and has failed, and the number of process
+    groups with this rank alone."""
     steps, size = [], int(os.environ["WORLD_SIZE"])
     for state in ("new", "has trained", "has failed"):
         trainer = make_trainer(HolmesStrategy(pipeline_parallel_size=size), devices=size)
@@ -150,12 +151,13 @@ def copies(_: Any) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_trainer_is_copied_and_pickled(world_size: int) -> None:
-    """Also: a rank is alone in one group, however many runs there were; each keeps threads."""
+    """Also: each rank has at most one group of its own, however many runs there were, since each group keeps threads."""
     assert launch(world_size, "test_runs:copies") == [([4] * 6, int(world_size > 1))] * world_size
 
 
 def left_by_fits(_: Any) -> list[tuple[int, list[str]]]:
-    """After each of two fits whose trainer is let go: threads of gloo's, and what is left of jobs and runs."""
+    """Return after each of two fits, once the trainer is freed, the number of gloo threads, and the strategy, job and run
+    objects that are left."""
     found = []
     for _ in range(2):
         make_trainer(HolmesStrategy(), devices=2).fit(Stack(), loader())
@@ -167,7 +169,7 @@ def left_by_fits(_: Any) -> list[tuple[int, list[str]]]:
 
 
 def test_nothing_holds_what_a_fit_was_made_of() -> None:
-    """Its groups keep threads: what is called when the process exits held those of rank 0 before."""
+    """The process groups keep threads; a handler for the process's exit used to hold those of rank 0."""
     for first, second in launch(2, "test_runs:left_by_fits"):
         assert first == second and first[0] > 0 and first[1] == []
 
@@ -213,7 +215,7 @@ def test_a_plan_lies_inside_of_a_checkpoint_and_is_taken_from_there(tmp_path: Pa
 
 
 class NoLoss(Stack):
-    """Has a step whose loss cannot be trained, each in its way."""
+    """A step whose loss cannot be trained, in one of several ways."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -241,6 +243,6 @@ def test_a_loss_that_cannot_be_trained_is_refused_as_in_plain_lightning(kind: st
     data: DataLoader[Any] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     with pytest.raises(HolmesError, match=words):
         make_trainer(HolmesStrategy(num_microbatches=2)).fit(NoLoss(kind), data)
-    if kind != "empty":  # where nothing is split it is as in plain Lightning: the mean of nothing
+    if kind != "empty":  # an empty batch is not split in plain Lightning, which takes the mean of nothing
         with pytest.raises(RuntimeError):
             make_trainer("auto").fit(NoLoss(kind), data)

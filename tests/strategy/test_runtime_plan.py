@@ -1,4 +1,4 @@
-"""Plans from costs, at the start of a run: all ranks come to the same one, and the numbers stay those of plain Lightning."""
+"""Plans from costs, at the start of a run: all ranks choose the same one, and the numbers stay those of plain Lightning."""
 
 import dataclasses
 import re
@@ -87,7 +87,7 @@ def test_what_was_measured_is_kept_for_the_next_start_until_it_is_measured_anew(
 
 
 def test_a_start_after_a_rank_was_told_to_be_slow_measures_anew(tmp_path: Path) -> None:
-    """The plan of the run in which it is told stays, and what was found anew is kept."""
+    """The plan of the run in which the rank is reported stays; the next start measures again and keeps the result."""
     for found in launch(2, "runtime_plan_cases:slowed", str(tmp_path), timeout_s=120):
         assert [measured for measured, _ in found] == [True, False, True, False]
         assert [speed for _, speed in found] == pytest.approx([1.0, 1.0, 1 / 3, 1 / 3])
@@ -237,7 +237,7 @@ def test_a_run_takes_what_it_does_not_measure_from_the_types_of_its_devices(monk
 
 
 def request_of_four(topology: Topology) -> Any:
-    """Two pipeline ranks on four devices with NCCL."""
+    """Return a request of two pipeline ranks on four devices with NCCL."""
     return SimpleNamespace(
         layout=SimpleNamespace(
             topology=topology,
@@ -267,7 +267,7 @@ def costs_of_four() -> Costs:
 
 @pytest.mark.parametrize("ethernet", ["{name: eth, kind: ethernet}", "{name: eth, kind: ethernet, up: false}"])
 def test_what_is_known_of_links_stays_where_a_card_says_nothing_of_its_speed(ethernet: str) -> None:
-    """As a virtual Ethernet card on a host with InfiniBand."""
+    """The card without a speed is like a virtual Ethernet card on a host with InfiniBand."""
     text = "clusters:\n" + "".join(
         f"- {{name: {n}, hosts: [{{name: {n}, count: 2, devices: 1, nics: [{{name: ib, kind: infiniband, bandwidth: 200 Gbit/s}}, {ethernet}]}}]}}\n"
         for n in "ab"
@@ -286,7 +286,7 @@ def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> Non
 
 
 def test_where_one_number_of_microbatches_is_exact_it_is_taken(tmp_path: Path) -> None:
-    """Baseline of the resumed run: the one that never stopped, with its dropout. Tolerance 1e-6, relative."""
+    """Baseline of the resumed run: the uninterrupted run, with its dropout. Tolerance 1e-6, relative."""
     for found in launch(4, "runtime_plan_cases:settled", {"folder": str(tmp_path)}, timeout_s=150):
         company, fixed, whole = found["company"], found["deterministic"], found["whole"]
         assert company["num_microbatches"] == 1

@@ -1,4 +1,4 @@
-"""A sharded optimizer in whole fits: hooks that read and change what is under way, accumulation, fp32 master weights.
+"""A sharded optimizer in whole fits: hooks that read and change values during a step, accumulation, fp32 master weights.
 
 Baseline: plain Lightning in this process, same batches (each replica has all of them); for master weights a plain loop.
 Tolerance: 1e-5 relative in fp32; 1e-2 for bf16 weights, one unit of their last place.

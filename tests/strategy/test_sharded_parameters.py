@@ -1,5 +1,5 @@
-"""Parameters in shards give the numbers of plain Lightning, and their checkpoints go everywhere. Tolerance 1e-5 (fp32), of the
-largest entry."""
+"""Sharded parameters give the numbers of plain Lightning, and their checkpoints can be resumed in every layout. Tolerance 1e-5
+(fp32) of the largest entry."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ SOURCES = ("folder", "folder-after", "file", "plain")
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Plain Lightning in one process: a fit by each optimizer, and a resumed one."""
+    """Results of plain Lightning in one process: a fit with each optimizer, and a resumed fit."""
     folder = tmp_path_factory.mktemp("plain")
     found: dict[str, Any] = {"folder": folder}
     for optimizer in OPTIMIZERS:
@@ -121,7 +121,7 @@ def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
 def test_a_module_without_memory_lives_in_shards_also_between_runs(
     optimizer: str, plain: dict[str, Any], ranks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Baseline: the strategy on one process, whose initial weights are the same. Neither rank has any parameter after the fit."""
+    """Baseline: the strategy on one process, whose initial weights are the same. Neither rank holds any parameter after the fit."""
     expected = run_late(tmp_path, optimizer, num_microbatches=2)
     assert expected.pop("blank") == 0
     texts = [expected.pop(f"{kind} predicted") for kind in ("folder", "file")]

@@ -1,4 +1,4 @@
-"""What the strategy accepts of a sharded optimizer, whom it refuses by name, and which hooks may read gradients."""
+"""What the strategy accepts with a sharded optimizer, what it refuses by name, and which hooks may read gradients."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Parameters in shards on each of two pipeline ranks: what is done between and after steps, as with one.
+"""Sharded parameters on each of two pipeline ranks: what is done between and after steps works as with one pipeline rank.
 
 Four processes, two stages with two replicas. Baseline: plain Lightning in one process, 1e-5 (fp32) of the largest entry.
 """
@@ -22,11 +22,12 @@ class Reading(Watching):
     """Reads and changes weights of both stages, on all ranks."""
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """No sampling: a rank can run the layers of its own stages."""
+        """Do not sample: a rank can run the layers of its own stages only."""
 
 
 def averaged(folder: Path, epochs: int, **strategy: Any) -> Any:
-    """A module that hooks have changed, with its average taken at the end, and what the hooks have read."""
+    """Train with EMA weight averaging and a callback that reads and changes weights; return the averaged weights, the norms
+    that the callback read, and the validation loss."""
     module, trainer, reading = build(), make_trainer(folder, epochs, **strategy), Reading()
     trainer.callbacks += [reading, EMAWeightAveraging(decay=0.7)]  # type: ignore[attr-defined]
     trainer.fit(module, datamodule=Data())
@@ -34,7 +35,7 @@ def averaged(folder: Path, epochs: int, **strategy: Any) -> Any:
 
 
 def run(name: str) -> dict[str, Any]:
-    """What each of the four processes finds."""
+    """Return what each of the four processes finds, by name."""
     folder = Path(name)
     found: dict[str, Any] = {}
     for kind, folders in (("folder", True), ("file", False)):

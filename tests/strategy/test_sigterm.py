@@ -1,4 +1,4 @@
-"""Signals in mid-batch: all ranks of a pipeline end, or save, together at the next batch; none waits for ever."""
+"""Signals in mid-batch: all ranks of a pipeline end, or save, together at the next batch; no rank waits forever."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ENDLESS = 100_000
 
 
 def train_until_told(options: dict[str, Any]) -> None:
-    """Runs in each process: the ranks named in ``options`` send themselves a signal from inside their third batch."""
+    """Train in each process; the ranks named in ``options`` send themselves a signal from inside their third batch."""
     import signal
 
     import torch
@@ -36,7 +36,7 @@ def train_until_told(options: dict[str, Any]) -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 2 and int(os.environ["RANK"]) in options["ranks"]:
-                options["ranks"] = []  # once, and not in each microbatch
+                options["ranks"] = []  # once, not in each microbatch
                 for _ in range(options.get("times", 1)):
                     os.kill(os.getpid(), told)
             return self.layers(batch[0]).square().mean()
@@ -81,7 +81,7 @@ def train_until_told(options: dict[str, Any]) -> None:
 def run(
     options: dict[str, Any], folder: Path, environment: Any = None, codes: tuple[int, ...] = (0, 0)
 ) -> list[dict[str, Any]]:
-    """What each rank has noted; all must have ended by themselves."""
+    """Return what each rank has written; all processes must have ended by themselves."""
     payload = {"folder": str(folder), "folders": True, "steps": ENDLESS, "signal": "SIGTERM", **options}
     before = set(folder.glob("*.json"))
     job = folder / f"job{len(before)}"
@@ -110,7 +110,7 @@ def test_sigterm_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(
 
 
 def test_slurms_requeue_signal_saves_on_all_ranks_and_the_next_job_goes_on(tmp_path: Path) -> None:
-    """The signal reaches all ranks in mid-batch; Lightning's hpc checkpoint is found by the job that SLURM starts anew."""
+    """The signal reaches all ranks in mid-batch; the job that SLURM starts again resumes from Lightning's hpc checkpoint."""
     asked = tmp_path / "asked"
     (tmp_path / "bin").mkdir()
     scontrol = tmp_path / "bin" / "scontrol"
@@ -144,7 +144,7 @@ def test_slurms_requeue_signal_saves_on_all_ranks_and_the_next_job_goes_on(tmp_p
 
 
 def test_ctrl_c_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(tmp_path: Path) -> None:
-    """In a terminal all processes are told. Lightning's exit code is 1."""
+    """In a terminal all processes get the signal. Lightning's exit code is 1."""
     first, last = run({"ranks": [0, 1], "signal": "SIGINT"}, tmp_path, codes=(1, 1))
     assert first["step"] == last["step"] == 3
     saved = CheckpointManager(distributed=True, background=False).load(Job(), tmp_path / "told.ckpt", weights_only=None)
@@ -152,7 +152,7 @@ def test_ctrl_c_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(tmp_path: P
 
 
 def test_each_rank_says_that_ctrl_c_has_ended_it_before_its_first_batch(tmp_path: Path) -> None:
-    """Lightning says so on rank 0 alone."""
+    """Lightning prints it on rank 0 only."""
     payload = {
         "folder": str(tmp_path),
         "folders": True,

@@ -1,4 +1,4 @@
-"""Jobs that are killed and started again: they go on from the snapshot that is left, and end with the same weights, bit for bit.
+"""Jobs that are killed and started again resume from the snapshot that is left and end with the same weights, bit for bit.
 
 Baseline: the same job without faults.
 """
@@ -97,7 +97,7 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
     resumed = min(after) - 1
     assert (
         max(before) == kill["step"] and resumed % 3 == 1 and kill["step"] - 6 < resumed
-    )  # the last may not have been written
+    )  # the last snapshot may not have been written
     assert {**before, **after} == known and all(before[s] == after[s] for s in before.keys() & after.keys())
     assert (
         f"goes on from the snapshot of step {min(after) - 1}, {kill['step'] - min(after) + 1} before"
@@ -107,7 +107,8 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
 
 @pytest.mark.parametrize("damage", ["cut off", "a bit"])
 def test_a_damaged_snapshot_is_not_gone_on_from(damage: str, whole: Any, tmp_path: Path) -> None:
-    """What is cut off is seen at once; a bit that is another one when it is read, by which a start ends, with the reason."""
+    """A truncated file is noticed before the snapshot is chosen. A flipped bit is noticed when the file is read: that start
+    ends with the reason and removes the snapshot, and the next start resumes from the one before."""
     _, expected = whole(2, pipeline_parallel_size=2)
     memory, strategy = tmp_path / "memory", {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 3}
     options = {"strategy": strategy, "snapshots": str(memory)}
@@ -132,8 +133,8 @@ def test_a_damaged_snapshot_is_not_gone_on_from(damage: str, whole: Any, tmp_pat
 def test_a_host_that_is_told_to_leave_costs_no_step_and_the_others_are_started_again(
     whole: Any, tmp_path: Path
 ) -> None:
-    """SIGTERM to one rank: a last snapshot, and an exit code that torchrun takes for a failure on the ranks that were not told. Where the script
-    then fails after its fit, the last snapshot is there for the next start."""
+    """One rank gets SIGTERM: it writes a last snapshot, and ranks without the signal exit with a code that torchrun takes for
+    a failure. If the script then fails after its fit, the last snapshot is there for the next start."""
     _, expected = whole(2, pipeline_parallel_size=2)
     strategy = {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 100}
     memory, kill = str(tmp_path / "memory"), {"rank": 0, "step": 5, "signal": "SIGTERM"}
@@ -157,7 +158,7 @@ def test_a_host_that_is_told_to_leave_costs_no_step_and_the_others_are_started_a
 
 
 def test_who_is_told_to_leave_between_batches_of_one_step_comes_to_its_end_first(tmp_path: Path) -> None:
-    """Three batches a step; SIGTERM in the second one of the sixth."""
+    """Three batches make a step; SIGTERM comes in the second batch of the sixth step, which is finished first."""
     strategy = {"pipeline_parallel_size": 2, "snapshot_every_n_steps": 100}
     options: dict[str, Any] = {"strategy": strategy, "snapshots": str(tmp_path / "memory"), "accumulate": 3, "steps": 7}
     kill = {"rank": 0, "step": 5, "batch": 1, "signal": "SIGTERM"}
@@ -167,8 +168,8 @@ def test_who_is_told_to_leave_between_batches_of_one_step_comes_to_its_end_first
 
 
 def test_fewer_replicas_go_on_from_a_checkpoint_with_the_same_batches_where_samples_are_counted(tmp_path: Path) -> None:
-    """Two replicas, then one, of the same global batches and dropout; tests/soak has the same from snapshots. Baseline: two replicas without
-    faults, weights to 1e-5. An ordinary loader is refused."""
+    """Two replicas, then one, with the same global batches and dropout; tests/soak does the same from snapshots. Baseline: two
+    replicas without faults, weights to 1e-5. An ordinary loader is refused."""
     strategy: dict[str, Any] = {"pipeline_parallel_size": 1, "snapshot_every_n_steps": 100}
     memory = tmp_path / "memory"
     options = {"strategy": strategy, "snapshots": str(memory), "checkpoints": str(tmp_path / "kept")}
@@ -190,7 +191,8 @@ def test_fewer_replicas_go_on_from_a_checkpoint_with_the_same_batches_where_samp
 def test_without_a_whole_snapshot_a_job_goes_on_from_its_own_newest_checkpoint_and_from_no_older_one(
     tmp_path: Path,
 ) -> None:
-    """One process. A checkpoint that was there before the job began is none of its own; once the job ended well nothing is left."""
+    """One process. A checkpoint from before the job began does not count as its own; after the job has ended well, no
+    snapshots are left."""
     memory, kept = tmp_path / "memory", tmp_path / "lightning_logs"
     strategy = {"snapshot_every_n_steps": 100}
     options = {"strategy": strategy, "snapshots": str(memory), "checkpoints": str(kept)}
@@ -282,7 +284,7 @@ def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(mo
 
 
 def test_a_search_in_the_fit_is_refused_beside_snapshots(tmp_path: Path) -> None:
-    """It puts the fit back to what it was when the search began, which was not the snapshot's place."""
+    """The search restores the fit to its beginning, which is not the step of the snapshot."""
     trainer = Trainer(
         accelerator="cpu",
         devices=1,

@@ -1,4 +1,4 @@
-"""schedule="auto" measures a split backward in the first batches, and goes on with what all ranks have chosen."""
+"""schedule="auto" measures a split backward in the first batches, and continues with the schedule that all ranks have chosen."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from launch import launch
 
 
 def fit(options: dict[str, Any]) -> dict[str, Any]:
-    """Runs in each process; the choice that is ``forced`` is taken whatever was measured."""
+    """Train in each process; the choice that is ``forced`` is taken whatever was measured."""
     import lightning.pytorch as pl
     import torch
     from torch import Tensor, nn

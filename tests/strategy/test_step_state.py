@@ -1,4 +1,4 @@
-"""By the time of a step all is there that Lightning would have made, and trying a step leaves no trace.
+"""When a step runs, everything exists that Lightning would have made, and a trial of the step leaves no trace.
 
 The baseline is plain Lightning in one process on the same batches; tolerance 1e-5 (fp32).
 """
@@ -15,7 +15,7 @@ STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Plain, by the strategy on one process, and on two stages of two replicas."""
+    """Results of plain Lightning, of the strategy on one process, and of two stages of two replicas."""
 
     def payload(holmes: Any) -> dict[str, Any]:
         return {"folder": str(tmp_path_factory.mktemp("steps")), "holmes": holmes}

@@ -1,4 +1,4 @@
-"""What a snapshot has of a module and its optimizers beside their states."""
+"""What a snapshot holds of a module and its optimizers besides their states."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ def switches_of(module: nn.Module, resumption: Resumption) -> Switches:
 
 
 def test_what_hooks_have_switched_and_added_is_put_back() -> None:
-    """A group that a hook has added again meanwhile is not added twice, and has the learning rate of then."""
+    """A group that a hook has meanwhile added again is not added twice, and gets the saved learning rate."""
     module, _ = build()
     module[0].requires_grad_()
     module[2].bias.requires_grad_(False)

@@ -1,6 +1,7 @@
-"""tensor_parallel_size: modules that share their layers out by parallelize_module train as in one process.
+"""tensor_parallel_size: modules that shard their layers with parallelize_module train as in one process.
 
-Baseline: the same module, whole, by plain Lightning in one process, fp32. Tolerance 1e-5, relative.
+Baseline: the same module, whole, in plain Lightning in one process, fp32. Tolerance, relative: 1e-5 for losses and norms,
+1e-4 for weights.
 """
 
 import math
@@ -20,7 +21,7 @@ REL = 1e-5
 
 
 class Baseline:
-    """A run in one process: losses, norms, and the weights at its end."""
+    """A run in one process: its losses, norms and final weights."""
 
     def __init__(self, strategy: Any = "auto", **options: Any) -> None:
         trainer, watch = train(strategy, **options)
@@ -29,7 +30,7 @@ class Baseline:
         self.weights = {n: p.detach().clone() for n, p in trainer.lightning_module.named_parameters()}
 
     def is_met_by(self, ranks: list[dict[str, Any]], *, skip: int = 0) -> None:
-        """Compare what the ranks of a job found; their losses are means over the replicas' batches."""
+        """Compare with what the ranks of a job found; the baseline's losses are means over the replicas' batches."""
         replicas = [found for found in ranks if found["coordinate"][0] == found["coordinate"][2] == 0]
         losses = torch.tensor([found["losses"] for found in replicas]).mean(dim=0).tolist()
         assert losses == pytest.approx(self.losses[skip:], rel=REL)
@@ -44,7 +45,7 @@ class Baseline:
             self.has_weights(found["weights"])
 
     def has_weights(self, weights: dict[str, Any]) -> None:
-        """Compare whole parameters: all of them, or those of a stage of a module that is never brought together."""
+        """Compare full parameters: all of them, or those of one stage if the module is never gathered."""
         for name, weight in weights.items():
             assert type(weight) is torch.Tensor, name
             torch.testing.assert_close(weight, self.weights[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -56,7 +57,8 @@ def baseline() -> Baseline:
 
 
 def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
-    """Pipeline x tensor, whose hooks read by hand, and tensor x data; saved in either format, resumed in the other's layout and in one process."""
+    """Pipeline x tensor, whose hooks read parameter by parameter, and tensor x data. Each saves one checkpoint format; both
+    are resumed in the other layout, and the file in one process."""
     folder, file = tmp_path / "folder.ckpt", tmp_path / "file.ckpt"
     pipeline = {"pipeline_parallel_size": 2, "num_microbatches": 4}
     data = {"pipeline_parallel_size": 1}
@@ -74,7 +76,7 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
     assert found[0][0]["axes"] == ("pipeline", "data_parallel", "tensor_parallel")
     assert sorted(f["coordinate"] for f in found[0]) == [(p, 0, t) for p in (0, 1) for t in (0, 1)]
     assert found[0][0]["grid"] == ((0, 1), (2, 3)) and found[1][0]["grid"] == ((0, 1, 2, 3),)
-    for of_rank in found[0]:  # what a hook reads by hand: that of all stages, each in parts on two ranks
+    for of_rank in found[0]:  # what a hook reads: the parameters of all stages, each sharded over two ranks
         assert len(of_rank["read"]) == len(baseline.read) == 4 * STEPS
         assert all(
             r == pytest.approx(b, rel=1e-4, abs=1e-6) for r, b in zip(of_rank["read"], baseline.read, strict=True)
@@ -92,13 +94,13 @@ def test_four_processes(baseline: Baseline, tmp_path: Path) -> None:
     assert list(in_folder) == list(saved["state_dict"])
     for name, value in in_folder.items():
         torch.testing.assert_close(value, saved["state_dict"][name], rtol=1e-4, atol=1e-6, msg=name)
-    trainer, watch = train("auto", ckpt_path=file)  # plain Lightning goes on from what replicas of tensor groups wrote
+    trainer, watch = train("auto", ckpt_path=file)  # plain Lightning resumes from the tensor-parallel file
     assert watch.losses == pytest.approx(baseline.losses[STEPS:], rel=REL) and len(watch.losses) == STEPS
     baseline.has_weights({n: p.detach() for n, p in trainer.lightning_module.named_parameters()})
 
 
 def test_all_three_axes_at_once(baseline: Baseline) -> None:
-    """Pipeline x data x tensor, of two each: no rank's neighbours on one axis are those on another."""
+    """Pipeline x data x tensor, two ranks on each axis, so that a rank's neighbours differ between axes."""
     case = {"devices": 8, "strategy": {"pipeline_parallel_size": 2, "num_microbatches": 2}, "style": "sequence"}
     found = [of_rank[0] for of_rank in launch(8, "tensor_parallel_cases:run_all", [case], timeout_s=200)]
     assert sorted(f["coordinate"] for f in found) == [(p, d, t) for p in (0, 1) for d in (0, 1) for t in (0, 1)]
@@ -107,7 +109,7 @@ def test_all_three_axes_at_once(baseline: Baseline) -> None:
 
 
 def test_the_gpt_of_the_recipes_shares_itself_out(tmp_path: Path) -> None:
-    """Built without memory: the weights of one process under the strategy. Built in __init__: those of plain Lightning."""
+    """Built without memory: the weights of one process with the strategy. Built in __init__: those of plain Lightning."""
     pipeline = {"pipeline_parallel_size": 2, "num_microbatches": 4}
     folder = tmp_path / "folder.ckpt"
     cases: list[dict[str, Any]] = [
@@ -125,8 +127,8 @@ def test_the_gpt_of_the_recipes_shares_itself_out(tmp_path: Path) -> None:
 
 
 def test_two_processes(baseline: Baseline) -> None:
-    """A tensor group alone: clipped by norm and by value; dropout; 16-mixed, whose first steps overflow (16-bit sums
-    are taken in another order: 1e-3); what is wrong or shares nothing is refused."""
+    """A tensor-parallel group alone: clipped by norm and by value; dropout; 16-mixed, whose first steps overflow (16-bit sums
+    are taken in another order: 1e-3); a module that is sharded wrongly or not at all is refused."""
     by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     cases: list[dict[str, Any]] = [
         {"strategy": {}},

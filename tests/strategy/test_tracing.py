@@ -1,4 +1,4 @@
-"""What is learnt of a module before it runs, and what is said of it."""
+"""What is learned about a module before it runs, and the warnings and errors about it."""
 
 import warnings
 from contextlib import nullcontext
@@ -44,7 +44,7 @@ class Whitens(Plain):
 
 
 class Sequences(Plain):
-    """Takes (time, samples, features)."""
+    """Takes batches of shape (time, samples, features)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Sequences(Plain):
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Of weights drawn by chance, some hide what their inputs are."""
+    """Seed the weights: some random weights hide what a layer's inputs are."""
     torch.manual_seed(1)
 
 
@@ -107,7 +107,7 @@ def test_where_company_matters_the_number_of_microbatches_is_one_unless_one_is_g
 
 
 class Unlisted(Plain):
-    """Nothing to split a pipeline along: one process runs it whole."""
+    """A module without a list of layers to split a pipeline along: one process runs it whole."""
 
     def __init__(self) -> None:
         super().__init__()

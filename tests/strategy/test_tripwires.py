@@ -1,7 +1,7 @@
-"""Hooks that read or change parameters and gradients: on every rank the numbers of plain Lightning in one process.
+"""Hooks that read or change parameters and gradients: every rank gives the numbers of plain Lightning in one process.
 
-Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches. Tolerance: 1e-5 relative (fp32).
-All cases of a layout run in one launch.
+Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches. Tolerance: 1e-5 relative (fp32). All cases of a
+layout run in one launch.
 """
 
 import copy

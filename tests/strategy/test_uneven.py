@@ -1,4 +1,4 @@
-"""Data that end at different places on different ranks, and a rank that stops alone: said on all ranks, which all end soon."""
+"""Data that end at different places on different ranks, and a rank that stops alone: every rank raises the error, and all end soon."""
 
 import os
 import time
@@ -11,8 +11,8 @@ from launch import Worker, launch_raw
 
 from lightning_holmes.strategy.compat.lockstep import Place, describe_places
 
-LIMIT_S = 90.0  # of a process with its start, which on a busy machine takes 20 s; far below the timeout of 30 minutes
-# by case: ranks of a pipeline of two, how many batches each has, and what is said
+LIMIT_S = 90.0  # for a process with its start, which takes 20 s on a busy machine; far below the timeout of 30 minutes
+# by case: the number of pipeline ranks, the batches of each of the two ranks, and words of the error
 CASES: dict[str, tuple[int, tuple[int, int], tuple[str, ...]]] = {
     "stages, iterable": (2, (5, 4), ("data for training_step end unevenly", "pipeline rank 1 has no other")),
     "stages, the first ends": (2, (4, 5), ("data for training_step end unevenly", "pipeline rank 0 has no other")),

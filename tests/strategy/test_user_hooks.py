@@ -1,4 +1,4 @@
-"""Whose hooks the user has written, and after which steps they may read what is left on the module."""
+"""Which objects' hooks the user has overridden, and after which steps hooks may read what is left on the module."""
 
 import functools
 from typing import Any
@@ -66,7 +66,7 @@ def test_a_scheduler_that_knows_the_module_may_read_what_a_step_left(function: A
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
     module, steps = pl.LightningModule(), {"training_step"} if reads else set()
     assert steps_whose_state_is_read(module, [], [constant]) == set()
-    with mock.patch.object(torch.optim.lr_scheduler.LambdaLR, "step"):  # there is no pace to be read
+    with mock.patch.object(torch.optim.lr_scheduler.LambdaLR, "step"):  # the module has no pace to read yet
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, function)
     chained = torch.optim.lr_scheduler.ChainedScheduler([constant, scheduler])
     assert steps_whose_state_is_read(module, [], [scheduler]) == steps
@@ -74,7 +74,7 @@ def test_a_scheduler_that_knows_the_module_may_read_what_a_step_left(function: A
 
 
 def _paced(module: Any) -> Any:
-    """A scheduler's class, in whose method the module is known as in any function."""
+    """Return a scheduler class whose method refers to the module through a closure."""
 
     class Paced(torch.optim.lr_scheduler.LRScheduler):
         @property

@@ -1,4 +1,5 @@
-"""What a step may ask for as a whole is plain Lightning's where it runs as a whole, and refused with a cure where it is split.
+"""What a step may ask for as a whole equals plain Lightning's where the step runs whole; where it is split, it is refused with
+a remedy.
 
 Baselines: plain Lightning in one process, and DDP in two; parameters and logs to 1e-6.
 """
@@ -100,7 +101,7 @@ def test_stages_give_the_numbers_of_plain_lightning(name: str, on_two: Any, tmp_
     for state, logged in (found[name] for found in on_two):
         torch.testing.assert_close(state, plain[0], rtol=1e-6, atol=1e-6)
         assert logged.keys() == plain[1].keys()
-        if "seen" not in logged:  # the length of a folder's name
+        if "seen" not in logged:  # "seen" is the length of a folder's name
             assert logged == pytest.approx(plain[1], rel=1e-6)
 
 

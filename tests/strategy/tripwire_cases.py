@@ -1,5 +1,5 @@
-"""Hooks as people write them, which read and change parameters and gradients of the whole module; run plainly and by the
-strategy on every rank, as the cases of strategy_cases.py."""
+"""Hooks as users write them, which read and change parameters and gradients of the whole module; run in plain Lightning and
+with the strategy on every rank, as the cases of strategy_cases.py."""
 
 import copy
 import logging
@@ -47,7 +47,7 @@ class ClipsGroups(Plain):
 
 
 class ClipsTwice(Plain):
-    """By the strategy and by hand, and looks at what came of it."""
+    """Clips with Lightning's method and by hand, and reads the norms between."""
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
@@ -55,7 +55,7 @@ class ClipsTwice(Plain):
 
 
 class Steps(Plain):
-    """Runs the closure itself, and leaves out steps by what it sees."""
+    """Runs the closure itself, and skips steps depending on the gradient norm."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         self.seen = [*getattr(self, "seen", ()), largest(self)]
@@ -68,7 +68,7 @@ class Steps(Plain):
 
 
 class Forgets(Plain):
-    """Forgets momentum after an epoch, in one of two ways, and steps by the optimizer itself."""
+    """Clears the momentum after an epoch, in one of two ways, and calls the unwrapped optimizer's step."""
 
     def on_train_epoch_end(self) -> None:
         optimizer: Any = self.optimizers()
@@ -82,7 +82,7 @@ class Forgets(Plain):
 
 
 class KeepsTrainer(Callback):
-    """Needs no argument of its hooks."""
+    """Uses none of its hooks' arguments: it keeps the trainer from ``setup``."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.trainer = trainer
@@ -93,7 +93,7 @@ class KeepsTrainer(Callback):
 
 
 class Norms(Callback):
-    """Reads on one rank only, and then waits for the others."""
+    """Reads norms on one rank only, and then waits for the others."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -107,7 +107,7 @@ class Norms(Callback):
 
 
 class Average(Callback):
-    """An average of weights by hand, begun by a copy of the module."""
+    """An average of weights by hand, which begins with a copy of the module."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.copy = copy.deepcopy(pl_module)
@@ -120,7 +120,7 @@ class Average(Callback):
 
 
 class Clamps(Plain):
-    """Bounds one parameter after each step, as CLIP does, and saves in a hook."""
+    """Clamps one parameter after each step, as CLIP does; prunes and saves in a hook."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.head.bias.data.clamp_(-0.01, 0.01)
@@ -194,7 +194,8 @@ def case_lambdas(setting: Setting) -> Any:
 
 
 def case_prunes(setting: Setting) -> Any:
-    """Lightning's callback, which ranks all weights and renames them; saved while they have their new names."""
+    """Train with Lightning's ModelPruning, which ranks all weights and renames them; checkpoints are written while weights
+    have new names."""
     found = {}
     for name, options in (("global", {}), ("kept", {"make_pruning_permanent": False})):
         folder = setting.folder / name
@@ -206,7 +207,7 @@ def case_prunes(setting: Setting) -> Any:
 
 
 def case_company(setting: Setting) -> Any:
-    """A loss that depends on which samples are together, with the default number of microbatches."""
+    """Train with a loss that depends on which samples are together, and the default number of microbatches."""
     if setting.holmes is not None:
         setting.holmes = {k: v for k, v in setting.holmes.items() if k != "num_microbatches"}
     return weights(fit(setting, Whitens)[1])

@@ -1,4 +1,4 @@
-"""What hooks of tripwire_cases.py call: code in another file than theirs, as people keep it."""
+"""Functions that hooks of tripwire_cases.py call from another file, as users keep them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-TOOLS = {"norms": grad_norm}  # no name at module level
+TOOLS = {"norms": grad_norm}  # a function that no name at module level refers to
 
 
 def clip(parameters: Iterable[nn.Parameter], limit: float) -> float:
@@ -20,7 +20,7 @@ def norm_by_hand(parameters: Iterable[nn.Parameter]) -> float:
 
 
 def prune(module: nn.Module, share: float) -> None:
-    """Set the smallest weights of the whole module to zero."""
+    """Set the given share of the smallest weights of the whole module to zero."""
     every = torch.cat([p.detach().abs().flatten() for p in module.parameters()])
     limit = every.kthvalue(int(share * every.numel())).values
     with torch.no_grad():
@@ -29,5 +29,5 @@ def prune(module: nn.Module, share: float) -> None:
 
 
 def largest(module: nn.Module) -> Any:
-    """The name and the size of the largest weight."""
+    """Return the name and the size of the largest weight."""
     return max((float(p.abs().max()), n) for n, p in module.named_parameters())

@@ -1,4 +1,4 @@
-"""Steps that ask for what only a whole step may: a collective, the log folder, a metric's value, to be skipped."""
+"""Steps that ask for what only a whole step may have: a collective, the log folder, a metric's value, a skipped batch."""
 
 import os
 from datetime import timedelta
@@ -32,7 +32,7 @@ class Stack(pl.LightningModule):
 
 
 class ReadsLogDir(Stack):
-    """Keeps what each step saw, to be compared."""
+    """Logs the length of the log folder's name that each step reads."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -82,7 +82,7 @@ class Gathers(Stack):
 
 
 class Skips(Stack):
-    """The second batch of each accumulation window, a whole window, and one batch before the last."""
+    """Skips the second batch of an accumulation window, a whole window, and one batch before the last."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         loss = self.loss(batch)
@@ -99,7 +99,7 @@ MODULES = {c.__name__: c for c in (ReadsLogDir, KeepsLogDir, Computes, LogsMetri
 
 
 def run(name: str, strategy: Any, folder: Path, *, logger: bool = False, **options: Any) -> Any:
-    """The final parameters and what was logged, or the refusal."""
+    """Return the final parameters and the logged values, or the error."""
     torch.manual_seed(0)
     module = MODULES[name]()
     inputs = torch.randn(32, 4)
@@ -126,6 +126,6 @@ def run(name: str, strategy: Any, folder: Path, *, logger: bool = False, **optio
 
 
 def on_each_rank(payload: dict[str, Any]) -> dict[str, Any]:
-    """Each run of the payload, by its name."""
+    """Return each run of the payload, by its name."""
     folder = Path(payload["folder"])
     return {key: run(name, strategy, folder, **more) for key, (name, strategy, more) in payload["runs"].items()}

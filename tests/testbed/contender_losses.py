@@ -1,4 +1,4 @@
-"""The losses of a small GPT under a contender's strategy, each the mean of all ranks; rank 0 writes them.
+"""Train a small GPT under a contender's strategy; rank 0 writes the losses, each the mean over all ranks.
 
 torchrun --nproc-per-node 2 contender_losses.py ddp FILE
 """
@@ -22,7 +22,7 @@ STEPS, MICROBATCHES = 3, 2
 
 
 class Tokens(Dataset[dict[str, Tensor]]):
-    """Few kinds of tokens, so that losses fall."""
+    """A data set with few kinds of tokens, so that the loss falls."""
 
     def __len__(self) -> int:
         return 2 * 2 * MICROBATCHES * STEPS
@@ -33,7 +33,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 class Losses(Callback):
-    """The loss of each microbatch."""
+    """Records the loss of each microbatch."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []

@@ -1,4 +1,4 @@
-"""One host's part in a discovery on the testbed, and what rank 0 found as JSON. Run on every host by test_discovery."""
+"""Run discovery on one host of the testbed; rank 0 writes the result as JSON. test_discovery runs it on every host."""
 
 import os
 from datetime import timedelta
@@ -16,7 +16,7 @@ def main() -> None:
     if rank == 0:
         print(f"found: {topology.to_json()}", flush=True)
     store.set(f"left/{rank}", "")
-    if rank == 0:  # the store is here
+    if rank == 0:  # rank 0 keeps the store
         store.wait([f"left/{other}" for other in range(world_size)])
 
 

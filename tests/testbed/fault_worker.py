@@ -1,8 +1,9 @@
-"""What runs on every host of a testbed whose connections or processes fail: a fit that saves, and can go on.
+"""The worker that runs on every host of a testbed whose connections or processes fail: a fit that saves checkpoints
+and can resume.
 
 python fault_worker.py FOLDER '{"num_nodes": 2, "timeout_s": 300, "kill_rank": 1}'
 
-Prints a line a step, and writes ``losses.RANK.ATTEMPT``: a step and its loss a line, at once.
+Prints a line per step and appends a line with the step and its loss to ``losses.RANK.ATTEMPT`` after each step.
 """
 
 import json
@@ -35,7 +36,7 @@ STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
 
 
 class Counted(CountedDataModule):
-    """Rows of which all replicas together take eight a step, whatever their number."""
+    """A data module of which all replicas together read eight rows per step, whatever their number."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__(
@@ -47,14 +48,15 @@ class Counted(CountedDataModule):
 
 
 def rows() -> TensorDataset:
-    """Those of an epoch: an ordinary loader begins anew with one."""
+    """Return the rows of one epoch; an ordinary loader reads them again in each epoch."""
     generator, count = torch.Generator().manual_seed(1), SAVED_EVERY * 8
     return TensorDataset(torch.randn(count, FEATURES, generator=generator), torch.randn(count, 1, generator=generator))
 
 
 class Stack(LightningModule):
-    """Layers alike. ``kill``: this process ends at once, as by a fault of its host, in the midst of step KILLED_AT. ``waits``: it waits in
-    that step, in this hook, until a card goes down, or a file is there."""
+    """Equal layers and a head. ``kill``: this process kills itself in the middle of step KILLED_AT, as in a fault of
+    its host. ``waits`` (a hook and a card or file): in that hook of that step, the process waits until the card goes
+    down or the file exists."""
 
     def __init__(self, *, kill: bool = False, waits: tuple[str, str] | None = None) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Stack(LightningModule):
 
 
 class Evaluated(Stack):
-    """It is validated after each epoch."""
+    """A Stack that is validated after each epoch."""
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.wait_in("validation_step")
@@ -109,14 +111,15 @@ class Evaluated(Stack):
 
 
 class Eager(Stack):
-    """It does not look at gradients before the step, so that optimizer nodes update layers as theirs come."""
+    """A Stack without on_before_optimizer_step, so that optimizer nodes update layers as their gradients arrive."""
 
     on_before_optimizer_step = LightningModule.on_before_optimizer_step
 
 
 class Progress(Callback):
-    """Tells the steps and their losses as they are done. After step KILLED_AT + 2 it waits until groups have been moved ``moves`` times;
-    after step KILLED_AT + 1 of a process that is alone, if it ``grows``, until that is told to end."""
+    """Prints the steps and records their losses. After step KILLED_AT + 2 it waits until groups have been moved
+    ``moves`` times. If it ``grows`` and the process is the only one, it waits after step KILLED_AT + 1 until it gets
+    SIGTERM."""
 
     def __init__(self, folder: Path | None = None, attempt: str = "0", moves: int = 0, *, grows: bool = False) -> None:
         self.folder, self.attempt, self.moves, self.grows = folder, attempt, moves, grows
@@ -163,7 +166,8 @@ def train(
     kind: type[Stack] = Stack,
     **options: Any,
 ) -> None:
-    """STEPS steps; with a ``folder`` for checkpoints every SAVED_EVERY steps, from the last of which it can go on."""
+    """Train STEPS steps; with a ``folder``, save a checkpoint every SAVED_EVERY steps, and with ``resume`` go on from
+    the last one."""
     seed_everything(3)
     callbacks: list[Callback] = [progress]
     if folder is not None:
@@ -185,8 +189,9 @@ def train(
 
 
 def write_when_the_link_is_cut(card: str = "eth0", count: int = 4, word: str = "writing") -> None:
-    """The second time that this process writes last.ckpt, each time after the file of its epoch, it waits until its Ethernet, which it asks
-    somebody to cut, is down; or another card, when it writes for the ``count``-th time."""
+    """Print ``word`` and wait when this process writes a part of a checkpoint for the ``count``-th time, until
+    ``card`` is down; the test cuts it. With the defaults, this is the second write of last.ckpt, each of which
+    follows the write of its epoch's file."""
     write, written = saving.write_part, []
 
     def wait_and_write(*args: Any) -> Any:
@@ -201,8 +206,8 @@ def write_when_the_link_is_cut(card: str = "eth0", count: int = 4, word: str = "
 
 
 def push_when_the_link_is_cut(told: str) -> None:
-    """In step KILLED_AT this process holds back the second gradient that it pushes to an optimizer node, and all after it, until a file is
-    there: the node may have updated what the first one is of."""
+    """In step KILLED_AT, hold back the second gradient that this process pushes to an optimizer node, and all later
+    messages, until the file ``told`` exists: the node may have updated the layer of the first gradient."""
     tell, steps, gradients = NodeLink.tell, [], []
 
     def wait_and_tell(link: NodeLink, message: Mapping[str, Any]) -> None:
@@ -220,7 +225,8 @@ def push_when_the_link_is_cut(told: str) -> None:
 
 
 def memory_of_this_host(folder: str) -> str:
-    """``folder``, where each host sees another one, and sees the same again in a later run."""
+    """Bind-mount a folder of this host at ``folder`` and return ``folder``: each host sees its own files, and sees
+    them again in a later run."""
     own = f"{folder}.{os.environ['HOLMES_HOST_NAME']}"
     for path in (folder, own):
         os.makedirs(path, exist_ok=True)
@@ -230,10 +236,10 @@ def memory_of_this_host(folder: str) -> str:
 
 def main(folder: Path, options: dict[str, Any]) -> None:
     attempt = options.get("attempt", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if options.get("grows"):  # torchrun does not count a start for the sake of more hosts
+    if options.get("grows"):  # torchrun does not count a restart that only adds hosts
         attempt = str(len(list(folder.glob(f"losses.{os.environ['RANK']}.*"))))
-        if os.environ["WORLD_SIZE"] == "1" and attempt == "2":  # torchrun heard too little of the host that is back
-            signal.pause()  # until it hears of it again, and ends this process
+        if os.environ["WORLD_SIZE"] == "1" and attempt == "2":  # torchrun has not yet noticed that the host is back
+            signal.pause()  # until torchrun notices it and ends this process
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
     if os.environ["RANK"] == str(options.get("waits_for_cut")):
         write_when_the_link_is_cut()
@@ -251,7 +257,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         if options.get("pipeline") == "hosts"
         else options.get("pipeline", 2),
         num_microbatches=2,
-        profile="flops",  # seconds of every start go into timing layers otherwise
+        profile="flops",  # timing the layers would take seconds in each start
         timeout=timedelta(seconds=options.get("timeout_s", 300)),
         sharded_optimizer=options.get("sharded_optimizer", "auto"),
         repeat_transfers=options.get("repeats", "waits" in options),
@@ -277,7 +283,8 @@ def main(folder: Path, options: dict[str, Any]) -> None:
 
 
 def count_hastened() -> int:
-    """Connections of this process that send again within five seconds; -1: this kernel cannot."""
+    """Return how many connections of this process retransmit at least every five seconds; -1 if this kernel has no
+    such option."""
     try:
         return sum(found.getsockopt(socket.IPPROTO_TCP, 44) == 5000 for found in sockets._sockets())
     except OSError:

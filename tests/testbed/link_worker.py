@@ -1,4 +1,5 @@
-"""A connection between two hosts. The second one sends while its own card is down, and tells what is done to its socket.
+"""Test a connection between two hosts: the second host sends while its own card is down, and prints how its socket is
+set.
 
 python link_worker.py             # on both, by Testbed.run, which sets MASTER_ADDR and NODE_RANK
 """
@@ -14,7 +15,7 @@ PORT = 29_555
 
 
 def serve(address: str) -> None:
-    """Send back what comes."""
+    """Send back each byte that is received."""
     with socket.create_server((address, PORT)) as listener:
         connection, _ = listener.accept()
         with connection:
@@ -23,7 +24,7 @@ def serve(address: str) -> None:
 
 
 def connected(address: str) -> socket.socket:
-    """As soon as the other one listens."""
+    """Connect as soon as the other host listens."""
     end = time.monotonic() + 30
     while True:
         try:
@@ -34,7 +35,8 @@ def connected(address: str) -> socket.socket:
 
 
 def ask(address: str) -> None:
-    """Ask again and again until an answer is late and a question never went out; then look after the connection until it comes."""
+    """Send requests until an answer is late and a request could not be sent; then look after the connection until the
+    answers arrive."""
     told, waiting = "", 0
     with connected(address) as connection:
         connection.settimeout(0.3)
@@ -48,9 +50,9 @@ def ask(address: str) -> None:
                 print(told, flush=True)
             pause_ms = connection.getsockopt(*LONGEST_PAUSE)
             if told == "late" and pause_ms > 5_000:
-                told = "waits"  # for fifteen tries of up to two minutes
+                told = "waits"  # for fifteen retries, up to two minutes apart
                 print(told, flush=True)
-            elif told in ("ready", "late"):  # what is late may have gone out, and its answer is lost
+            elif told in ("ready", "late"):  # the late request may have been sent and its answer lost
                 connection.sendall(b"a")
                 waiting += 1
             try:

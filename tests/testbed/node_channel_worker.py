@@ -1,4 +1,5 @@
-"""Two hosts with an optimizer node's connections between them: on one nothing is sent, on another all the time. Each end says when it has lost which."""
+"""Two hosts with an optimizer node's connections between them: one connection is idle, the other one always sends.
+Each end prints when it has lost which connection."""
 
 import os
 import socket
@@ -17,7 +18,7 @@ def connect(address: tuple[str, int], kind: str) -> Channel:
     while True:
         try:
             return Channel.connect(address, "secret", {"kind": kind}, peer="the listener")
-        except ConnectionLostError:  # it does not listen yet
+        except ConnectionLostError:  # the listener is not ready yet
             time.sleep(0.1)
 
 
@@ -30,7 +31,7 @@ def watch(channel: Channel, kind: str, *, sends: bool) -> None:
             else:
                 channel.receive()
     except ConnectionLostError:
-        print(f"lost {kind} {time.monotonic()}\n", end="", flush=True)  # at once: the other thread prints, too
+        print(f"lost {kind} {time.monotonic()}\n", end="", flush=True)  # in one write: the other thread prints, too
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Run on both hosts of a testbed: one sends, the other receives, and both compute meanwhile; prints what was waited for.
+"""Runs on both hosts of a testbed: one sends, the other receives, and both compute meanwhile; prints the rates and
+the time spent waiting.
 
 python overlap_worker.py NUM_BYTES SECONDS
 """
@@ -19,7 +20,7 @@ LEFT, RIGHT = torch.randn(256, 1024), torch.randn(1024, 1024)
 
 
 def compute(seconds: float) -> int:
-    """Matrix products for so long; how many there were."""
+    """Compute matrix products for this long and return their number."""
     start, number = time.perf_counter(), 0
     while time.perf_counter() - start < seconds:
         torch.mm(LEFT, RIGHT)
@@ -43,7 +44,7 @@ def main(num_bytes: int, seconds: float) -> None:
     found: dict[str, float] = {}
     compute(0.3)
     found["alone"] = compute(seconds) / seconds
-    for ahead in (True, False):  # whether the receive is posted before the computation, or after it
+    for ahead in (True, False):  # whether the receive is posted before or after the computation
         dist.barrier()
         start = time.perf_counter()
         if rank == 0:

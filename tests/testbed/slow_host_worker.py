@@ -1,10 +1,11 @@
-"""What runs on both hosts of a testbed of which one becomes slow: a fit of twelve layers in two stages that takes snapshots, ends by SIGTERM, and
-goes on when it is started again.
+"""The worker that runs on both hosts of a testbed of which one becomes slow: a fit of twelve layers in two stages
+that takes snapshots, ends by SIGTERM, and resumes when it is restarted.
 
-END=20 python slow_host_worker.py FOLDER            # ends after so many steps of this start
-END=told python slow_host_worker.py FOLDER          # ends when rank 0 has told of a rank that is slow
+END=20 python slow_host_worker.py FOLDER            # ends after this many steps of this start
+END=told python slow_host_worker.py FOLDER          # ends when rank 0 has reported a slow rank
 
-Prints a line a step, and writes ``losses.RANK.ATTEMPT``, a step and its loss a line, and ``plan.RANK.ATTEMPT``.
+Prints a line per step, and writes ``losses.RANK.ATTEMPT``, a line with the step and its loss per step, and
+``plan.RANK.ATTEMPT``.
 """
 
 import json
@@ -27,11 +28,11 @@ from lightning_holmes import HolmesStrategy
 from lightning_holmes.comm import failure, stragglers
 
 LAYERS, FEATURES, ROWS, KINDS = 12, 384, 64, 16
-LOOK_S, WINDOW_S = 0.2, 8.0  # in place of a second and a minute
+LOOK_S, WINDOW_S = 0.2, 8.0  # instead of a second and a minute
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """As many as are asked for, of a few kinds."""
+    """A practically endless data set of ROWS * KINDS different rows."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -68,7 +69,7 @@ class Stack(LightningModule):
 
 
 class Progress(Callback):
-    """Tells the steps and their losses as they are done, and on rank 0 sends its own process SIGTERM at the end."""
+    """Prints the steps, records their losses, and on rank 0 sends its own process SIGTERM at the end."""
 
     def __init__(self, folder: Path | None = None, attempt: str = "0", end: str = "") -> None:
         self.folder, self.attempt, self.end = folder, attempt, end

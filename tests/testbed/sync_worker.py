@@ -1,4 +1,5 @@
-"""Pure data parallelism over two clusters, on every host of a testbed; rank 0 tells how far it is, and what was chosen.
+"""Pure data parallelism over two clusters, on every host of a testbed; rank 0 reports its progress and the chosen
+collectives.
 
 python sync_worker.py FOLDER '{"num_nodes": 4, "steps": 50, "strategy": {}}'
 """
@@ -20,7 +21,7 @@ FEATURES = 128
 
 
 class Columns(LightningModule):
-    """100,000 parameters."""
+    """A module with 100,000 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +35,8 @@ class Columns(LightningModule):
 
 
 class Progress(Callback):
-    """How many steps are done, for the test to read; and what this host had sent over Ethernet after each."""
+    """Writes the number of finished steps to a file for the test, and records the bytes that this host had sent over
+    Ethernet after each step."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,7 +49,7 @@ class Progress(Callback):
 
 
 class Choices(Callback):
-    """What rank 0 knows when training ends."""
+    """Records rank 0's choices of collectives when training ends."""
 
     found: list[dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""The benchmark: a small one for real, and what it makes of its figures."""
+"""The benchmark: a small real run, and the figures computed from it."""
 
 import dataclasses
 import importlib.util
@@ -32,7 +32,7 @@ def job_of(*sizes: int) -> BenchmarkJob:
 
 @pytest.fixture
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrun starts, whose imports are most of so small a run, is forked."""
+    """Fork the processes that torchrun starts, since their imports would take most of so small a run."""
     monkeypatch.setenv("PYTHON_EXEC", forked_executable())
 
 
@@ -51,12 +51,13 @@ def test_a_small_benchmark_measures_steps_and_bytes(tmp_path: Path, capsys: pyte
     assert [len(steps) for steps in ddp["rank_steps_s"]] == [3, 3]
     assert floor["share"] == 1 and ddp["share"] == pytest.approx(floor["step_s"] / ddp["step_s"])
     assert floor["ethernet_bytes"] < 2000
-    # A ring of two sends each gradient once in a step, here as two bytes, and some for headers and acknowledgements.
+    # A ring of two sends each gradient once in a step, here as two bytes, plus some bytes for headers and
+    # acknowledgements.
     gradients = 2 * Workload(hidden_size=64, num_layers=2, num_heads=2).num_parameters
     assert gradients < ddp["ethernet_bytes"] < 1.2 * gradients and ddp["fast_bytes"] < 2000
-    # half of four bytes a parameter
+    # half of the parameters' bytes, at four bytes per parameter
     assert gradients < sockets["ethernet_bytes"] < 1.2 * gradients, sockets
-    # two hosts in two clusters are a pipeline: what crosses are activations, not gradients
+    # two hosts in two clusters form a pipeline: activations cross the link, not gradients
     assert holmes["share"] == pytest.approx(floor["step_s"] / holmes["step_s"])
     assert 2000 < holmes["ethernet_bytes"] < ddp["ethernet_bytes"] and holmes["fast_bytes"] < 2000
     assert floor["plans"] == ddp["plans"] == [] and len(holmes["plans"]) == 1
@@ -180,14 +181,14 @@ def test_layers_by_cost_are_faster_than_by_count(tmp_path: Path) -> None:
 
 
 def small_bed() -> PredictionBed:
-    """Two hosts, of which one has half the other's share of the CPU."""
+    """Two hosts, one with half the CPU share of the other."""
     workload = Workload(
         hidden_size=128, num_layers=8, num_heads=2, sequence_length=64, batch_size=8, steps=4, warmup_steps=1
     )
     return PredictionBed(
         name="small",
         hosts=(1, 1),
-        cpu_shares=(0.5, 0.25),  # little enough to be had beside other work on two cores
+        cpu_shares=(0.5, 0.25),  # small enough to be available beside other work on two cores
         fast="1gbit",
         ethernet="100mbit",
         cases=(
@@ -205,8 +206,9 @@ def small_bed() -> PredictionBed:
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(900)
 def test_layered_steps_send_three_times_the_parameters_however_many_microbatches() -> None:
-    """Two workers: a layer's weights come twice a step, but for the last two, and its gradient goes once; by the kernel's counters.
-    At most 1.10 of 3 P (D-1)/D. Told by what a longer run sends more: a step's boundary lies somewhere in its traffic."""
+    """Two workers, by the kernel's counters: a layer's weights are gathered twice per step, except for the last two
+    layers, and its gradient is reduced once. At most 1.10 of 3 P (D-1)/D. Computed from the additional bytes of a
+    longer run, since a step's boundary is not visible in its traffic."""
     sent: dict[int, float] = {}
     short, more = 1, 3
     with Testbed(job_of(2).topology, TestbedOptions(cpu_share=0.4)) as bed:
@@ -273,7 +275,7 @@ def test_deepspeed_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.timeout(300)
 def test_deepspeed_on_processors_has_the_losses_of_ddp(tmp_path: Path) -> None:
-    """Two processes, two microbatches, three steps; 1e-4, since sums are made in another order."""
+    """Two processes, two microbatches, three steps. Tolerance 1e-4, since sums are computed in another order."""
     found = {}
     for name in ("ddp", "deepspeed"):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -298,9 +300,9 @@ def test_what_is_exposed_is_told_as_shares(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(900)
 def test_workers_that_keep_parameters_fetch_them_once_and_gradients_go_once() -> None:
-    """Two workers and a node on a host of its own, by the kernel's counters of that host and of the whole run: a step's boundary
-    lies somewhere in its traffic. In at most 1.05 of P for each worker's step, and P before the first; out at most 1.05 of P for
-    each, and P behind the last."""
+    """Two workers and a node on its own host, by the kernel's counters of that host over the whole run, since a
+    step's boundary is not visible in its traffic. The node receives at most 1.05 of P per worker and step, plus P
+    before the first step; it sends at most 1.05 of P per worker and step, plus P per worker after the last step."""
     workload = Workload(
         hidden_size=192, num_layers=6, sequence_length=16, batch_size=8, microbatches=4, warmup_steps=1, steps=2
     )
@@ -315,12 +317,13 @@ def test_workers_that_keep_parameters_fetch_them_once_and_gradients_go_once() ->
     print(f"in {came:.2f} of {wanted_in} P, out {went:.2f} of {wanted_out} P")
     acknowledgements = 0.05  # of the other direction's bytes, if each packet is acknowledged
     assert wanted_in < came < 1.05 * wanted_in + acknowledgements * went
-    # the last layers of a forward are there for its backward
+    # the last layers of a forward are still in memory for its backward
     assert 0.75 * wanted_out < went < 1.05 * wanted_out + acknowledgements * came
 
 
 def carried(bed: Testbed, contender: str, job: BenchmarkJob) -> dict[str, tuple[float, float]]:
-    """What the Ethernet and the fast cards of each cluster's workers, and of each node's host, receive and send in a whole run, in P."""
+    """Return the bytes that the Ethernet and the fast cards of each cluster's workers, and of each node's host,
+    receive and send in a whole run, in units of P."""
     before, parameters = bed.counters(), 4 * job.workload.num_parameters
     result = bench.run_contender(bed, CONTENDERS[contender], job, timeout_s=200, verbose=False)
     assert result.problem is None, result.problem
@@ -340,9 +343,11 @@ def carried(bed: Testbed, contender: str, job: BenchmarkJob) -> dict[str, tuple[
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(900)
 def test_a_cluster_apart_from_the_node_speaks_once() -> None:
-    """Two clusters of two workers, a node in the first, by the kernel's counters over the whole run. The second's Ethernet cards carry at
-    most 1.05 of 2 P in and P out for each step, both workers together, and P more behind the last. The first's carry none of it: these
-    workers send and fetch for themselves, over fast cards, 1.05 of 2 P in and P out each, and P more before the first step."""
+    """Two clusters of two workers and a node in the first cluster, by the kernel's counters over the whole run. The
+    second cluster's Ethernet cards receive at most 1.05 of 2 P and send at most 1.05 of P per step, both workers
+    together, and receive P more after the last step. The first cluster's Ethernet cards carry none of this: each of
+    its workers sends and fetches by itself over fast cards. The node's fast card receives at most 1.05 of 2 P per
+    step, plus P before the first step, and sends at most 1.05 of 2 P per worker and step, plus P per worker."""
     workload = Workload(
         hidden_size=192, num_layers=6, sequence_length=16, batch_size=8, microbatches=2, warmup_steps=1, steps=2
     )
@@ -365,16 +370,18 @@ def test_a_cluster_apart_from_the_node_speaks_once() -> None:
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(900)
 def test_a_stage_and_a_node_in_each_cluster_leave_ethernet_to_activations() -> None:
-    """By the kernel's counters of a whole run: Ethernet carries activations, at the end half of P each way, since every rank is given the
-    whole module again, and 0.05 P of all else; each step's gradients and parameters, P/2 a stage, travel on fast cards."""
+    """By the kernel's counters over a whole run: Ethernet carries the activations; at the end half of P each way,
+    since every rank gets the whole module again; and at most 0.05 P of everything else. Each step's gradients and
+    parameters, P/2 per stage, use the fast cards."""
     workload = Workload(hidden_size=192, num_layers=6, sequence_length=16, batch_size=8, warmup_steps=1, steps=3)
     job, steps = dataclasses.replace(job_of(1, 1), workload=workload), workload.warmup_steps + workload.steps
     hosts = bench.with_node_hosts(job.topology, 2, 12.5e6, in_clusters=(0, 1))
     with Testbed(hosts, TestbedOptions(cpu_share=0.4)) as bed:
         found = carried(bed, "optimizer-nodes-staged", job)
     chunks = 3
-    crossings = 2 * chunks - 1  # from stage to stage, and gradients as many back: as many each way of them together
-    activations = crossings * 8 * 16 * 192 * 4 / (4 * workload.num_parameters)  # of a step each way
+    # from stage to stage, and as many gradients back: both together send the same number each way
+    crossings = 2 * chunks - 1
+    activations = crossings * 8 * 16 * 192 * 4 / (4 * workload.num_parameters)  # per step and direction
     for cluster in job.topology.clusters:
         crossed = found[f"workers of {cluster.name}, Ethernet"]
         assert activations * steps < min(crossed) and max(crossed) < 1.1 * activations * steps + 0.5 + 0.05

@@ -1,4 +1,4 @@
-"""The two interfaces of the cpu controller, on folders that stand in for a mounted hierarchy."""
+"""The two versions of the cpu controller's interface, on folders that stand in for a mounted hierarchy."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ clusters:
   - {name: a, hosts: [{name: a, count: 2, devices: 1, nics: [{name: mlx5_0, kind: infiniband, bandwidth: 400 Mbit/s}]}]}
   - {name: b, hosts: [{name: b, count: 2, devices: 1, nics: [{name: mlx5_1, kind: roce, bandwidth: 200 Mbit/s}]}]}
 """
-RATES = {"infiniband": 50e6, "roce": 25e6, "ethernet": 5e6}  # bytes a second
+RATES = {"infiniband": 50e6, "roce": 25e6, "ethernet": 5e6}  # bytes per second
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def discover_once(bed: Testbed, cache: Path) -> Topology:
 
 
 def discover(bed: Testbed, cache: Path) -> Topology:
-    """Up to three times: beside other work on two cores a rate comes out low at times."""
+    """Run discovery up to three times: beside other work on two cores a measured rate is sometimes too low."""
     for _ in range(3):
         topology = discover_once(bed, cache)
         if all(map(is_right, [*measured(topology), *topology.links])):
@@ -54,12 +54,12 @@ def discover(bed: Testbed, cache: Path) -> Topology:
 
 
 def measured(topology: Topology) -> list[LinkSpeed]:
-    """The speeds inside clusters that are not merely stated."""
+    """Return the speeds inside clusters that were measured, not merely stated."""
     return [speed for cluster in topology.clusters for speed in cluster.speeds if speed.measured]
 
 
 def is_right(speed: LinkSpeed | Link) -> bool:
-    """Within 15 % of the rate of the testbed."""
+    """Whether a rate is within 15 % of the testbed's rate."""
     return speed.bandwidth_bytes_per_s == pytest.approx(RATES[speed.transport], rel=0.15)
 
 
@@ -76,7 +76,7 @@ def test_clusters_and_speeds_are_found(bed: Testbed, tmp_path: Path) -> None:
         assert [speed.transport for speed in cluster.speeds] == [cluster.fabric, "ethernet"]
     assert len(measured(topology)) == 4 and all(map(is_right, measured(topology))), topology.clusters
     assert is_right(topology.links[0])
-    # what was measured as InfiniBand went over that card: half a second at its rate
+    # the bytes measured as InfiniBand were sent by that card: half a second at its rate
     fast = after["a-0"]["mlx5_0"].sent - before["a-0"]["mlx5_0"].sent
     fast += after["a-1"]["mlx5_0"].sent - before["a-1"]["mlx5_0"].sent
     assert fast > 0.3 * 50e6
@@ -101,13 +101,14 @@ def test_a_fast_card_that_is_down_leaves_one_cluster(bed: Testbed, tmp_path: Pat
 def test_the_command_prints_clusters_links_and_measured_speeds(
     bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """lightning-holmes topology under torchrun, started on every host by lightning-holmes testbed run."""
+    """Runs lightning-holmes topology under torchrun, which lightning-holmes testbed run starts on every host."""
     monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.setenv("PYTHON_EXEC", forked_executable())  # what torchrun starts need not import everything anew
+    # so that the processes started by torchrun need not import everything again
+    monkeypatch.setenv("PYTHON_EXEC", forked_executable())
     arguments = ["run", "--id", bed.bed_id, "--torchrun", "--shuffle", "--timeout", "120"]
     told = {"infiniband": 400, "roce": 200, "ethernet": 40}  # Mbit/s
-    for _ in range(3):  # as in discover
+    for _ in range(3):  # retried as in discover
         command.main([*arguments, "--", "-m", "lightning_holmes.cli", "topology", "--refresh"])
         lines = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
         start = next(index for index, line in enumerate(lines) if line.startswith("cluster "))

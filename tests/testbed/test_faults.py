@@ -1,7 +1,7 @@
-"""Faults in mid-run: a process that dies, a link that is cut for a while, a link that is cut for good.
+"""Faults during a run: a process that dies, a link that is cut for a while, a link that is cut for good.
 
-No rank hangs beyond the timeout, none ends as if all were well, what is printed names group, transport and peer, and the
-last checkpoint is whole, so that a run which torchrun starts again goes on from it.
+No rank hangs beyond the timeout, no rank ends as if everything were well, the output names group, transport and peer,
+and the last checkpoint is complete, so that a run restarted by torchrun resumes from it.
 """
 
 import json
@@ -31,8 +31,8 @@ pytestmark = [
     pytest.mark.timeout(280),
 ]
 PATIENCE = "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=5"
-"""Of torchrun: for how long the first host waits for the second, which may start that much later where other tests run, and for how long
-one may be silent until it is lost."""
+"""torchrun's rendezvous settings: how long the first host waits for the second, which may start that much later if
+other tests run, and how long a host may be silent until it counts as lost."""
 GROWING = ("num_nodes", "grows", "every")
 NODES = ("optimizer_nodes", "optimizer_states", "gradient_sync", "eager")
 MOVING = ("waits", "evaluates", "repeats", "moves", "sharded_optimizer", "monitor", *NODES)
@@ -47,7 +47,7 @@ TWO_HOSTS = Topology(
 
 @cache
 def plain(*, counted: bool = False) -> dict[int, float]:
-    """Losses of one process, by step."""
+    """Return the losses of one process, by step."""
     progress = Progress()
     train(progress, devices=1, data=Counted(8) if counted else None)
     assert sorted(progress.losses) == list(range(1, STEPS + 1))
@@ -55,7 +55,7 @@ def plain(*, counted: bool = False) -> dict[int, float]:
 
 
 def plain_values() -> dict[int, float]:
-    """Likewise of its validations."""
+    """Return the validation losses of one process, by step."""
     progress = Progress()
     train(progress, devices=1, kind=Evaluated)
     return progress.values
@@ -67,7 +67,7 @@ def losses(folder: Path, rank: int, attempt: int = 0) -> dict[int, float]:
 
 
 def assert_last_checkpoint_is_whole(folder: Path, at_least: int) -> int:
-    """It can be read, every part of it; gives its step."""
+    """Check that every part of the last checkpoint can be read, and return its step."""
     path = folder / "checkpoints" / "last.ckpt"
     state = checkpoint.read_state_dict(path)
     assert list(state) == list(Stack().state_dict())
@@ -78,8 +78,9 @@ def assert_last_checkpoint_is_whole(folder: Path, at_least: int) -> int:
 
 
 class Cut:
-    """Cuts a host's Ethernet when a step is told to be done, or another line; for ``seconds``, or for good. An ``echo`` of
-    Testbed.run. ``went_on_s``: from the link's return to the first step that was done after it."""
+    """An ``echo`` of Testbed.run that cuts a host's Ethernet when the output says that step ``at`` is done, or when
+    the line ``at`` appears; for ``seconds``, or for good. ``went_on_s``: seconds from the link's return to the first
+    step that was done after it."""
 
     def __init__(self, bed: Testbed, nic: str, at: int | str, seconds: float | None = None) -> None:
         line = at if isinstance(at, str) else f"step {at} done"
@@ -101,7 +102,7 @@ class Cut:
                 thread.start()
 
     def end(self) -> float:
-        """Seconds since the cut began."""
+        """Return the seconds since the cut began."""
         assert self.began is not None, f"no rank told {self.line!r}"
         for thread in self.threads:
             thread.join()
@@ -132,14 +133,14 @@ def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(
         results = run(bed, tmp_path, echo=cut, before=forked_python())
         assert cut.end() >= 5.0
     assert all(result.exit_code == 0 for result in results.values()), shown(results)
-    for result in results.values():  # so that a longer cut costs little more than itself
+    for result in results.values():  # so that a longer cut costs little more than its own length
         assert re.search(r"^([1-9]\d*|-1) connections send again soon", result.output, re.MULTILINE), shown(results)
     for rank in range(2):
         assert losses(tmp_path, rank) == pytest.approx(plain(), rel=1e-5)
 
 
 def test_what_never_went_out_of_a_card_that_is_down_is_sent_when_it_is_back() -> None:
-    """The kernel leaves it after fifteen tries, which are over in a minute where pauses are of five seconds."""
+    """The kernel gives up after fifteen retries, which takes only a minute if the pauses are five seconds."""
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
         lines: list[str] = []
 
@@ -161,7 +162,7 @@ def test_what_never_went_out_of_a_card_that_is_down_is_sent_when_it_is_back() ->
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("seconds", [5.0, 60.0, 300.0])
 def test_training_goes_on_within_ten_seconds_of_the_return_of_a_link(seconds: float, tmp_path: Path) -> None:
-    """With Linux 6.15 and later; before, TCP's own pauses are waited for."""
+    """With Linux 6.15 and later; with older kernels TCP's own pauses must pass."""
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
         cut = Cut(bed, "west.eth0", at=4, seconds=seconds)
         results = run(bed, tmp_path, timeout_s=400, limit_s=500, echo=cut, before=forked_python())
@@ -176,7 +177,7 @@ def test_training_goes_on_within_ten_seconds_of_the_return_of_a_link(seconds: fl
 def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_named(tmp_path: Path) -> None:
     timeout_s = 8
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
-        cut = Cut(bed, "west.eth0", at="waiting")  # in a step, and not while a checkpoint is written
+        cut = Cut(bed, "west.eth0", at="waiting")  # during a step, and not while a checkpoint is written
         given = {"waits": ("training_step", bed.layout.nic("west.eth0")[1].interface), "repeats": False}
         results = run(bed, tmp_path, timeout_s=timeout_s, echo=cut, before=forked_python(), **given)
         taken = cut.end()
@@ -234,7 +235,8 @@ def test_torchrun_starts_again_from_the_last_checkpoint_and_the_losses_go_on(tmp
 def test_a_host_that_is_lost_for_good_leaves_copies_of_its_state_from_which_the_other_goes_on_alone(
     tmp_path: Path,
 ) -> None:
-    """Two clusters of a host each, two stages, under torchrun; then one host, one stage. Baseline: one process; losses to 1e-5."""
+    """Two clusters of one host each, two stages, under torchrun; then one host, one stage, resumed from the copies of
+    the lost host's state. Baseline: one process; losses to 1e-5."""
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
         killing: list[threading.Thread] = []
 
@@ -258,8 +260,8 @@ def test_a_host_that_is_lost_for_good_leaves_copies_of_its_state_from_which_the_
 
 
 def test_a_lost_host_that_is_back_joins_again_and_both_go_on_with_the_same_batches(tmp_path: Path) -> None:
-    """Two replicas under torchrun, one of them alone, two again. The host that was lost comes with nothing. Baseline: one process, whose loss is
-    the mean of theirs, to 1e-5."""
+    """Two replicas under torchrun, then one of them alone, then two again. The lost host comes back without any
+    state. Baseline: one process, whose loss is the mean of the replicas' losses, to 1e-5."""
     memory = tmp_path / "memory"
     elastic = [
         "--nnodes=1:2",
@@ -308,7 +310,8 @@ def test_a_lost_host_that_is_back_joins_again_and_both_go_on_with_the_same_batch
 
 
 def test_a_fast_card_that_goes_down_is_named_within_seconds_and_the_run_goes_on_over_ethernet(tmp_path: Path) -> None:
-    """Two replicas; baseline: one process, whose loss is the mean of theirs, to 1e-5. The timeout is five minutes."""
+    """Two replicas. Baseline: one process, whose loss is the mean of the replicas' losses, to 1e-5. The timeout is
+    five minutes."""
     nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
     hosts = tuple(Host(name=f"a{i}", devices=1, nics=nics) for i in range(2))
     options: dict[str, Any] = {"snapshots": str(tmp_path / "memory"), "before": forked_python()}
@@ -346,7 +349,7 @@ CARDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CARDS)
 def test_a_fast_card_that_goes_down_in_mid_step_costs_seconds_and_nothing_else(case: str, tmp_path: Path) -> None:
-    """Baseline: one process, to 1e-5; of replicas the mean of their losses. The timeout is five minutes."""
+    """Baseline: one process, to 1e-5; for replicas, the mean of their losses. The timeout is five minutes."""
     options = CARDS[case]
     nics = (Nic(name="mlx5_0", kind="roce"), Nic(name="eth0", kind="ethernet"))
     hosts = tuple(Host(name=f"a{i}", devices=1, nics=nics) for i in range(2))

@@ -1,4 +1,5 @@
-"""A link becomes slow in mid-run: candidates are measured again, and the group changes to the one that avoids it."""
+"""A link becomes slow during a run: the candidate collectives are measured again, and the group changes to the one
+that avoids the link."""
 
 import itertools
 import json
@@ -21,12 +22,16 @@ pytestmark = [
 ]
 WORKER = Path(__file__).with_name("sync_worker.py")
 STEPS, SLOWED_AT = 50, 14
-INSIDE, BEFORE, AFTER = 12.5e6, 125e6, 0.5e6  # bytes a second: so unlike that other work on the host decides nothing
+INSIDE, BEFORE, AFTER = (
+    12.5e6,
+    125e6,
+    0.5e6,
+)  # bytes per second: so different that other work on the host does not change the result
 
 
 def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None:
-    """At first Ethernet is ten times as fast as the cards inside the clusters, and everything goes over it; then it is
-    25 times as slow as they are, and only what must cross still does."""
+    """At first Ethernet is ten times as fast as the cards inside the clusters, and everything uses it; then it is 25
+    times as slow as they are, and only the bytes that must cross between clusters use it."""
     cards = (
         Nic(name="mlx5_0", kind="roce", bandwidth_bytes_per_s=INSIDE),
         Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=BEFORE),
@@ -44,7 +49,8 @@ def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None
             until = time.monotonic() + 150
             while time.monotonic() < until and not (path.exists() and int(path.read_text() or 0) >= SLOWED_AT):
                 time.sleep(0.02)
-            slowed.append(path.read_text())  # before: the first host's rate already holds back the step that runs
+            # read before the rates change: the first host's new rate already slows the step that is running
+            slowed.append(path.read_text())
             for host in bed.hosts:
                 bed.set_rate(f"{host}.eth0", AFTER)
 
@@ -62,7 +68,7 @@ def test_a_link_that_becomes_slow_changes_the_collective(tmp_path: Path) -> None
     assert later, "nothing was measured again"
     changed = later[-1]
     assert changed["collective"] == "hierarchical" and "instead of" in " ".join(c["reason"] for c in later)
-    # not from that step on alone: where other work slowed the steps just before, they count towards the DRIFT_STEPS, too
+    # not from that step on alone: if other work slowed the steps just before, they count towards the DRIFT_STEPS, too
     # (tests/plan/test_sync_choice.py counts them exactly)
     assert changed["step"] > int(slowed[0]) and f"for {DRIFT_STEPS} steps" in changed["reason"]
     # a ring of four sends three quarters of the gradients twice; across two clusters, half of them once suffices

@@ -1,6 +1,7 @@
-"""Launchers over two hosts: who starts the processes, and by which variables they know each other.
+"""Launchers over two hosts: which program starts the processes, and which variables give each process its rank.
 
-Each trains the model of tests/strategy/test_launchers.py in two stages, one on each host; baseline: plain Lightning, loss to 1e-5.
+Each launcher trains the model of tests/strategy/test_launchers.py in two stages, one on each host. Baseline: plain
+Lightning, loss to 1e-5.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Names, addresses and rates of a testbed: decided without touching the machine."""
+"""Names, addresses and rates of a testbed, which are computed without touching the machine."""
 
 import ipaddress
 import re

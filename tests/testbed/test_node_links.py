@@ -1,5 +1,6 @@
-"""Links between workers and an optimizer node that fail in mid-step: the run waits or goes on with the same losses, or all end within half a minute
-with the node's name, and the run goes on from its snapshot. Cuts that mostly wait are part of `make bench`."""
+"""Links between workers and an optimizer node that fail in the middle of a step: the run waits or goes on with the
+same losses, or all processes end within half a minute with the node's name, and the run resumes from its snapshot.
+Cuts that mostly wait are part of `make bench`."""
 
 import re
 import secrets
@@ -26,7 +27,8 @@ NOTICED_S = 30.0
 
 
 def topology(*, has_near_node: bool) -> Topology:
-    """Two workers' hosts with fast cards, and one for a node: with such a card in their cluster, or with Ethernet only in none."""
+    """Two workers' hosts with fast cards, and a host for a node: with a fast card in their cluster, or with Ethernet
+    only in a separate cluster."""
     ethernet, fast = Nic(name="eth0", kind="ethernet"), Nic(name="mlx5_0", kind="roce")
     hosts = tuple(Host(name=name, devices=1, nics=(fast, ethernet)) for name in WORKERS)
     node = Host(name=NODE, devices=1, nics=(fast, ethernet) if has_near_node else (ethernet,))
@@ -36,7 +38,7 @@ def topology(*, has_near_node: bool) -> Topology:
 
 
 class CutAndTell(Cut):
-    """Says by a file that it has cut."""
+    """A Cut that creates a file when it has cut the link."""
 
     def __init__(self, bed: Testbed, nic: str, told: Path, seconds: float | None = None) -> None:
         super().__init__(bed, nic, "waiting", seconds)
@@ -51,7 +53,7 @@ class CutAndTell(Cut):
 
 
 def run_with_node(bed: Testbed, folder: Path, **options: Any) -> tuple[dict[str, HostResult], HostResult]:
-    """Results of the workers' hosts, and of the node's."""
+    """Run workers and a node; return the results of the workers' hosts and of the node's host."""
     env = {SECRET: secrets.token_hex(16), "TORCHELASTIC_RUN_ID": "links"} | options.pop("env", {})
     clusters = {host.name: host.cluster for host in bed.layout.hosts}
     near = {"host_env": lambda host: {"HOLMES_CLUSTER": clusters[host]}}
@@ -109,7 +111,8 @@ LONG = [
 def test_a_link_that_fails_in_mid_step_beside_an_optimizer_node_costs_seconds_and_nothing_else(
     case: str, tmp_path: Path
 ) -> None:
-    """Fast cards of workers for good, what leads to the node for less than 20 s. Baseline: one process, to 1e-5."""
+    """Workers' fast cards fail for good, or the link to the node fails for less than 20 s. Baseline: one process, to
+    1e-5."""
     about = CUTS[case]
     with Testbed(topology(has_near_node="near" in about), TestbedOptions()) as bed:
         cut = CutAndTell(bed, about["nic"], tmp_path / "cut", about.get("seconds"))
@@ -140,13 +143,14 @@ def test_a_link_that_fails_in_mid_step_beside_an_optimizer_node_costs_seconds_an
 def test_a_link_to_an_optimizer_node_that_fails_for_longer_ends_all_soon_and_the_run_goes_on_from_its_snapshot(
     nic: str, seconds: float | None, eager: bool, tmp_path: Path
 ) -> None:
-    """Cards for good, and a cut while the node has updated some layers of a step and not others; at the next start who has lost one uses Ethernet. Baseline: one process, to 1e-5. The timeout is five minutes."""
+    """Cards fail for good, or a link is cut, also while the node has updated only some layers of a step; at the next
+    start, a host that has lost its card uses Ethernet. Baseline: one process, to 1e-5. The timeout is five minutes."""
     waits = ("pushing" if eager else "training_step", str(tmp_path / "cut"))
     options: dict[str, Any] = {"snapshots": str(tmp_path / "memory"), "waits": waits, "eager": eager}
     with Testbed(topology(has_near_node="mlx5" in nic), TestbedOptions()) as bed:
         cut = CutAndTell(bed, nic, tmp_path / "cut", seconds)
         results, node = run_with_node(bed, tmp_path, echo=cut, pipeline=1, **options)
-        assert cut.end() < NOTICED_S + 10.0, shown(results)  # and the end of processes
+        assert cut.end() < NOTICED_S + 10.0, shown(results)  # plus the end of the processes
         everything = shown(results | {NODE: node})
         assert all(result.exit_code for result in (*results.values(), node)), everything
         said = "".join(result.output for result in results.values())
@@ -156,7 +160,7 @@ def test_a_link_to_an_optimizer_node_that_fails_for_longer_ends_all_soon_and_the
     everything = shown(results | {NODE: node})
     assert all(result.exit_code == 0 for result in (*results.values(), node)), everything
     assert "goes on from the snapshot of step" in results["a0"].output, everything
-    is_near = nic == "a1.mlx5_0"  # for the other worker the node still is
+    is_near = nic == "a1.mlx5_0"  # the node is still near for the other worker
     assert ("optimizer node 0 listens at" in results["a0"].output) == is_near, everything
     before, after = ([losses(tmp_path, rank, attempt=attempt) for rank in range(2)] for attempt in range(2))
     assert KILLED_AT - 1 <= min(after[0]) - 1 <= KILLED_AT + 1 and max(after[0]) == STEPS, everything

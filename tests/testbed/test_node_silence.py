@@ -1,4 +1,5 @@
-"""An optimizer node's host, or a worker's, that falls silent without a word: both ends know it within 30 s, whatever is under way."""
+"""The host of an optimizer node, or of a worker, falls silent without closing its connections: both ends notice
+within 30 s, whether the connection is idle or busy."""
 
 from pathlib import Path
 

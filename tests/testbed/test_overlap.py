@@ -1,6 +1,6 @@
-"""Transfers run beside computing, on hosts that have less than half a core: gloo's own thread moves the bytes.
+"""Transfers overlap with computation on hosts that have less than half a core: gloo's own thread moves the bytes.
 
-What is received is checked by tests/comm/test_p2p.py; here only seconds are.
+tests/comm/test_p2p.py checks the received values; these tests only check seconds.
 """
 
 import json
@@ -22,7 +22,7 @@ RATE, NUM_BYTES, SECONDS = 12.5e6, 10_000_000, 2.0  # 100 Mbit/s: 0.8 s for the 
 
 
 def mistakes(sender: dict[str, float], receiver: dict[str, float]) -> list[str]:
-    """What is not as it should be in one measurement."""
+    """Return the deviations from the expected times in one measurement."""
     transfer = NUM_BYTES / RATE
     starts = max(sender["ahead_started"], sender["after_started"], receiver["ahead_started"])
     slowed = max(1 - found["ahead_rate"] / found["alone"] for found in (sender, receiver))
@@ -41,7 +41,7 @@ def test_a_transfer_hides_behind_computing_if_its_receive_is_posted_ahead_and_on
     command = [sys.executable, str(Path(__file__).with_name("overlap_worker.py")), str(NUM_BYTES), str(SECONDS)]
     wrong: list[list[str]] = []
     with Testbed(Topology(clusters=clusters), TestbedOptions(cpu_share=0.45)) as bed:
-        for attempt in range(3):  # other work that begins or ends within a measurement spoils it
+        for attempt in range(3):  # other work that begins or ends during a measurement spoils it
             results = bed.run(command, timeout_s=75, check=True)
             sender, receiver = (
                 json.loads(next(line for line in r.output.splitlines() if line.startswith("{")))

@@ -1,4 +1,4 @@
-"""Why there is no testbed here: each missing capability is named. The machine is left as it is."""
+"""Why no testbed can be built here: the error names each missing capability, and the machine is left as it is."""
 
 import errno
 import os

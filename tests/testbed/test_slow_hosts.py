@@ -1,4 +1,5 @@
-"""A host that becomes slow gets fewer layers at the next start, which goes on from the snapshot of the one before."""
+"""A host that becomes slow gets fewer layers at the next start, which resumes from the snapshot of the previous
+start."""
 
 import itertools
 import json
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 SHARE, THROTTLED = 0.6, 0.2
-"""Of a core, that a host has, and that is left of it."""
+"""Shares of a core: of each host, and of the host that becomes slow."""
 TWO_HOSTS = Topology(
     clusters=tuple(
         Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(Nic(name="eth0", kind="ethernet"),)),))
@@ -41,7 +42,7 @@ def throttle(bed: Testbed, host: str) -> None:
 
 @dataclass
 class Start:
-    """One start of the job: what it printed, its losses by step, the layers by host, and what the plan says."""
+    """One start of the job: its output, its losses by step, the layers per host, and the plan."""
 
     output: str
     losses: dict[int, float]
@@ -50,13 +51,13 @@ class Start:
 
     @property
     def step_s(self) -> float:
-        """The median of the last steps."""
+        """Return the median step time of the last steps."""
         times = [float(at) for at in re.findall(r"of this start done at ([\d.]+) s", self.output)][-15:]
         return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
 class Job:
-    """Starts of one job on a bed."""
+    """Starts of one job on a testbed."""
 
     def __init__(self, bed: Testbed, folder: Path) -> None:
         self.bed, self.folder = bed, folder
@@ -104,8 +105,9 @@ class Job:
 
 
 def test_a_rank_that_is_told_to_be_slow_gets_fewer_layers_when_the_job_is_started_again(tmp_path: Path) -> None:
-    """Baseline: one process; losses to 1e-5. The second start takes what the first has measured; in the midst of it a host loses two thirds of
-    its processor. Rank 0 tells, and ends by SIGTERM; the third start plans anew, and goes on."""
+    """The second start uses the measurements of the first. During it a host loses two thirds of its CPU share. Rank 0
+    reports this and ends by SIGTERM; the third start makes a new plan and resumes. Baseline: one process; losses to
+    1e-5."""
     with Testbed(TWO_HOSTS, TestbedOptions(cpu_share=SHARE, precedence=True)) as bed:
         job = Job(bed, tmp_path)
         first = job.start("20")
@@ -130,7 +132,8 @@ def test_a_rank_that_is_told_to_be_slow_gets_fewer_layers_when_the_job_is_starte
 
 
 def test_a_host_that_became_slow_while_nothing_ran_gets_fewer_layers(tmp_path: Path) -> None:
-    """Nobody was told to be slow: what the second start measures in a second tells. Baseline: one process; losses to 1e-5."""
+    """No rank was reported as slow: the second start notices the change by measuring for a second. Baseline: one
+    process; losses to 1e-5."""
     with Testbed(TWO_HOSTS, TestbedOptions(cpu_share=SHARE, precedence=True)) as bed:
         job = Job(bed, tmp_path)
         first = job.start("20")

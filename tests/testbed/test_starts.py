@@ -19,8 +19,9 @@ STARTS, ROUNDS, WITHIN = 10, 3, 1.03
 @pytest.mark.xdist_group("testbed")
 @pytest.mark.timeout(3600)
 def test_ten_starts_choose_plans_that_are_as_fast_as_the_fastest(tmp_path: Path) -> None:
-    """Each start measures anew: by what an earlier one has kept, all of them would choose the same plan. Then the plans that they chose
-    are run in turn, each by what its first start had kept, since the machine's speed moves by more from minute to minute than they differ."""
+    """Each start measures anew: with the measurements kept from an earlier start, all would choose the same plan.
+    Then the chosen plans are run in turn, each with the measurements that its first start had kept, since the
+    machine's speed varies more from minute to minute than the plans differ."""
     topology = bench.make_topology((2, 2), devices=1, fast_bytes_per_s=1e9 / 8, ethernet_bytes_per_s=1e8 / 8)
     job = BenchmarkJob(topology=topology, processes_per_host=1, workload=Workload())
     starts: dict[str, list[float]] = {}
@@ -31,7 +32,7 @@ def test_ten_starts_choose_plans_that_are_as_fast_as_the_fastest(tmp_path: Path)
             result = bench.run_contender(bed, CONTENDERS[name], job, timeout_s=300, verbose=False)
             assert result.problem is None and result.step_s is not None, result.problem
             plan = result.plans[0].partition(";")[0] if result.plans else name
-            plan = plan.replace("zero_bubble", "1f1b")  # each run tries by itself whether split backwards are faster
+            plan = plan.replace("zero_bubble", "1f1b")  # each run tries on its own whether split backwards are faster
             print(f"{result.step_s:.2f} s a step: {plan}", flush=True)
             return plan, result.step_s
 

@@ -1,4 +1,4 @@
-"""The testbed for real: namespaces, rates, shares of the CPU, commands, and that nothing is left of it."""
+"""A real testbed: namespaces, rates, CPU shares, commands, and a check that nothing is left behind."""
 
 import contextlib
 import json
@@ -53,7 +53,7 @@ def bed(testbed_works: None) -> Iterator[Testbed]:
 def transfer(
     bed: Testbed, source: str, destination: str, seconds: float = 0.6, rate: float = ETHERNET_BYTES_PER_S
 ) -> float:
-    """Bytes per second from a host to "host.nic" on another, over about `seconds` at the expected rate."""
+    """Return the bytes per second from a host to "host.nic" on another, over about `seconds` at the expected rate."""
     host, nic = bed.layout.nic(destination)
     argv = ["sh", "-c", SHELL, "sh", host.name, nic.address, sys.executable, TRANSFER, str(int(rate * seconds))]
     results = bed.run(argv, hosts=[source, host.name], timeout_s=30, check=True)
@@ -61,7 +61,7 @@ def transfer(
 
 
 def best_rate(bed: Testbed, source: str, destination: str, expected: float) -> float:
-    """The fastest of up to three transfers: what else runs on the machine only slows them."""
+    """Return the fastest of up to three transfers: other work on the machine only slows them down."""
     rates: list[float] = []
     while len(rates) < 3 and max(rates, default=0.0) < 0.85 * expected:
         rates.append(transfer(bed, source, destination, rate=expected))
@@ -131,13 +131,13 @@ def test_a_host_gets_its_share_of_the_cpu(bed: Testbed) -> None:
     """
     argv = [*PYTHON, "-c", program]
     results = bed.run(argv, hosts=["b-0", "a-0"], timeout_s=20, check=True)
-    # Others may hold the cores, so only the upper end is sharp.
+    # Other processes may use the cores, so only the upper end is sharp.
     assert 0 < float(results["b-0"].output) < 0.33
     assert throttled(bed, "b-0") > 0 and throttled(bed, "a-0") == 0
 
 
 def throttled(bed: Testbed, host: str) -> int:
-    """How often a host had used up its share, by the kernel's count."""
+    """Return how often a host had used up its CPU share, by the kernel's count."""
     group = CpuGroup(find_cpu_hierarchy(), f"{bed.options.prefix}{bed.bed_id}/{bed.layout.host(host).folder}")
     counts = dict(line.split() for line in (group.path / "cpu.stat").read_text().splitlines())
     return int(counts.get("nr_throttled", 0))
@@ -153,7 +153,7 @@ def test_processes_find_who_and_where_they_are(bed: Testbed) -> None:
             "devices": os.listdir(os.environ["HOLMES_SYSFS_ROOT"] + "/class/infiniband")}))
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "7")  # this process's own: not theirs
+        patch.setenv("WORLD_SIZE", "7")  # set in this process, and not passed to the testbed's processes
         results = bed.run(
             [*PYTHON, "-c", program],
             shuffle=True,
@@ -241,14 +241,14 @@ def test_wrong_names_and_orders_are_refused(bed: Testbed) -> None:
 
 
 def remains(bed_id: str) -> list[str]:
-    """What bears a testbed's name."""
+    """Return everything that has a testbed's name: namespaces, the cgroup and the folder."""
     names = [path.name for path in netlink.NAMESPACES.glob(f"holmes-{bed_id}-*")]
     folders = [CpuGroup(find_cpu_hierarchy(), f"holmes-{bed_id}").path, bed_folder("holmes-", bed_id)]
     return names + [str(path) for path in folders if path.exists()]
 
 
 def hold(pipe: Connection, bed_id: str) -> None:
-    """In a process of its own: builds a testbed, starts something on it and waits to be killed."""
+    """In a separate process: build a testbed, start a command on it and wait to be killed."""
     with Testbed(Topology.from_yaml_text(TEXT), bed_id=bed_id) as built:
         pipe.send(len(remains(bed_id)))
         built.run(["sleep", "60"], timeout_s=60)
@@ -275,7 +275,7 @@ def test_nothing_is_left_of_a_testbed_whose_process_was_killed(number: signal.Si
         process.kill()
     if number == signal.SIGKILL:
         assert len(remains(bed_id)) == 7
-        with Testbed(Topology.from_yaml_text(TEXT)):  # the next one of any name removes what nobody owns
+        with Testbed(Topology.from_yaml_text(TEXT)):  # the next testbed, with any name, removes those without an owner
             assert remains(bed_id) == []
     assert remains(bed_id) == []
 

@@ -1,4 +1,5 @@
-"""Training on testbeds: clusters found without being told, gradients on fast cards, losses of one process."""
+"""Training on testbeds: clusters are detected automatically, gradients use fast cards, losses equal those of one
+process."""
 
 import json
 import re
@@ -27,7 +28,7 @@ FAST, SLOW = 125e6, 12.5e6  # 1 Gbit/s and 100 Mbit/s
 ETHERNET = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=SLOW)
 
 COUNTED: Mapping[str, Any] = {"profile": "flops"}
-"""What is looked at here is who is where: timing layers takes each rank seconds. One test leaves all to the strategy."""
+"""These tests check which ranks are where; timing layers would take seconds on each rank. One test uses the defaults."""
 
 
 def cluster(name: str, count: int, *kinds: str) -> Cluster:
@@ -38,7 +39,7 @@ def cluster(name: str, count: int, *kinds: str) -> Cluster:
 
 @cache
 def plain() -> tuple[tuple[float, ...], float]:
-    """Losses and weights of one process."""
+    """Return the losses and weights of one process."""
     trainer, watch = train()
     weights = float(sum(p.detach().double().abs().sum() for p in trainer.lightning_module.parameters()))
     return tuple(watch.losses), weights
@@ -46,18 +47,18 @@ def plain() -> tuple[tuple[float, ...], float]:
 
 @dataclass
 class Outcome:
-    """What the ranks found, by rank, and the host of each."""
+    """The results of the ranks, by rank, and the host of each."""
 
     ranks: list[dict[str, Any]]
     hosts: list[str]
 
     @property
     def stages(self) -> list[set[str]]:
-        """The hosts of each stage."""
+        """Return the hosts of each stage."""
         return [{self.hosts[rank] for rank in row} for row in self.ranks[0]["grid"]]
 
     def transports(self, axis: str) -> dict[frozenset[str], str]:
-        """Of each group of an axis, by the hosts in it: what it uses, with the reason."""
+        """Return, for each group of an axis and by its hosts, its transport with the reason."""
         return {
             frozenset(self.hosts[rank] for rank in ranks): f"{transport}: {reason}"
             for kind, ranks, transport, reason in self.ranks[0]["groups"]
@@ -75,7 +76,8 @@ def run(
     torchrun: bool = False,
     strategy: Mapping[str, Any] | None = COUNTED,
 ) -> Outcome:
-    """Train on a testbed of ``clusters``, nodes numbered in ``order``; checks losses and weights against one process.
+    """Train on a testbed of ``clusters``, with nodes numbered in ``order``; check losses and weights against one
+    process.
 
     ``strategy``: its arguments; None: Trainer(strategy="holmes").
     """
@@ -89,7 +91,7 @@ def run(
             command if torchrun else [*forked_python(), *command],
             processes_per_host=1 if torchrun else None,
             node_order=order,
-            env={"PYTHON_EXEC": forked_executable()},  # what torchrun starts
+            env={"PYTHON_EXEC": forked_executable()},  # the executable that torchrun starts
             host_env=host_env,
             timeout_s=200,
             check=True,
@@ -107,11 +109,11 @@ def run(
 
 
 def check_counters(outcome: Outcome, *, ethernet: Sequence[str] = ()) -> None:
-    """What each card has sent, against what was computed: gradients and activations inside a cluster go over its fast cards,
-    all else over Ethernet.
+    """Compare the bytes that each card has sent with the computed ones: gradients and activations inside a cluster
+    use its fast cards, everything else uses Ethernet.
 
-    Two replicas, so that each of the two sends every gradient once; activations go one way, their gradients the other. A
-    host is called after its cluster. ``ethernet``: clusters without working fast cards.
+    Two replicas, so that each of them sends every gradient once; activations go in one direction, their gradients in
+    the other. A host is named after its cluster. ``ethernet``: clusters without working fast cards.
     """
     ranks, hosts = outcome.ranks, outcome.hosts
     grid = ranks[0]["grid"]
@@ -135,7 +137,7 @@ def check_counters(outcome: Outcome, *, ethernet: Sequence[str] = ()) -> None:
         sent["fast"] = sum(count for name, count in found["sent"].items() if name.startswith(("ib", "roce")))
         print(f"rank {rank} on {hosts[rank]}: sent {sent}, computed {computed}")
         for name, volume in computed.items():
-            # where nothing is computed to go: control, and what a shaped queue held back
+            # where no bytes are computed: control messages, and bytes that a shaped queue held back
             assert volume <= sent[name] <= 1.1 * volume + 0.05 * activations * (volume == 0), (
                 hosts[rank],
                 sent,
@@ -188,7 +190,7 @@ def test_one_cluster_alone_is_pure_data_parallel(tmp_path: Path) -> None:
 
 
 def test_only_ethernet_and_a_cluster_named_by_hand(tmp_path: Path) -> None:
-    """Without RDMA all hosts of a subnet are one cluster; HOLMES_CLUSTER says otherwise."""
+    """Without RDMA all hosts of a subnet are one cluster, unless HOLMES_CLUSTER says otherwise."""
     clusters = [cluster("a", 1), cluster("b", 1)]
     (tmp_path / "alone").mkdir()
     alone = run(clusters, tmp_path / "alone", order=["b0", "a0"])
@@ -271,7 +273,7 @@ def test_listeners_keep_to_the_port_range_and_only_pairs_that_talk_are_connected
     of_address: dict[str, str] = {}
 
     def narrow(bed: Testbed) -> None:
-        """As the message of a range that the kernel does not keep to says."""
+        """Set the kernel's port range, as the message about a range that the kernel does not keep advises."""
         code = "open('/proc/sys/net/ipv4/ip_local_port_range', 'w').write('21000 21999')"
         bed.run([sys.executable, "-c", code], check=True)
         of_address.update({nic.address: host.name for host in bed.layout.hosts for nic in host.nics})
@@ -286,14 +288,14 @@ def test_listeners_keep_to_the_port_range_and_only_pairs_that_talk_are_connected
         pairs |= {(rank, order.index(of_address[address])) for address in found["peers"]}
     across = {(one, other) for one, other in pairs if order[one][0] != order[other][0]}
     pipelines = {ends for column in zip(*grid, strict=True) for ends in (column, column[::-1])}
-    # WORLD's collectives go round in rings and by powers of two
+    # WORLD's collectives use rings and powers of two
     rings = {(one, (one + sign * step) % world) for one in range(world) for step in (1, 2, 4) for sign in (1, -1)}
     assert pipelines <= across <= pipelines | rings
     assert len(across) < 2 * 4 * 4, "not everyone with everyone"
 
 
 def swallow(bed: Testbed, interface: str, addresses: Mapping[str, str], one: str, other: str) -> None:
-    """From now on two hosts' packets to each other's addresses go to a card that is not there."""
+    """Route the packets of two hosts to each other's addresses to a card that does not exist."""
     for host, peer in ((one, other), (other, one)):
         code = (
             f"import pyroute2; ip = pyroute2.IPRoute(); index = ip.link_lookup(ifname={interface!r})[0]\n"
@@ -303,7 +305,7 @@ def swallow(bed: Testbed, interface: str, addresses: Mapping[str, str], one: str
 
 
 def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_path: Path) -> None:
-    """The file says that two hosts share a fabric; between them packets of the fast cards are swallowed."""
+    """The topology file says that two hosts share a fabric, but packets of the fast cards are dropped between them."""
     hosts = cluster("ib", 2, "infiniband")
     path = tmp_path / "topology.yaml"
     path.write_text("clusters:\n- name: only\n  hosts: [{name: ib0, devices: 1}, {name: ib1, devices: 1}]\n")
@@ -322,7 +324,7 @@ def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_pat
 
 
 def test_a_blocked_connection_of_all_ranks_is_named_likewise(tmp_path: Path) -> None:
-    """Two hosts reach the master, but not each other. Whichever rank fails first, what it prints names the two."""
+    """Two hosts reach the master, but not each other. Whichever rank fails first, its error names the two."""
     with Testbed(Topology(clusters=(cluster("e", 3),)), TestbedOptions()) as bed:
         addresses = {host.name: host.nics[0].address for host in bed.layout.hosts}
         swallow(bed, "eth0", addresses, "e1", "e2")

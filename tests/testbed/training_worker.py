@@ -1,6 +1,8 @@
-"""What runs on every host of a testbed: an ordinary Trainer with strategy="holmes", and what it found, as JSON.
+"""The worker that runs on every host of a testbed: an ordinary Trainer with strategy="holmes"; writes its results as
+JSON.
 
-python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'     # its arguments; null: the name alone
+python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'     # the strategy's arguments; null: only the
+name
 """
 
 import json
@@ -25,7 +27,7 @@ STEPS, FEATURES, ROWS = 6, 320, 64
 
 
 class Stack(LightningModule):
-    """Layers alike, of which a pipeline can take any share."""
+    """Equal layers, which a pipeline can split anywhere, and a head."""
 
     def __init__(self, num_layers: int = 6) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ class Stack(LightningModule):
         return loss
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """12 samples a step in their order: Lightning's own sampler would shuffle them."""
+        """Return a loader of 12 samples per step in their order: Lightning's own sampler would shuffle them."""
         generator = torch.Generator().manual_seed(1)
         count = STEPS * 12
         data = TensorDataset(
@@ -56,7 +58,7 @@ class Stack(LightningModule):
 
 
 def settled_counters() -> dict[str, int]:
-    """Bytes sent by interface, once what waits in the shaped queues has gone out."""
+    """Return the bytes sent by each interface, once the shaped queues are empty."""
     counters: dict[str, int] = {}
     for _ in range(100):
         now = {name: count.bytes_sent for name, count in psutil.net_io_counters(pernic=True).items()}
@@ -68,8 +70,8 @@ def settled_counters() -> dict[str, int]:
 
 
 def listen_and_tell(ports: list[int]) -> None:
-    """From now on, note the port of each listener that is opened in Python, as all of the package's are; but for the store's,
-    whose port the launcher names."""
+    """Append to ``ports`` the port of each listener that is opened in Python from now on, as all of the package's
+    listeners are, except for the store's port, which the launcher names."""
     listen = socket.socket.listen
 
     def noting(self: socket.socket, *backlog: int) -> None:
@@ -82,9 +84,10 @@ def listen_and_tell(ports: list[int]) -> None:
 
 
 class Watch(Callback):
-    """Losses of the steps, what went over each interface from the second step on, and who is connected after the last.
+    """Records the losses of the steps, the bytes sent by each interface from the second step on, and the peers
+    connected after the last.
 
-    The store, which every rank asks, is not counted.
+    The store, which every rank connects to, is not counted.
     """
 
     def __init__(self) -> None:
@@ -109,7 +112,7 @@ class Watch(Callback):
 
 
 def train(**options: Any) -> tuple[Trainer, Watch]:
-    """A run over 12 samples a step."""
+    """Train with 12 samples per step."""
     seed_everything(3)
     watch = Watch()
     trainer = Trainer(
@@ -128,7 +131,7 @@ def train(**options: Any) -> tuple[Trainer, Watch]:
 
 
 def main(folder: Path, options: dict[str, Any]) -> None:
-    """Train, and write what was found on this rank."""
+    """Train, and write this rank's results."""
     opened: list[int] = []
     listen_and_tell(opened)
     with warnings.catch_warnings(record=True) as caught:
@@ -161,7 +164,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
 
 
 def join_as_torchrun_would() -> None:
-    """Started on every host without torchrun, whose own imports take long: one process a host."""
+    """Set torchrun's variables for one process per host: torchrun is not started, since its own imports take long."""
     node, nodes = os.environ["NODE_RANK"], os.environ["NUM_NODES"]
     os.environ |= {"RANK": node, "GROUP_RANK": node, "WORLD_SIZE": nodes, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ["TORCHELASTIC_RUN_ID"] = "test"

@@ -1,4 +1,4 @@
-"""Run on a testbed's hosts: sends bytes from one host to another and prints bytes per second, as received.
+"""Runs on a testbed's hosts: sends bytes from one host to another and prints the received bytes per second.
 
 python -I -S transfer.py receive
 python -I -S transfer.py send ADDRESS NUM_BYTES
@@ -34,7 +34,7 @@ def send(address: str, num_bytes: int) -> None:
         try:
             connection = socket.create_connection((address, PORT), timeout=1)
             break
-        except OSError:  # nobody listens yet, or no way there
+        except OSError:  # the receiver does not listen yet, or there is no route
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.02)

@@ -1,7 +1,9 @@
-"""Each module of wild_modules.py with its parameters in shards, on one replica and as many stages as it allows: exact or refused.
+"""Each module of wild_modules.py with sharded parameters, on one replica and with as many stages as it allows: exact or
+refused.
 
-Baseline: the plain loop of test_wild_modules.py; where random numbers are drawn, or the table refuses a module between ranks, the same stages
-with whole parameters. Tolerances are those there.
+Baseline: the plain loop of test_wild_modules.py; for modules that draw random numbers, or that the table refuses between
+ranks, the same stages with whole parameters. Tolerance: 1e-5 relative for the loss; gradients rtol 1e-4, atol 1e-5 of the
+largest entry.
 """
 
 import dataclasses
@@ -34,11 +36,11 @@ REFUSED = {
     "MeanTeacher": "the step changes teacher",
     "OwnBackward": "or the step calls backward itself",
 }
-"""Refused in shards; what the table of wild_modules.py refuses may run here, on one rank, and must be exact then."""
+"""Modules refused with sharded parameters. What the table of wild_modules.py refuses may run here, on one rank, and must be exact then."""
 
 
 def stages(structure: ModuleStructure) -> Partition:
-    """As many as lose no value on one rank."""
+    """Return a partition with as many stages as lose no value on one rank."""
     cuts = structure.forbidden_cuts(one_rank=True)
     free = [] if structure.early_changes else [p for p in range(structure.num_layers - 1) if p not in cuts]
     ends = [*(point + 1 for point in free), structure.num_layers]
@@ -46,7 +48,7 @@ def stages(structure: ModuleStructure) -> Partition:
 
 
 def run(case: Case, *, in_shards: bool) -> tuple[Any, dict[str, Tensor]]:
-    """Output and gradients of a training step."""
+    """Return the output and the gradients of a training step."""
     module, batch = case.make()
     splitter, count = BatchSplitter(), case.options.get("num_microbatches", 2)
     with first_step.attached(module):
@@ -55,7 +57,7 @@ def run(case: Case, *, in_shards: bool) -> tuple[Any, dict[str, Tensor]]:
         try:
             structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
             partition = stages(structure)
-        except Exception:  # as in a run on one rank: it runs whole
+        except Exception:  # as in a run on one rank, the module then runs whole
             structure, partition = None, Partition((1,))
         chunks = partition.num_stages
         schedule = "breadth_first" if chunks > 1 else "1f1b"

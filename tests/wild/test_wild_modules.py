@@ -1,7 +1,7 @@
 """Each module of wild_modules.py is exact or refused, as its table says.
 
-The exact ones are compared twice: by ``lightning_holmes.check``, and with a loop written here that knows
-nothing of the package.
+Exact modules are compared twice: by ``lightning_holmes.check``, and with a loop written here without any code of the
+package.
 """
 
 import copy
@@ -24,7 +24,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "exactness.md"
 
 
 def part(value: Any, start: int, stop: int) -> Any:
-    """The samples from ``start`` to ``stop`` of a batch, written for the batches of wild_modules.py alone."""
+    """Return the samples from ``start`` to ``stop`` of a batch; handles the batches of wild_modules.py only."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.ndim else value
     if isinstance(value, dict):
@@ -49,7 +49,7 @@ def microbatches(module: Any, batch: Any, count: int) -> list[tuple[Any, int]]:
 
 
 def plain_loop(module: Any, batch: Any, count: int) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-    """Loss, gradients and buffers of a training step in one process, microbatch by microbatch."""
+    """Return loss, gradients and buffers of a training step in one process, microbatch by microbatch."""
     module = copy.deepcopy(module)
     module.log = module.log_dict = lambda *args, **kwargs: None
     module.train()
@@ -127,7 +127,8 @@ BESIDE = ("UNetSkips", "DenseNet", "LogsFloatBetween", "EarlyExit", "CountBetwee
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_values_beside_the_hidden_state_are_exact_between_stages_of_one_rank(name: str) -> None:
-    """Refused between ranks; here a layer a stage, all microbatches through one before the next."""
+    """Such values are refused between ranks; here one rank has one layer a stage and runs all microbatches through a stage
+    before the next."""
     case = next(c for c in CASES if c.name == name)
     assert case.refused
     module, batch = case.make()
@@ -203,7 +204,7 @@ def test_table_in_the_documentation() -> None:
 
 @pytest.mark.parametrize("form", ["network", "layers in place"])
 def test_a_graph_that_may_not_break_is_refused_with_the_cure(form: str) -> None:
-    torch.compiler.reset()  # code that other tests have compiled too often is not compiled any more
+    torch.compiler.reset()  # torch no longer compiles code that other tests have compiled too often
     module, batch = next(c for c in CASES if c.name == "CompiledNet").make()
     module.model = net = module.model._orig_mod
     net.layers = nn.ModuleList(_Block() for _ in range(4))
@@ -217,7 +218,7 @@ def test_a_graph_that_may_not_break_is_refused_with_the_cure(form: str) -> None:
 
 
 def test_a_patched_forward_is_compared_and_leaves_the_module_alone() -> None:
-    """What stands for a layer's forward may hold the layer's own: a bound method, in a closure."""
+    """A patched forward may keep the layer's own forward, a bound method, in a closure."""
     module, batch = next(c for c in CASES if c.name == "CompiledNet").make()
     module.model = net = module.model._orig_mod
     net.layers = nn.ModuleList(nn.Sequential(_Block(), nn.BatchNorm1d(wild_modules.WIDTH)) for _ in range(4))

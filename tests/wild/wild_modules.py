@@ -1,7 +1,7 @@
-"""LightningModules in the style people write them, each with a batch and the verdict it must get.
+"""LightningModules as users write them, each with a batch and the verdict that it must get.
 
-Nobody designed the pipeline for these. A module is either exact (its numbers are those of a plain loop) or
-refused with a reason that names the cause. Run this file to print the table that stands in docs/exactness.md:
+These modules were not written for a pipeline. A module is either exact (its numbers are those of a plain loop) or refused
+with a reason that names the cause. Run this file to print the table for docs/exactness.md:
 
     python tests/wild/wild_modules.py
 """
@@ -25,18 +25,18 @@ WIDTH, CLASSES, TOKENS, LENGTH, SAMPLES = 8, 4, 12, 5, 7
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One module to try: how to make it and its batch, what is unusual, and what must come of it."""
+    """One module to try: how to make it and its batch, what is unusual, and the expected verdict."""
 
     name: str
     unusual: str
     make: Callable[[], tuple[pl.LightningModule, Any]]
-    refused: str = ""  # what the reason must say; empty: exact
-    random: bool = False  # draws random numbers, so no independent loop can have the same
+    refused: str = ""  # words that the reason must contain; empty: exact
+    random: bool = False  # draws random numbers, which an independent loop cannot repeat
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
-        """ "exact" or "refused"."""
+        """Return "exact" or "refused"."""
         return "refused" if self.refused else "exact"
 
 
@@ -44,7 +44,7 @@ CASES: list[Case] = []
 
 
 def case(unusual: str, *, batch: Callable[[], Any] | None = None, **rest: Any) -> Callable[[Any], Any]:
-    """Register a class whose constructor needs no arguments."""
+    """Register a module class whose constructor needs no arguments."""
 
     def register(cls: Any) -> Any:
         make_batch = batch or vectors
@@ -62,29 +62,29 @@ def case(unusual: str, *, batch: Callable[[], Any] | None = None, **rest: Any) -
 
 
 def vectors() -> tuple[Tensor, Tensor]:
-    """Seven vectors with a class each."""
+    """Return seven vectors with one class each."""
     return torch.randn(SAMPLES, WIDTH), torch.randint(CLASSES, (SAMPLES,))
 
 
 def tokens() -> Tensor:
-    """Seven short texts."""
+    """Return seven short texts."""
     return torch.randint(TOKENS, (SAMPLES, LENGTH))
 
 
 def images() -> tuple[Tensor, Tensor]:
-    """Seven small pictures with a class each."""
+    """Return seven small images with one class each."""
     return torch.randn(SAMPLES, 3, 8, 8), torch.randint(CLASSES, (SAMPLES,))
 
 
 class Wild(pl.LightningModule):
-    """What every tutorial repeats."""
+    """Configures the usual optimizer."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 def mlp(width: int = WIDTH, depth: int = 4) -> nn.ModuleList:
-    """A list of small blocks."""
+    """Return a list of small blocks."""
     return nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
 
 
@@ -1172,7 +1172,7 @@ class ViewLayers(Wild):
 
 
 class LoggingNet(pl.LightningModule):
-    """A LightningModule used as a part of another; it logs by itself."""
+    """A LightningModule that is a part of another module and logs on its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1228,7 +1228,7 @@ class LogsFloatBetween(Wild):
 
 
 class LastValue(torchmetrics.Metric):
-    """A metric that looks at no value in Python."""
+    """A metric that reads no value in Python."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1600,7 +1600,7 @@ class TupleLayers(Wild):
 
 
 class Tally:
-    """A plain object that layers hand on."""
+    """A plain object that layers pass on."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -1722,7 +1722,7 @@ class CompiledInPlace(Wild):
 
 
 def nested_batch() -> dict[str, Any]:
-    """A dict with a nested dict, strings, a list of numbers a sample and a scalar tensor."""
+    """Return a dict with a nested dict, strings, one name a sample and a scalar tensor."""
     return {
         "inputs": {"x": torch.randn(SAMPLES, WIDTH), "mask": torch.ones(SAMPLES, dtype=torch.bool)},
         "names": [f"sample {i}" for i in range(SAMPLES)],
@@ -1747,7 +1747,7 @@ class NestedBatch(Wild):
 
 @dataclasses.dataclass
 class Graph:
-    """A batch of its own class."""
+    """A batch class of the user's own."""
 
     x: Tensor
     y: Tensor
@@ -1765,7 +1765,7 @@ class DataclassBatch(Wild):
 
 
 def detection_batch() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Images of unlike sizes with boxes of unlike numbers."""
+    """Return images of different sizes with different numbers of boxes."""
     pictures = [torch.randn(3, 4 + i % 3, 5) for i in range(SAMPLES)]
     return pictures, [{"boxes": torch.rand(1 + i % 2, 4), "labels": torch.ones(1 + i % 2)} for i in range(SAMPLES)]
 
@@ -1787,7 +1787,7 @@ class Detection(Wild):
 
 
 def graph_batch() -> dict[str, Tensor]:
-    """Seven nodes, ten edges."""
+    """Return a graph of seven nodes and ten edges."""
     return {"x": torch.randn(SAMPLES, WIDTH), "edge_index": torch.randint(SAMPLES, (2, 10))}
 
 
@@ -1938,7 +1938,7 @@ for _name, _unusual, _build in [
 
 
 def make_table() -> str:
-    """The table "Modules tried" of docs/exactness.md."""
+    """Return the table "Modules tried" of docs/exactness.md."""
     lines = ["| Module | What is unusual about it | Verdict | Reason, in short |", "| --- | --- | --- | --- |"]
     for c in CASES:
         reason = c.refused.replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""A run and the command, given the same costs and the same layout, take the same plan."""
+"""A run and the command choose the same plan for the same costs and the same layout."""
 
 import dataclasses
 from itertools import product
@@ -71,7 +71,7 @@ def test_the_same_costs_give_the_same_plan(
 
 
 def test_a_v_counts_the_speeds_of_the_ranks_on_which_its_stages_are() -> None:
-    """Rank 0 of the faster host has the first and the last stage."""
+    """Rank 0 of the faster host holds the first and the last stage."""
     asked = {"schedule": "zero_bubble_v", "num_chunks": 2, "partition": "proportional", "num_microbatches": 4}
     for choose in (by_run, by_command):
         found = choose(costs(speeds=(2.0, 1.0)), asked)

@@ -1,4 +1,4 @@
-"""What "auto" and the rules of partition come to: the fastest candidate by simulation, within what the module allows."""
+"""The choices of "auto" and of the partition rules: the fastest candidate by simulation, within the module's limits."""
 
 import dataclasses
 import itertools
@@ -40,7 +40,7 @@ def costs(
     batch: int = 16,
     **changes: Any,
 ) -> CostModel:
-    """Two hosts in two clusters; a layer takes three seconds a sample at speed 1."""
+    """Two hosts in two clusters; a layer takes three seconds per sample at speed 1."""
     card = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=bandwidth)
     clusters = tuple(Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(card,)),)) for name in ("east", "west"))
     network = Network(Topology(clusters=clusters), local_bytes_per_s=1e12)
@@ -146,7 +146,7 @@ def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
 
 
 def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
-    """Two alike stages, 16 samples: the bubble is 1/(M+1), so 16 microbatches beat 8 by 5 % and 4 by 15 %."""
+    """Two equal stages, 16 samples: the bubble is 1/(M+1), so 16 microbatches beat 8 by 5 % and 4 by 15 %."""
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
     measured = plan_by_costs(options, costs(unit="seconds"), LAYOUT)
     counted = plan_by_costs(options, costs(), LAYOUT)
@@ -156,7 +156,8 @@ def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
 
 
 def test_more_microbatches_must_save_more_than_costs_can_tell() -> None:
-    """Two alike stages, 48 samples: the bubble is 1/(M+1), so 24 microbatches save 2 % of what 16 take, and 16 save 6 % of 8."""
+    """Two equal stages, 48 samples: the bubble is 1/(M+1), so 24 microbatches save 2 % of the time of 16, and 16 save
+    6 % of the time of 8."""
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
     choice = plan_by_costs(options, costs(unit="seconds", batch=48), LAYOUT)
     assert choice.num_microbatches == 16
@@ -187,7 +188,7 @@ def test_cuts_that_lose_a_value_are_avoided() -> None:
 
 def test_a_plan_that_does_not_fit_is_not_taken() -> None:
     """A layer has 4 MB of parameters, gradients and states, and 2 MB for each sample of a microbatch in flight."""
-    small = LAYER.parameter_bytes * 6 / 0.92  # the parameters of six layers, and nothing else
+    small = LAYER.parameter_bytes * 6 / 0.92  # room for the parameters of six layers only
     for rule in ("self_adapting", "proportional", "uniform"):
         options = dataclasses.replace(LEFT_OPEN, partition=rule)
         with pytest.raises(NothingFitsError) as caught:
@@ -199,7 +200,7 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
             "an optimizer that keeps nothing",
         ):
             assert words in str(caught.value)
-        sent = pickle.loads(pickle.dumps(caught.value))  # to the other ranks
+        sent = pickle.loads(pickle.dumps(caught.value))  # as when it is sent to the other ranks
         assert (str(sent), sent.excess_bytes) == (str(caught.value), caught.value.excess_bytes)
         assert caught.value.excess_bytes > 0
     by_hand = plan_by_costs(dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT)
@@ -207,12 +208,12 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
     settled = dataclasses.replace(
         LEFT_OPEN, partition="uniform", num_chunks=2, schedule="interleaved_1f1b", num_microbatches=4
     )
-    taken = plan_by_costs(settled, costs(memory=small), LAYOUT)  # as it is where nothing is predicted
+    taken = plan_by_costs(settled, costs(memory=small), LAYOUT)  # as if nothing were predicted
     assert any(note.startswith("memory: by its estimate ") for note in taken.notes)
 
 
 def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted() -> None:
-    """Of what six layers take, 12 MB are AdamW's states."""
+    """AdamW's states are 12 MB of the memory of six layers."""
     options = dataclasses.replace(
         LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4, partition="proportional"
     )
@@ -227,7 +228,7 @@ def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted()
 
 def test_of_candidates_those_that_fit_are_taken() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, partition="uniform")
-    # gpipe holds all microbatches, 1f1b two of them
+    # gpipe holds all microbatches, 1f1b holds two of them
     wide = plan_by_costs(dataclasses.replace(options, schedule="gpipe"), costs(), LAYOUT)
     assert wide.prediction is not None
     limit = max(wide.prediction.memory_bytes) / 0.92

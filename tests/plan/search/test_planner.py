@@ -1,4 +1,5 @@
-"""The search: against trying everything, fast on thousands of devices, and clear where nothing fits."""
+"""The search: compared with an exhaustive search, fast on thousands of devices, and with a clear error if nothing
+fits."""
 
 import dataclasses
 import re
@@ -30,7 +31,7 @@ A100 = find_device_type("A100-80GB")
 
 
 def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int = 2048) -> ModelCost:
-    """A GPT in bf16, one sample a microbatch: the usual counts of FLOPs and bytes."""
+    """Return the cost of a GPT in bf16, with one sample per microbatch: the usual counts of FLOPs and bytes."""
     forward = 24 * sequence * hidden**2 + 4 * sequence**2 * hidden
     crossing = 2 * sequence * hidden
     layer = LayerCost(
@@ -54,7 +55,7 @@ def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int
 
 
 def clusters(*hosts: int, devices: int = 8) -> Topology:
-    """Clusters of so many hosts, by turns InfiniBand and RoCE, and Ethernet between all of them."""
+    """Return clusters of this many hosts, alternately InfiniBand and RoCE, with Ethernet between all of them."""
     lines = ["clusters:"]
     for index, count in enumerate(hosts):
         kind = ("infiniband", "roce")[index % 2]
@@ -109,7 +110,8 @@ def test_it_finds_what_trying_everything_finds() -> None:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 def test_reductions_beside_the_backward_are_not_taken_for_free(tied: bool) -> None:
-    """Layouts whose reductions cross a slow link look fast where these are left out: the best one must be looked at, too."""
+    """Layouts whose reductions cross a slow link look fast if the reductions are left out; the best layout must be
+    simulated, too."""
     model = gpt_cost(1024, 12)
     model = dataclasses.replace(model, shared_bytes=model.after.parameter_bytes if tied else 0.0)
     costs = cost_model(model, slower_links(clusters(2, 2, devices=4), 1.25e8), 32, overlap_reduce=True)
@@ -122,7 +124,7 @@ def test_reductions_beside_the_backward_are_not_taken_for_free(tied: bool) -> No
 
 
 def test_layouts_are_compared_after_their_layers_have_moved() -> None:
-    """Moves between neighbours save 6 % of a step of three stages here, and less of one of twelve."""
+    """Moves of layers between neighbours save 6 % of a step of three stages here, and less with twelve stages."""
     links = slower_links(clusters(2, 1, devices=4), 1.25e9)
     costs = cost_model(gpt_cost(2048, 24), links, 32, overlap_reduce=True)
     chosen = search(costs).best
@@ -131,7 +133,8 @@ def test_layouts_are_compared_after_their_layers_have_moved() -> None:
 
 
 def test_at_least_13_candidates_of_several_layouts_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An estimate may be wrong about the order: the first few must be compared even where no other is estimated to be faster."""
+    """Estimates may have the wrong order: the first few candidates must be simulated even if no other one is
+    estimated to be faster."""
     costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
 
     def simulated() -> int:
@@ -164,7 +167,8 @@ def test_the_pipeline_crosses_the_slow_link_and_gradients_do_not() -> None:
 
 
 def test_devices_are_dealt_as_a_run_would() -> None:
-    """Hosts of two fabrics by turns, and clusters that stages do not divide: a stage is of one fabric, and of one cluster."""
+    """Hosts alternate between two fabrics, and stages do not divide the clusters: a stage is on one fabric, and in
+    one cluster."""
     nics = [
         f"nics: [{{name: i, kind: infiniband, fabric: {f}, bandwidth: 8e9}}, {{name: e, kind: ethernet, bandwidth: 1e9}}]"
         for f in "xy"
@@ -210,7 +214,8 @@ def test_what_is_asked_for_is_kept() -> None:
 
 
 def test_4096_devices_in_five_clusters_take_few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of candidates, of which memory leaves some hundreds to estimate and estimates some to simulate: seconds of one core."""
+    """Of thousands of candidates, memory leaves some hundreds to estimate, and estimates leave some to simulate: this
+    takes seconds on one core."""
     costs = cost_model(gpt_cost(12288, 96), clusters(128, 128, 128, 64, 64), 4096)
     estimated: list[RunShape] = []
     simulated: list[RunShape] = []
@@ -261,7 +266,7 @@ def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help() -> Non
 
 @pytest.mark.parametrize("order", [("large", "small"), ("small", "large")])
 def test_what_unlike_devices_lack_is_added_to_those_that_lack_it(order: tuple[str, str]) -> None:
-    """Fifteen layers a rank: 59 GB of parameters, gradients and states, which the small devices have no room for."""
+    """Fifteen layers per rank: 59 GB of parameters, gradients and states, for which the small devices have no room."""
     topology, model = clusters(1, 1, devices=1), gpt_cost(4096, 30, vocabulary=512)
     types = {
         "large": dataclasses.replace(A100, memory_bytes=200 * 2**30),
@@ -291,7 +296,8 @@ def test_what_unlike_devices_lack_is_added_to_those_that_lack_it(order: tuple[st
 
 
 def test_what_the_simulation_finds_too_large_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dealing may know less of memory than the simulation; then other plans are looked at, or all are refused."""
+    """The assignment of layers may know less about memory than the simulation; then other plans are tried, or all are
+    refused."""
     costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
     wanted = search(costs).best
     real = planner.predict

@@ -1,4 +1,4 @@
-"""Moves of layers by simulation: to the best of all partitions, within the cuts and the memory that there are."""
+"""Moves of layers by simulation reach the best of all partitions, within the allowed cuts and the memory."""
 
 import pytest
 from test_pipeline_plan import LAYOUT, costs
@@ -14,7 +14,7 @@ RUN = RunShape(layout=LAYOUT, schedule="1f1b", num_microbatches=8, microbatch_sa
 
 
 def first_dealt(model: CostModel) -> Prediction:
-    """With the optimum of the slowest stage."""
+    """Return the prediction for the partition with the fastest slowest stage."""
     return predict(model, RUN, make_partition("self_adapting", 10, 2, balance=model.balance(RUN)))
 
 

@@ -1,4 +1,5 @@
-"""sharded_parameters="auto": in shards where nothing fits otherwise or a step is faster by prediction, and a line that says why."""
+"""sharded_parameters="auto": shards if nothing fits otherwise or if the predicted step is faster, and a line that
+gives the reason."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +25,7 @@ HUGE = 1e12
 
 
 def costs(*, memory: float = HUGE, bandwidth: float = 1e12, held: float = 1e3, **training: Any) -> CostModel:
-    """Four hosts of one cluster, twelve layers of 1 MB and 3 s a sample."""
+    """Four hosts of one cluster, twelve layers of 1 MB that take 3 s per sample."""
     card = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=bandwidth)
     hosts = tuple(Host(name=f"h{index}", devices=1, nics=(card,)) for index in range(4))
     layer = LayerCost(forward=1.0, backward=2.0, parameter_bytes=1e6, activation_bytes=1e3, held_bytes=held)
@@ -53,7 +54,7 @@ def note_of(plan: PipelinePlan) -> str:
 
 @pytest.mark.parametrize(("layout", "share"), [(FOUR, 0.6), (TWO_BY_TWO, 0.75)], ids=("1x4", "2x2"))
 def test_in_shards_where_nothing_fits_otherwise(layout: Layout, share: float) -> None:
-    whole = 12e6 * 4 / layout.pipeline  # parameters, gradients and two states of a rank
+    whole = 12e6 * 4 / layout.pipeline  # parameters, gradients and two optimizer states of a rank
     space = SearchSpace(layout=layout, recomputation=(False,))
     tight, none = costs(memory=whole * share), costs(memory=whole * 0.5)
     assert search(tight, space).memory_note is not None, "only an optimizer that keeps nothing would fit"
@@ -76,8 +77,8 @@ def test_what_fits_and_is_as_fast_stays_whole() -> None:
 
 
 def test_in_shards_where_a_step_is_faster() -> None:
-    """Many microbatches asked for: gradients of whole parameters go out in the backward of the last one, those of stages in
-    shards in all of them; what layered order gives whole parameters is weighed, too."""
+    """With many microbatches, the gradients of whole parameters are reduced during the last one's backward, those of
+    sharded stages during all backwards; the layered order with whole parameters is compared, too."""
     slow = costs(bandwidth=1e6, sharded_optimizer=True)
     plan = choose(slow, num_microbatches=4, schedule="breadth_first")
     assert plan.prediction is not None
@@ -125,7 +126,8 @@ def test_the_error_names_shards_where_they_make_it_fit() -> None:
 
 
 def test_layered_order_alone_hides_reductions_behind_all_microbatches() -> None:
-    """Whole parameters, four microbatches, one rank a pipeline: a stage's gradients are complete long before the last backward."""
+    """Whole parameters, four microbatches, one rank per pipeline: a stage's gradients are complete long before the
+    last backward."""
     model = costs(bandwidth=4e5, sharded_optimizer=False)
     space = SearchSpace(layout=FOUR, num_microbatches=(4,), recomputation=(False,))
     best = search(model, space).best
