@@ -277,7 +277,9 @@ class _Registry:
         try:
             channel.send({"number": number, "again": _restarts()})
             told = channel.receive()
-        except ConnectionLostError:
+        except ConnectionLostError:  # the node that is started in its place gets its number
+            with self._changed:
+                self._numbers.discard(number)
             return
         with self._changed:
             self._nodes[number] = channel, told
@@ -315,7 +317,7 @@ class _Registry:
                     why = (
                         f"process {ended[0].pid} ended with code {ended[0].returncode}; what it has printed says why"
                         if ended
-                        else f"within {self._wait_s:.0f} s; start the others by lightning-holmes optimizer-node, with this job's {SECRET}"
+                        else f"within {self._wait_s:.0f} s; nodes of other hosts are started by lightning-holmes optimizer-node, with this job's {SECRET}"
                     )
                     self.end(f"{come}: {why}")
                     raise HolmesError(f"{come}: {why}")
@@ -323,8 +325,8 @@ class _Registry:
         self._check_versions()
         if sorted(self._nodes) != list(range(self._count)):
             raise ConfigurationError(
-                f"optimizer_nodes={self._count}, but {len(self._nodes)} nodes have come: start {self._count}, or set "
-                f"optimizer_nodes={len(self._nodes)}"
+                f"optimizer_nodes={self._count}, but the nodes that have come have the numbers {', '.join(map(str, sorted(self._nodes)))}: "
+                f"start {self._count}, or set optimizer_nodes to the number of those that you start"
             )
         return [told for _, (_, told) in sorted(self._nodes.items())]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.node import server
+from lightning_holmes.optim.node.channel import Channel
 from lightning_holmes.optim.node.description import UnitLayout, describe_module, describe_optimizer
 from lightning_holmes.optim.node.link import NodeLink
 from lightning_holmes.optim.node.node_options import NodeOptions
@@ -58,6 +59,21 @@ def test_a_node_of_other_versions_is_refused_with_the_difference(
         job.wait()
     assert code() == 1
     assert difference in capsys.readouterr().out, "the node says it, too"
+
+
+def test_the_number_of_a_node_that_is_lost_before_it_has_told_its_address_is_given_again(node: Any) -> None:
+    port = free_port()
+    job = _Registry("127.0.0.1", "known to both", 2, wait_s=20.0, port=port)
+    lost = Channel.connect(("127.0.0.1", port), "known to both", {"kind": "node", "number": -1}, peer="rank 0")
+    assert lost.receive()["number"] == 0
+    lost.close()
+    while job._numbers:
+        threading.Event().wait(0.01)
+    codes = [node(port, again_s=0.0) for _ in range(2)]
+    assert len(job.wait()) == 2 and sorted(job._nodes) == [0, 1]
+    job.ending = (1, False)
+    job.end()
+    assert [code() for code in codes] == [1, 1]
 
 
 @pytest.mark.parametrize(("torchrun", "again_s"), [(True, 0.0), (False, 20.0)])
