@@ -89,7 +89,7 @@ class Meeting:
         return f"holmes/checkpoint/{self._name}/{topic}/{rank}"
 
     def _put(self, key: str, data: bytes) -> None:
-        self._ask(lambda: self._store.set(key, data), "the others")
+        self._ask(lambda: self._store.set(key, data), "the other ranks")
 
     def _delete(self, key: str) -> None:
         self._ask(lambda: self._store.delete_key(key), "the other ranks")

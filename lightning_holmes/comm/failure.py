@@ -112,7 +112,7 @@ class FailureWatch:
         return f"holmes/run/{self._run}/{name}"
 
     def report(self, exception: BaseException) -> Failure | None:
-        """Tell the other ranks why this one ends, and stop the watch. Only the first report of a job counts; it is returned, if it is known."""
+        """Tell the other ranks why this one ends, and stop the watch. Only the first report of a run counts; it is returned, if it is known."""
         atexit.unregister(_see_off)
         if self._answers():
             _in_thread(lambda: self._tell(exception), timeout_s=2 * _NOTICE_S)

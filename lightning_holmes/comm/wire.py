@@ -62,7 +62,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """The value that :func:`encode` was given.
 
     Raises:
-        RemoteError: the bytes are malformed, or name a class or function that this rank has not imported.
+        RemoteError: the bytes are malformed, or name a class or function that this rank has not imported, or does not have.
         UnsupportedModuleError: they name a class whose objects cannot be sent.
     """
     data = memoryview(data)
@@ -111,7 +111,8 @@ def _class(module: str, name: str) -> type:
     found = _find(module, name)
     if not isinstance(found, type):
         raise RemoteError(
-            f"another rank has sent an object of {module}.{name}, but this one has not imported {module}: import it on every rank"
+            f"another rank has sent an object of {module}.{name}, which this one has not imported, or does not have: import {module} on every "
+            f"rank, in the same version"
         )
     return found
 

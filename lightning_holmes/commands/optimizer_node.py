@@ -70,7 +70,8 @@ def main(args: list[str]) -> None:
     parser.add_argument(
         "--memory",
         metavar="BYTES",
-        help=f"the most memory of this process, such as 8G; default: the environment variable {MEMORY}, or the host's memory",
+        help=f"the most memory of this process, such as 8G; default: the environment variable {MEMORY}; without it 0.8 of the host's free "
+        "memory if states are on disk, and no limit if they are in memory",
     )
     parser.add_argument(
         "script",

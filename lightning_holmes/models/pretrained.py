@@ -71,7 +71,7 @@ class PretrainedFolder:
         if missing or further:
             raise ConfigurationError(
                 f"pretrained={str(self.folder)!r}: its files lack {missing[:_SHOWN]} and have {further[:_SHOWN]}, which are no names of the "
-                "model's: load the folder with transformers, and save it again by save_pretrained"
+                "model's: load the folder with transformers, and save it again by save_pretrained(..., save_original_format=False)"
             )
         return found
 

@@ -50,8 +50,8 @@ class Use:
 
 
 def plain_content(value: Any, depth: int = 0) -> Hashable:
-    """A hashable description of the Python values in ``value`` and its containers; tensors and other objects count by
-    their class only."""
+    """A hashable description of the Python values and NumPy arrays in ``value`` and its containers; tensors and other
+    objects count by their class only."""
     if isinstance(value, _SCALARS):
         return type(value).__name__, repr(value)
     if isinstance(value, np.ndarray):

@@ -103,7 +103,8 @@ class ModuleBuilder:
             overwritten: a checkpoint will be read into the parameters.
 
         Raises:
-            ConfigurationError: this rank did not hold the whole module in an earlier run.
+            UnsupportedModuleError: nothing initialises a tensor.
+            ConfigurationError: the whole module is needed here, but this rank held only a part of it in an earlier run.
         """
         if self._deferred is None:
             return

@@ -283,7 +283,7 @@ class Fit(Run):
         if snapshots is not None and snapshots.adopted and not keep:
             raise CheckpointDamagedError(
                 "the module, or a callback, now has on_save_checkpoint or averages weights, but this job goes on from a snapshot whose parameters "
-                "only the optimizer nodes have kept: leave it out to go on from that snapshot; the next start takes what was saved before it"
+                "only the optimizer nodes have kept: that snapshot is dropped, and the next start of the job takes what was saved before it"
             )
         return make_remote_gradients(
             self.pipeline,

@@ -19,7 +19,7 @@ def note_lost(module: LightningModule, held: str) -> None:
     """Mark ``module`` as having lost values in a failed run, and warn. ``held``: where the values were, in words after "the run has failed while"."""
     _lost.add(module)
     rank_zero_warn(
-        f"the run has failed while {held}: parameters that this process did not hold are NaN now, where plain Lightning would keep their values. {_CURE}"
+        f"the run has failed while {held}: parameters that this process did not hold whole are NaN now, where plain Lightning would keep their values. {_CURE}"
     )
 
 

@@ -50,7 +50,8 @@ class PlanRequest:
         why_not_sharded: why parameters cannot live in shards with ``sharded_parameters="auto"``; None: they can.
         topology_given: whether the user has described the clusters and their links.
         measures: whether measurements may decide something.
-        resumed_microbatches: the number of microbatches of the run that is resumed; None if no run is, or if it is not known.
+        resumed_microbatches: the number of microbatches of a replica's batch with which a resumed run draws the same random numbers as before; None
+            if no run is resumed, or if it is not known.
     """
 
     module: pl.LightningModule

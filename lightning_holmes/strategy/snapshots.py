@@ -147,7 +147,7 @@ class Snapshots:
         self._device = device
         self._member = member
         self._started = 0  # the step that the fit began from
-        self._step: int | None = None  # the step of the last whole snapshot
+        self._step: int | None = None  # the step of the last snapshot of kind WHOLE, or of the one resumed from
         self._taken_at = 0.0
         self._pause_s = 0.0
         self._have_kept = have_kept

@@ -50,8 +50,8 @@ class Kept:
             different.append("commit")
         if different:
             raise CheckpointDamagedError(
-                f"what this optimizer node has kept for the job's next start has other {', '.join(different)} than the workers ask for: start "
-                f"the job with the same script, options and hosts; the next start takes what was saved before"
+                f"what this optimizer node has kept of the job's last start has other {', '.join(different)} than the workers ask for: has the "
+                f"script, an option or the number of hosts changed? The next start takes what was saved before"
             )
 
     def hand_over(self, num_workers: int) -> tuple[Mapping[int, Unit], StateStore | None]:

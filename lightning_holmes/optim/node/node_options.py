@@ -18,7 +18,7 @@ class NodeOptions:
 
     Attributes:
         states: the folder for parameters and optimizer states, or "memory"; None: the setting of the workers.
-        memory_bytes: the memory limit of the process; None: the free memory of the host.
+        memory_bytes: the memory limit of the process; None: 0.8 of the host's free memory if states are on disk, else no limit.
         num_on_host: the number of nodes on this host.
     """
 
