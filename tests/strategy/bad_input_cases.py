@@ -242,7 +242,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "reentrant": (lambda s: _fit(s, Reentrant), ("Reentrant", "use_reentrant=False")),
     "topology key": (lambda s: _topology(s, _GOOD + "colour: red\n"), ("colour", "line 5")),
     "topology value": (lambda s: _topology(s, _GOOD.replace("devices: 1", "devices: -1")), ("devices", "-1", "line 4")),
-    "topology size": (lambda s: _topology(s, _GOOD), ("1", "2")),
+    "topology size": (lambda s: _topology(s, _GOOD), ("has 1 devices", "the world size is 2")),
     "topology missing": (lambda s: _fit(s, topology="nowhere.yaml"), ("nowhere.yaml",)),
     "other arguments": (lambda s: _fit(s, num_microbatches=2 + RANK), ("num_microbatches", "rank 0", "rank 1")),
     "other pipeline size": (
@@ -295,7 +295,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "coupled optimizer": (
         lambda s: _fit(s, CoupledOptimizer),
-        ("ByTheWholeNorm", "beside another one", "pipeline_parallel_size=1"),
+        ("ByTheWholeNorm", "depends on the other parameters of its group", "pipeline_parallel_size=1"),
     ),
     "logs on one rank": (_logged, ()),
     "nothing wrong": (_fit, ()),
