@@ -23,11 +23,14 @@ def has(nodes: Iterable[ast.AST], word: str) -> bool:
 
 def ungrouped(source: str) -> list[str]:
     """Return the tests of a file without an xdist_group that use one of its module or session fixtures that launches
-    processes, directly or through another such fixture."""
+    processes, directly, through a function of the file or through another such fixture."""
     body = ast.parse(source).body
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
     kept = [f for f in functions if has(f.decorator_list, "scope='module'") or has(f.decorator_list, "scope='session'")]
-    launching = {f.name for f in kept if names_in(f) & LAUNCHES}
+    helpers, calling = [f for f in functions if f not in kept and not f.name.startswith("test_")], set(LAUNCHES)
+    while more := {f.name for f in helpers if names_in(f) & calling} - calling:
+        calling |= more
+    launching = {f.name for f in kept if names_in(f) & calling}
     while more := {f.name for f in kept if arguments_of(f) & launching} - launching:
         launching |= more
     if has((node for node in body if isinstance(node, ast.Assign) and "pytestmark" in names_in(node)), "xdist_group"):
@@ -51,12 +54,21 @@ def ranks():
 def first(ranks):
     return ranks[0]
 
+def job():
+    return launch_raw(2, "cases:run")
+
+@pytest.fixture(scope="module")
+def jobs():
+    return [job()]
+
 def test_of_one(first): ...
+
+def test_of_jobs(jobs): ...
 
 @pytest.mark.xdist_group("cases")
 def test_of_all(ranks): ...
 
 def test_alone(tmp_path): ...
 """
-    assert ungrouped(source) == ["test_of_one"]
+    assert ungrouped(source) == ["test_of_one", "test_of_jobs"]
     assert ungrouped('pytestmark = pytest.mark.xdist_group("cases")\n' + source) == []

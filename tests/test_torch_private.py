@@ -392,9 +392,10 @@ def test_nccl_groups_have_a_watchdog_unless_they_wait_by_the_host() -> None:
     """Only checks that the header has these names, since torch may be built without NCCL; docs/log.md has their
     behaviour, read from the sources."""
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
-    if header.exists():
-        text = header.read_text()
-        assert '"TORCH_NCCL_BLOCKING_WAIT"' in text and "bool blockingWait_ = false;" in text
+    if not header.exists():
+        pytest.skip("this torch has no header of NCCL's group")
+    text = header.read_text()
+    assert '"TORCH_NCCL_BLOCKING_WAIT"' in text and "bool blockingWait_ = false;" in text
 
 
 def test_code_that_may_not_be_compiled_whole_is_told_from_other_errors() -> None:

@@ -205,7 +205,7 @@ def test_a_down_nic_still_hints_at_its_fabric(up: RdmaPort, down: RdmaPort) -> N
     topology = group([host("x", other), host("y", other), host("a", up), host("b", down)])
     name = f"{up.kind}-1" if other.kind == up.kind else up.kind
     by_hosts = {hosts: name for name, hosts in clusters(topology).items()}
-    assert set(by_hosts) == {"a b", "x y"}, name
+    assert set(by_hosts) == {"a b", "x y"} and by_hosts["a b"] == name
     cluster = topology.cluster_of_rank(3)
     assert cluster.fabric == up.kind
     assert cluster.fallback is not None and "host b: " in cluster.fallback and "is down" in cluster.fallback

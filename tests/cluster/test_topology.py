@@ -93,7 +93,7 @@ def test_hosts_with_role_optimizer_are_no_workers() -> None:
     [
         ("{name: cpu, role: server}", "'server' is not allowed; write optimizer"),
         ("{name: cpu, role: optimizer, devices: 2}", "has a name, and perhaps a count, but no devices"),
-        ("{name: gpu, role: optimizer}", "gpu"),
+        ("{name: gpu, role: optimizer}", "each may be given once; repeated: gpu"),
     ],
 )
 def test_mistakes_about_roles_are_named(host: str, words: str) -> None:

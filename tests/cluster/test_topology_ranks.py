@@ -85,10 +85,12 @@ def test_every_way_to_ask_agrees(sizes: list[int], seed: int) -> None:
         mine, ranks = tuple(ranks[:size]), ranks[size:]
         clusters.append(Cluster(name=f"c{index}", hosts=(Host(name=f"h{index}", devices=size, ranks=mine),)))
     topology = Topology(clusters=tuple(clusters))
-    for rank, (cluster, host) in enumerate(topology.places()):
-        assert rank in (host.ranks or ())
-        assert topology.cluster_of_rank(rank) == cluster
-        assert topology.host_of_rank(rank) == host
+    assert len(topology.places()) == sum(sizes)
+    for cluster in clusters:
+        (host,) = cluster.hosts
+        assert topology.ranks_of_host(host.name) == tuple(sorted(host.ranks or ()))
+        for rank in host.ranks or ():
+            assert topology.host_of_rank(rank) == host and topology.cluster_of_rank(rank) == cluster
 
 
 def test_a_file_is_matched_to_live_hosts() -> None:

@@ -170,6 +170,5 @@ def among_moves(
     return {
         "same": same,
         "moves": moves.number,
-        "steps": len(moved),
         "left": len(builder.junction.groups),
     }

@@ -48,7 +48,7 @@ def test_connections_with_other_hosts_send_again_every_five_seconds_and_are_kept
                 usual = ours.getsockopt(socket.IPPROTO_TCP, 44)
             except OSError:  # Linux before 6.15
                 assert send_again_soon({"127.0.0.1"}, 0.0) == 0
-                return
+                pytest.skip("Linux before 6.15")
             assert send_again_soon({"192.0.2.1"}, 0.0) == 0
             for each in (ours, theirs):  # as on an optimizer node's connection, whose silence must be noticed
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)

@@ -50,7 +50,7 @@ def test_loaders(tmp_path, num_workers):
     data.setup()
     train = list(data.train_dataloader())
     val = list(data.val_dataloader())
-    assert all(batch["input_ids"].shape == (8, 10) for batch in train)
+    assert len(train) == 180 // 8 and all(batch["input_ids"].shape == (8, 10) for batch in train)
     assert sum(len(batch["input_ids"]) for batch in val) == 19
     assert not {int(b["input_ids"][0, 0]) for b in val} & {int(x) for b in train for x in b["input_ids"][:, 0]}
 

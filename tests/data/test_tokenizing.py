@@ -147,12 +147,15 @@ def test_what_a_killed_run_left_is_of_the_same_files(texts, tmp_path, monkeypatc
 def test_two_runs_do_not_write_one_file(texts, tmp_path):
     job = TokenizeJob(files=tuple(texts), output=tmp_path / "out.bin", tokenizer=ByteTokenizer())
 
+    refused: list[int] = []
+
     def second(num_bytes: int) -> None:
         with pytest.raises(ConfigurationError, match="another run"):
             run_tokenize(job)
+        refused.append(num_bytes)
 
     run_tokenize(job, second)
-    assert (tmp_path / "out.bin").exists()
+    assert refused and (tmp_path / "out.bin").exists()
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_losses_and_weights_equal_those_of_one_process(
             assert losses == pytest.approx(baseline[0][0], rel=tolerance), name
             for key, value in weights.items():
                 close = torch.allclose(value, baseline[0][1][key], rtol=tolerance, atol=tolerance)
-                assert close or precision != "32-true", f"{name}: {key}"
+                assert close or (precision != "32-true" and value.isfinite().all()), f"{name}: {key}"
 
 
 def test_what_was_under_way_when_groups_were_moved_is_repeated_bit_for_bit(tmp_path: Path) -> None:
@@ -124,7 +124,8 @@ def test_parameters_on_a_node_give_those_of_one_process(layout: dict[str, Any], 
         losses, weights = pickle.loads((tmp_path / f"result{rank}").read_bytes())
         assert losses == pytest.approx(baseline[0][0], rel=TOLERANCES[precision])
         for key, value in weights.items():
-            assert precision != "32-true" or torch.allclose(value, baseline[0][1][key], rtol=1e-4, atol=1e-4), key
+            close = torch.allclose(value, baseline[0][1][key], rtol=1e-4, atol=1e-4)
+            assert close or (precision != "32-true" and value.isfinite().all()), key
 
 
 @pytest.mark.parametrize(

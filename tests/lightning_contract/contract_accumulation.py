@@ -44,8 +44,7 @@ def case_accumulating_is_the_mean_of_the_batches(run: Run):
 def case_each_epoch_begins_anew(run: Run):
     calls = Calls("on_before_optimizer_step", "on_train_epoch_end")
     run.fit(Net(), batches(3), callbacks=[calls], accumulate_grad_batches=2, max_epochs=2)
-    assert calls.names == ["on_before_optimizer_step"] * 2 + ["on_train_epoch_end"] + calls.names[3:]
-    assert calls.count("on_before_optimizer_step") == 4
+    assert calls.names == (["on_before_optimizer_step"] * 2 + ["on_train_epoch_end"]) * 2
 
 
 def case_without_a_length_the_last_batch_steps_too(run: Run):

@@ -97,10 +97,9 @@ def case_a_trainer_that_has_failed_fits_again(run: Run):
     with pytest.raises(RuntimeError, match="planned"):
         trainer.fit(Fails(), batches(4))
     module = Net()
-    trainer = run.trainer()
     trainer.fit(module, batches(4))
-    assert trainer.state.finished and trainer.global_step == 4
-    return weights(module)
+    assert trainer.state.finished
+    return trainer.global_step, weights(module)
 
 
 def case_hooks_come_with_each_fit(run: Run):
@@ -131,11 +130,20 @@ def case_loaders_may_change_between_fits(run: Run):
 
 
 def case_a_module_inside_another_is_fitted_by_itself(run: Run):
-    inner, outer = Net(), Net()
+    class Outer(Net):
+        def __init__(self, inner: Net) -> None:
+            super().__init__()
+            del self.layers
+            self.inner = inner
+
+        def loss(self, batch: Any) -> Any:
+            return self.inner.loss(batch)
+
+    inner = Net()
+    outer = Outer(inner)
     run.fit(inner)
-    outer.layers.load_state_dict(inner.layers.state_dict())
     run.fit(outer)
-    return weights(outer)
+    return weights(inner)
 
 
 @each(fit="fit", validate="validate", predict="predict")

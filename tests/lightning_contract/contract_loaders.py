@@ -172,11 +172,8 @@ def case_the_longest_without_cycling_leaves_gaps(run: Run):
 
 
 def case_the_trainer_shows_its_loaders(run: Run):
-    train, validation = {"a": batches(2), "b": batches(2)}, [batches(2), batches(2)]
-    module = Several()
-    module.validation_step = lambda batch, batch_idx, dataloader_idx=0: None  # type: ignore[method-assign]
     trainer = run.trainer(limit_val_batches=0)
-    trainer.fit(module, train, validation)
+    trainer.fit(Several(), {"a": batches(2), "b": batches(2)})
     assert trainer.train_dataloader.keys() == {"a", "b"}
     trainer = run.trainer()
     trainer.test(Net(), batches(2), verbose=False)

@@ -321,5 +321,5 @@ def case_a_batch_gathered_from_all_is_a_batch(run: Run):
             found.append(float(self.trainer.strategy.reduce(torch.tensor(3.0), reduce_op="sum")))
 
     run.fit(Gathers(), batches(1))
+    assert found[0].numel() == 2 and found[0][-1] == 2
     assert found[1] == 3.0
-    return found[1]

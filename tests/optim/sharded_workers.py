@@ -239,7 +239,9 @@ def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
         optimizer.step()
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.detach().float(), theirs.detach(), rtol=1e-2, atol=1e-6)
-    for name, state in shards.collect().items():
+    states = shards.collect()
+    assert states.keys() >= parameters.keys() - {"never"}
+    for name, state in states.items():
         master = state[MASTER_WEIGHT]
         torch.testing.assert_close(master, reference.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
         # only a parameter that was never stepped still has its rounded value

@@ -104,7 +104,9 @@ def test_loaded_states_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     for (name, key), value in first.items():
         states.setdefault(name, {})[key] = value + 1
     driver.ask(0, {"ask": "load", "unit": 0, "states": states})
-    assert all(torch.equal(state, first[key] + 1) for key, state in driver.read(0, 2)[1].items())
+    found = driver.read(0, 2)[1]
+    assert first and found.keys() == first.keys()
+    assert all(torch.equal(state, first[key] + 1) for key, state in found.items())
     driver.close()
 
 
@@ -147,6 +149,7 @@ def test_states_that_are_loaded_while_a_step_is_prepared_are_those_that_it_steps
         driver.close()
     (expected, their_states), (values, own_states) = found
     assert torch.equal(values, expected)
+    assert their_states and own_states.keys() == their_states.keys()
     assert all(torch.equal(own_states[key], state) for key, state in their_states.items())
 
 

@@ -125,7 +125,6 @@ def test_step_costs_by_hand() -> None:
 
 
 def test_stages_without_a_layer_by_hand() -> None:
-    costs = cost_model(devices=(DEVICE, DEVICE))
     before = dataclasses.replace(MODEL.before, forward=2e12, backward=1e12, activation_bytes=3e6)
     costs = cost_model(model=dataclasses.replace(MODEL, before=before))
     run = shape(Layout(pipeline=4, tensor=1, data=2))

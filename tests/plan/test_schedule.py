@@ -188,7 +188,6 @@ def test_memory_of_interleaved(num_ranks: int, num_microbatches: int, num_chunks
         num_chunks=num_chunks,
     )
     group = -(-max(num_microbatches, num_ranks) // max(1, num_microbatches // num_ranks))
-    assert group == num_ranks or num_microbatches % num_ranks
     for rank, peak in enumerate(max_in_flight(schedule)):
         assert peak <= 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group + 1
 
@@ -197,7 +196,6 @@ def test_memory_of_interleaved(num_ranks: int, num_microbatches: int, num_chunks
 def test_memory_of_eager_interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
     sizes = {"pipeline_parallel_size": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     group = -(-max(num_microbatches, num_ranks) // max(1, num_microbatches // (2 * num_ranks)))
-    assert num_microbatches < 2 * num_ranks or 2 * num_ranks <= group < 4 * num_ranks
     for rank, peak in enumerate(max_in_flight(make_schedule("eager_interleaved_1f1b", **sizes))):
         assert peak <= 2 * (num_ranks - rank - 1) + (num_chunks - 1) * group + 1
 

@@ -87,7 +87,6 @@ def case_optimizers(setting: Setting) -> Any:
         try:
             found[name] = train(setting, make, max_epochs=1, limit_val_batches=0)["weights"]
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
             raise RuntimeError(f"{name}: {error}") from error
     return found
 

@@ -240,9 +240,7 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
             gradient_sync=case.route,
             topology=case.topology,
         )
-        os.environ["HOLMES_CLUSTER"] = case.node_cluster or (
-            "" if case.topology is None else "a"
-        )  # the cluster of the optimizer nodes, which rank 0 starts
+        os.environ["HOLMES_CLUSTER"] = case.node_cluster or "a"  # that of the optimizer nodes, which rank 0 starts
         trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
         trainer.fit(module, datamodule=Data())
         file = folder / f"{case.world_size}-{index}.ckpt"

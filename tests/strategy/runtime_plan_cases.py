@@ -136,6 +136,16 @@ class Whitens(Classifier):
         return super().forward(x - x.mean(0))
 
 
+class Syncs(pl.Callback):
+    """Records the chosen collectives while the fit still has gradients."""
+
+    found: Any = ()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        choices = trainer.strategy.gradient_sync_choices  # type: ignore[attr-defined]
+        self.found = [(choice.collective, choice.reason) for choice in choices]
+
+
 def settled(payload: Any) -> dict[str, Any]:
     """Return numbers of microbatches that no measurement decides, and what the runs with them give: the smallest exact number,
     the one of deterministic=True, and the one of the resumed run. Runs on four ranks; two stages unless a run says
@@ -150,14 +160,15 @@ def settled(payload: Any) -> dict[str, Any]:
         setting = Setting(folder=folder, holmes=asked, replicas=replicas)
         pl.seed_everything(3, verbose=False)
         module = build(cls)
-        trainer = setting.trainer(max_epochs=max_epochs, **trainer_options)
+        syncs = Syncs()
+        trainer = setting.trainer(max_epochs=max_epochs, callbacks=[syncs], **trainer_options)
         trainer.fit(module, setting.loader(samples(32), 16), ckpt_path=ckpt_path)
         strategy: Any = trainer.strategy
         found[name] = {
             "num_microbatches": strategy.plan.num_microbatches,
             "schedule": strategy.plan.schedule,
             "notes": strategy.plan.notes,
-            "sync": [(c.collective, c.reason) for c in strategy.gradient_sync_choices],
+            "sync": syncs.found,
             "weights": {k: v.detach().clone() for k, v in module.state_dict().items()},
         }
         return trainer

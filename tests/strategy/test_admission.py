@@ -15,10 +15,10 @@ from lightning_holmes.strategy.admission import check_module
 
 
 class Hooked(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, calls: list[int]) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        self.layer.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.layer(batch).square().mean()
@@ -38,9 +38,11 @@ def test_such_a_hook_is_called_once_a_batch_or_refused(parts: int, tmp_path: Pat
         enable_progress_bar=False,
         default_root_dir=tmp_path,
     )
+    calls: list[int] = []
     refused = pytest.raises(UnsupportedModuleError, match=r"layer\.weight has a hook by register_post_accumulate")
     with refused if parts > 1 else contextlib.nullcontext():
-        trainer.fit(Hooked(), DataLoader(TensorDataset(torch.ones(4, 2)), 4, collate_fn=stacked))
+        trainer.fit(Hooked(calls), DataLoader(TensorDataset(torch.ones(4, 2)), 4, collate_fn=stacked))
+    assert len(calls) == (1 if parts == 1 else 0)
 
 
 def stacked(samples: list[tuple[Tensor]]) -> Tensor:

@@ -94,7 +94,7 @@ def test_one_rank_shows_the_traceback_and_each_other_a_line(where: str, failures
     lines = [re.findall(rf"^\[rank {rank}\] .+", worker.output, re.MULTILINE) for rank, worker in enumerate(workers)]
     print(shown, lines)
     if where == "killed":  # the survivor loses a connection: it shows the library's error and what it means
-        assert shown[1] == 0 and shown[0] <= 2
+        assert 1 <= shown[0] <= 2, workers[0].output[-3000:]
     else:
         assert sorted(shown) == [0] * (len(workers) - 1) + [1]
         assert [len(found) for found in lines] == [1 - count for count in shown]

@@ -24,7 +24,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("run", [run.__name__ for run in RUNS])
 def test_hooks_are_called_as_in_plain_lightning(run: str, notes: Any) -> None:
     plain = notes["plain"][run]
-    assert len(plain) > 40
+    assert len(plain) > 40 and plain[-1].startswith(("module.", "callback.", "data.")), plain[-1]
     assert notes["alone"][run] == plain
     for rank, found in enumerate(notes["staged"]):
         here = plain if rank == 0 else [line for line in plain if ".prepare_data(" not in line]  # once a host

@@ -42,8 +42,8 @@ def run(name: str) -> dict[str, Any]:
         module, trainer = build(), make_trainer(folder, save_distributed_checkpoint=folders, **STAGES)
         trainer.callbacks.append(Saver(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=Data())
-        found["fit"] = state_of(module)
-        found["validate"] = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val_loss"]
+        found[f"fit {kind}"] = state_of(module)
+        found[f"validate {kind}"] = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val_loss"]
     for source in ("folder", "file", "plain"):
         for kind, layout in LAYOUTS.items() if source == "folder" else [("shards", STAGES)]:
             module, trainer = build(), make_trainer(folder, 2, **layout)
@@ -75,8 +75,9 @@ def test_checkpoints_evaluation_averages_and_hooks_are_those_of_plain_lightning(
     late.pop("blank")
     ranks = launch(4, f"{__name__}:run", str(tmp_path), timeout_s=240)
     for rank in ranks:
-        assert_same(rank["fit"], fit)
-        assert rank["validate"] == pytest.approx(loss, rel=1e-5)
+        for kind in ("folder", "file"):
+            assert_same(rank[f"fit {kind}"], fit)
+            assert rank[f"validate {kind}"] == pytest.approx(loss, rel=1e-5)
         for name in rank:
             if " to " in name:
                 assert_same(rank[name], two_epochs)

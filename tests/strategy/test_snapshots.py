@@ -76,6 +76,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
+@pytest.mark.xdist_group("snapshots_whole")
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: Any, tmp_path: Path) -> None:
     draw = random.Random(size)
@@ -105,6 +106,7 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
     )
 
 
+@pytest.mark.xdist_group("snapshots_whole")
 @pytest.mark.parametrize("damage", ["cut off", "a bit"])
 def test_a_damaged_snapshot_is_not_gone_on_from(damage: str, whole: Any, tmp_path: Path) -> None:
     """A truncated file is noticed before the snapshot is chosen. A flipped bit is noticed when the file is read: that start
@@ -130,6 +132,7 @@ def test_a_damaged_snapshot_is_not_gone_on_from(damage: str, whole: Any, tmp_pat
     assert weights(2, tmp_path, "again") == expected
 
 
+@pytest.mark.xdist_group("snapshots_whole")
 def test_a_host_that_is_told_to_leave_costs_no_step_and_the_others_are_started_again(
     whole: Any, tmp_path: Path
 ) -> None:

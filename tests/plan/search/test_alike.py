@@ -61,8 +61,9 @@ def test_the_same_costs_give_the_same_plan(
         try:
             run = by_run(model, asked)
         except ConfigurationError as error:
-            with pytest.raises(type(error)):
+            with pytest.raises(type(error)) as told:
                 by_command(model, asked)
+            assert type(told.value) is type(error)
             continue
         command = by_command(model, asked)
         layout = dataclasses.replace(run.run.layout, grid=None)

@@ -258,8 +258,10 @@ def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
     [(2, 16, (2, 4, 8, 16)), (2, 1, (1,)), (4, 3, (3,)), (2, 7, (7,)), (4, 13, (13,)), (3, 12, (3, 4, 6, 12))],
 )
 def test_microbatch_counts_divide_the_batch(size: int, batch: int, expected: tuple[int, ...]) -> None:
-    counts = microbatch_counts(size, batch)
-    assert counts == expected
+    assert microbatch_counts(size, batch) == expected
+
+
+def test_few_microbatch_counts_are_tried_of_a_batch_with_many_divisors() -> None:
     assert len(microbatch_counts(2, 720)) <= 8
 
 

@@ -84,8 +84,8 @@ def test_in_shards_where_a_step_is_faster() -> None:
     assert plan.prediction is not None
     whole = search(slow, SearchSpace(layout=FOUR, schedules=("breadth_first",), num_microbatches=(4,))).best
     saved = plan.prediction.step_s / whole.step_s
-    assert plan.sharded_parameters == (saved < 0.95)
-    assert plan.schedule == "breadth_first" and f"{saved if saved < 1 else 1 / saved:.2f}"[:3] in note_of(plan)
+    assert plan.sharded_parameters and saved < 0.95, saved
+    assert plan.schedule == "breadth_first" and f"takes {saved:.2f}x as long" in note_of(plan), note_of(plan)
 
 
 @pytest.mark.parametrize(
