@@ -93,22 +93,22 @@ class Plan:
         size = (self.placement.pipeline_parallel_size, self.placement.data_parallel_size)
         if size != (self.pipeline_parallel_size, self.data_parallel_size):
             raise ConfigurationError(
-                f"plan: the placement is {size[0]} x {size[1]}, but pipeline_parallel_size="
+                f"the plan's placement is {size[0]} x {size[1]}, but pipeline_parallel_size="
                 f"{self.pipeline_parallel_size} and data_parallel_size={self.data_parallel_size}"
             )
         if self.placement.tensor_parallel_size != self.tensor_parallel_size:
             raise ConfigurationError(
-                f"plan: the placement has tensor groups of {self.placement.tensor_parallel_size}, but "
+                f"the plan's placement has tensor groups of {self.placement.tensor_parallel_size}, but "
                 f"tensor_parallel_size={self.tensor_parallel_size}"
             )
         if self.partition.num_stages != self.num_stages:
             raise ConfigurationError(
-                f"plan: the partition has {self.partition.num_stages} stages, but pipeline_parallel_size x "
+                f"the plan's partition has {self.partition.num_stages} stages, but pipeline_parallel_size x "
                 f"num_chunks is {self.num_stages}"
             )
         if len(self.clusters) != self.pipeline_parallel_size:
             raise ConfigurationError(
-                f"plan: {len(self.clusters)} entries in clusters; one per pipeline rank, that is "
+                f"the plan has {len(self.clusters)} entries in clusters; one per pipeline rank, that is "
                 f"{self.pipeline_parallel_size}, are needed"
             )
 

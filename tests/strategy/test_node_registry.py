@@ -43,8 +43,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], int]]:
     return start
 
 
-def registry(port: int) -> _Registry:
-    return _Registry("127.0.0.1", "known to both", 1, wait_s=20.0, port=port)
+def registry(port: int, count: int = 1) -> _Registry:
+    return _Registry("127.0.0.1", "known to both", count, wait_s=20.0, port=port)
 
 
 def test_a_node_of_other_versions_is_refused_with_the_difference(
@@ -63,7 +63,7 @@ def test_a_node_of_other_versions_is_refused_with_the_difference(
 
 def test_the_number_of_a_node_that_is_lost_before_it_has_told_its_address_is_given_again(node: Any) -> None:
     port = free_port()
-    job = _Registry("127.0.0.1", "known to both", 2, wait_s=20.0, port=port)
+    job = registry(port, 2)
     lost = Channel.connect(("127.0.0.1", port), "known to both", {"kind": "node", "number": -1}, peer="rank 0")
     assert lost.receive()["number"] == 0
     lost.close()
