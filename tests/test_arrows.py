@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
 # Inside strategy/: each row may import from itself and from those before it.
 STRATEGY: tuple[set[str], ...] = (
     {"admission", "agreement", "building", "compat", "gradients", "lightning_collectives", "optimizer_nodes", "resting"}
-    | {"lost_values", "resuming", "switches"}
+    | {"lost_values", "removed_arguments", "resuming", "switches"}
     | {"pytorch_lightning", "samples", "sharding", "snapshots", "split_trial", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "job_layout", "job"},

@@ -61,6 +61,7 @@ from lightning_holmes.strategy.launcher import HolmesLauncher
 from lightning_holmes.strategy.options import Options, ProfileKind
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.pytorch_lightning import refuse_trainer
+from lightning_holmes.strategy.removed_arguments import refuses_removed
 from lightning_holmes.strategy.resting import RestingShards
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
@@ -159,6 +160,7 @@ class HolmesStrategy(ParallelStrategy):
 
     strategy_name = "holmes"
 
+    @refuses_removed
     def __init__(
         self,
         *,

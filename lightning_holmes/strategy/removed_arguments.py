@@ -1,0 +1,47 @@
+"""REMOVED: arguments that HolmesStrategy had in an earlier version, each with what to do instead.
+
+An argument that is gone is refused by name, so that nobody's option is ignored in silence.
+
+    class HolmesStrategy:
+        @refuses_removed
+        def __init__(self, *, schedule="auto"): ...
+
+    HolmesStrategy(powersgd_rank=4)    # ConfigurationError: powersgd_rank=4: this argument is gone; ...
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from lightning_holmes.errors import ConfigurationError
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+REMOVED: dict[str, str] = {}
+
+
+def refuses_removed(init: Callable[Concatenate[_T, _P], None]) -> Callable[Concatenate[_T, _P], None]:
+    """Return ``init``, a class's ``__init__``, with a refusal of arguments in REMOVED.
+
+    Raises:
+        ConfigurationError: an argument is gone; the message names it and what to do instead.
+    """
+
+    @functools.wraps(init)
+    def checked(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if told := tell_removed(kwargs):
+            raise ConfigurationError(told[0])
+        init(self, *args, **kwargs)
+
+    return checked
+
+
+def tell_removed(given: Iterable[str]) -> list[str]:
+    """Return a sentence for each name in ``given`` that is in REMOVED; a mapping's values are shown."""
+    values: dict[str, Any] = given if isinstance(given, dict) else {}
+    return [
+        f"{name}{f'={values[name]!r}' if name in values else ''}: this argument is gone; {REMOVED[name]}"
+        for name in given
+        if name in REMOVED
+    ]
