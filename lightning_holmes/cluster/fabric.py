@@ -9,7 +9,9 @@ of the ranks does not matter. Evidence, the strongest first:
    unless SLURM or Topograph report different top switches for them. RoCE hosts in different subnets under one top switch
    are on one fabric if a test between them succeeds (routed RoCE v2).
 
-A host on several fabrics goes to the cluster with the most hosts, then to the fastest. A host whose RDMA ports are
+A host on several fabrics goes to one that it shares with others, then to the fastest, then to the one with the most hosts. A RoCE port that
+carries the host's other traffic (an Ethernet card that can do RDMA, too) counts only where the host is on no other fabric: its network may
+reach every site over a slow link. A host whose RDMA ports are
 all down goes to the cluster that its hints match, and the cluster notes that it must fall back to Ethernet. Hosts without
 RDMA form clusters by the subnet of their main interface.
 
@@ -58,7 +60,17 @@ class _Member:
 
     @property
     def rate(self) -> float:
-        return max((nic.bandwidth_bytes_per_s or 0.0 for nic in self.nics), default=0.0)
+        """Bytes per second of all these cards together."""
+        return sum(nic.bandwidth_bytes_per_s or 0.0 for nic in self.nics)
+
+    @property
+    def carries_all_traffic(self) -> bool:
+        """Whether all these cards are Ethernet ports that reach the master or the default route, too: alone, in a bond or under a VLAN."""
+        main = self.host.inventory.main
+        if main is None:
+            return False
+        below = {main.name, main.name.partition(".")[0], *main.members}
+        return all(nic.kind == "roce" and nic.interface in below for nic in self.nics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,26 +306,30 @@ class _Grouping:
 
 
 def _cover(free: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> list[tuple[_Fabric, list[LiveHost]]]:
-    """Assign hosts to fabrics greedily: repeatedly take the fabric with the most remaining hosts, then the fastest."""
+    """Assign hosts to fabrics, first by the ports that carry nothing else, then the hosts that are left by their remaining ports. Repeatedly
+    take the fabric that is shared by several remaining hosts, then the fastest, then the one with the most hosts."""
     remaining = {host.name for host in free}
-    found: list[tuple[_Fabric, list[LiveHost]]] = []
-    left = list(fabrics)  # in the order of their names, so that ties are broken deterministically
-    while left:
-        members = {f.name: [member for member in f.members if member.host.name in remaining] for f in left}
-        best = max(
-            left,
-            key=lambda f: (
-                len(members[f.name]),
-                min((member.rate for member in members[f.name]), default=0.0),
-                -TRANSPORT_KINDS.index(f.kind),
-            ),
-        )
-        if not members[best.name]:
-            break
-        found.append((best, [member.host for member in members[best.name]]))
-        remaining -= {member.host.name for member in members[best.name]}
-        left.remove(best)
-    return found
+    found: dict[str, tuple[_Fabric, list[LiveHost]]] = {}
+    apart = [replace(f, members=tuple(m for m in f.members if not m.carries_all_traffic)) for f in fabrics]
+    for candidates in (apart, list(fabrics)):
+        left = list(candidates)  # in the order of their names, so that ties are broken deterministically
+        while left:
+            members = {f.name: [member for member in f.members if member.host.name in remaining] for f in left}
+            best = max(left, key=lambda f: _preference(f, members[f.name]))
+            left.remove(best)
+            if members[best.name]:
+                whole = next(f for f in fabrics if f.name == best.name)
+                found.setdefault(best.name, (whole, []))[1].extend(m.host for m in members[best.name])
+                remaining -= {member.host.name for member in members[best.name]}
+    for _, hosts in found.values():
+        hosts.sort(key=lambda host: natural_key(host.name))
+    return list(found.values())
+
+
+def _preference(fabric: _Fabric, members: Sequence[_Member]) -> tuple[bool, float, int, int]:
+    """How much a fabric of these hosts is preferred to another: shared at all, its slowest host's bytes/s, its reach, its kind."""
+    rate = min((member.rate for member in members), default=0.0)
+    return len(members) > 1, rate, len(members), -TRANSPORT_KINDS.index(fabric.kind)
 
 
 def _evidence(host: LiveHost, fabric: _Fabric) -> tuple[bool, bool, bool, bool] | None:

@@ -170,16 +170,60 @@ def test_routed_roce_needs_one_top_switch_and_a_test() -> None:
     assert len(group([replace(rack, switches=()) for rack in racks], tests=True).clusters) == 3
 
 
-def test_a_host_with_two_fabrics_goes_to_the_larger_then_the_faster() -> None:
-    gate = host("gate", infiniband(), roce("10.7.0.9/24"))
+def test_a_host_with_two_fabrics_goes_to_the_faster_then_the_larger() -> None:
     ib = [host(f"ib{index}", infiniband()) for index in range(2)]
-    ro = [host(f"ro{index}", roce(f"10.7.0.{index}/24")) for index in range(3)]
-    assert clusters(group([gate, *ib, *ro])) == {"infiniband": "ib0 ib1", "roce": "gate ro0 ro1 ro2"}
-    assert clusters(group([*ro[:2], gate, *ib])) == {"infiniband": "gate ib0 ib1", "roce": "ro0 ro1"}
+    ro = [host(f"ro{index}", roce(f"10.7.0.{index}/24", rate=25e9)) for index in range(3)]
+    slow, alike = (host("gate", infiniband(), roce("10.7.0.9/24", rate=rate)) for rate in (12.5e9, 25e9))
+    assert clusters(group([slow, *ib, *ro])) == {"infiniband": "gate ib0 ib1", "roce": "ro0 ro1 ro2"}
+    assert clusters(group([alike, *ib, *ro])) == {"infiniband": "ib0 ib1", "roce": "gate ro0 ro1 ro2"}
+    assert clusters(group([alike, *ib, *ro[:2]])) == {"infiniband": "gate ib0 ib1", "roce": "ro0 ro1"}
+    alone = host("gate", infiniband(), roce("10.9.0.9/24", rate=100e9))  # the fastest card, which no other host shares
+    assert clusters(group([alone, *ib])) == {"infiniband": "gate ib0 ib1"}
     both = [host(f"h{index}", infiniband(), roce(f"10.7.0.{index}/24")) for index in range(2)]
     (cluster,) = group(both).clusters
     assert cluster.fabric == "infiniband"
     assert [nic.fabric for nic in cluster.hosts[0].nics][1] == "roce/10.7.0.0/24"
+
+
+@pytest.mark.parametrize("hosts_each", [1, 4])
+@pytest.mark.parametrize("below", ["bond0", "enp1s0", "bond0.100"])
+def test_an_rdma_card_that_carries_all_traffic_joins_no_two_sites(hosts_each: int, below: str) -> None:
+    """Two sites of InfiniBand whose Ethernet, a bond of a card that can do RDMA, too, is one network of 25 Gbit/s."""
+    ethernet = replace(roce("10.0.0.1/24", rate=3.125e9, name="mlx5_bond_0"), interface=below.partition(".")[0])
+    main = Interface(
+        name="bond0" if below == "enp1s0" else below,
+        kind="bond",
+        up=True,
+        addresses=("10.0.0.1/24",),
+        members=("enp1s0", "enp1s1"),
+    )
+
+    def site(name: str, fabric: RdmaPort, first: int) -> list[HostInventory]:
+        return [
+            host(
+                f"{name}{index}",
+                fabric,
+                replace(ethernet, addresses=(f"10.0.0.{first + index}/24",)),
+                interfaces=(main,),
+                main_interface=main.name,
+            )
+            for index in range(hosts_each)
+        ]
+
+    north, south = infiniband(prefix="fec0:0000:0000:0001"), infiniband(prefix="fec0:0000:0000:0002")
+    topology = group([*site("north", north, 1), *site("south", south, 101)])
+    assert [cluster.fabric for cluster in topology.clusters] == ["infiniband", "infiniband"]
+    assert [len(cluster.hosts) for cluster in topology.clusters] == [hosts_each, hosts_each]
+    # hosts that have no other card share its network as ever
+    plain = [replace(found, rdma=found.rdma[1:]) for found in site("plain", north, 201)]
+    assert clusters(group(plain)) == {"roce": " ".join(found.name for found in plain)}
+
+
+def test_hosts_of_one_fabric_are_one_cluster_whichever_of_them_use_it_for_everything() -> None:
+    port = roce("10.7.0.1/24")
+    fast = Interface(name="fast0", kind="ethernet", up=True, addresses=("10.7.0.2/24",))
+    only = host("b", roce("10.7.0.2/24"), interfaces=(fast,), main_interface="fast0")
+    assert clusters(group([host("a", port), only, host("c", roce("10.7.0.3/24"))])) == {"roce": "a b c"}
 
 
 def test_rails_make_one_cluster() -> None:
