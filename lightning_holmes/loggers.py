@@ -117,14 +117,14 @@ class RunRecord(Callback):
     W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
     their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself.
     The plan, and the algorithm that sums gradients, are known once the first batch has run. The algorithm may change during the run: each
-    choice is recorded in the same way, in CSVLogger's folder as gradient_sync.yaml. If the job was started again, or survived a fault, its
+    choice is recorded in the same way, in CSVLogger's folder as gradient_sync.yaml. If the job was started again, its
     history is recorded, too: starts, faults, and the seconds lost by them, as `lightning-holmes status` shows them; in CSVLogger's folder
     as history.txt.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
         self.config = config
-        self._recorded = self._moves = 0
+        self._recorded = 0
         self._awaits_plan = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -132,10 +132,6 @@ class RunRecord(Callback):
             self._awaits_plan = False
             self._record_plan(trainer, getattr(trainer.strategy, "plan", None))
             self._record_history(trainer, getattr(trainer.strategy, "history", []))
-        moves = len(getattr(trainer.strategy, "moves", ()))
-        if moves > self._moves and trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._record_history(trainer, getattr(trainer.strategy, "history", []))
-        self._moves = moves
         choices = getattr(trainer.strategy, "gradient_sync_choices", [])
         if len(choices) > self._recorded and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             for logger in trainer.loggers:
@@ -172,9 +168,9 @@ class RunRecord(Callback):
                 writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
 
     def _record_history(self, trainer: Trainer, events: list[Event]) -> None:
-        """Record the history of a job that was started again or survived a fault; for any other job do nothing."""
+        """Record the history of a job that was started again; for any other job do nothing."""
         lines = [event.line() for event in events]
-        if sum(event.kind == "start" for event in events) < 2 and not any(event.kind == "moved" for event in events):
+        if sum(event.kind == "start" for event in events) < 2:
             return
         for logger in trainer.loggers:
             if isinstance(logger, LightningWandbLogger):

@@ -4,7 +4,6 @@ No other file imports a name with a leading underscore from torch.
 """
 
 import contextlib
-import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 __all__ = [
     "MODULE_REGISTRIES",
     "FakeTensorMode",
-    "ForwardingGroup",
     "TorchDispatchMode",
     "argument_names",
     "async_value",
@@ -47,14 +45,10 @@ __all__ = [
     "is_broken_graph",
     "is_compiled",
     "is_dropout",
-    "leave_for_good",
     "local_tensor",
-    "nccl_error",
-    "nccl_group",
     "nccl_options",
     "noticing_checkpoints",
     "operator_name",
-    "plain_group",
     "registered_buffers",
     "registered_modules",
     "registered_parameters",
@@ -109,93 +103,8 @@ def gloo_group(
     return group
 
 
-def plain_group(store: Any, rank: int, size: int, backend: Any, device: torch.device | None = None) -> Any:
-    """Return a process group of ``backend`` for tensors on ``device`` (None: the host), like ``new_group``, but not registered in torch."""
-    group = dist.ProcessGroup(store, rank, size)
-    kinds = dist.ProcessGroup.BackendType
-    kind = kinds.NCCL if device is not None and device.type == "cuda" else kinds.CUSTOM
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device.type if device is not None else "cpu"), kind, backend)
-    return group
-
-
-def leave_for_good(group: Any) -> None:
-    """Keep a gloo group in which an operation hangs from ever being destroyed: its destructor would wait for that operation's timeout."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-class ForwardingGroup(dist.ProcessGroup):
-    """A process group that passes its collectives to :meth:`collective` and forwards the rest to another group, which may be replaced.
-
-    If a backend's creator function returns such a group, ``new_group`` uses it as it is (torch 2.13).
-    """
-
-    def __init__(self, rank: int, size: int, timeout: timedelta, backend_name: str = "gloo") -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self.timeout, self._backend_name = timeout, backend_name
-        self.forwarded: Any = None
-        self._names = {"name": "", "desc": ""}
-
-    def forward_to(self, group: Any) -> None:
-        """Forward to ``group`` from now on; None: to no group."""
-        self.forwarded = group
-
-    def collective(self, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Start the collective ``name``, and return its work."""
-        raise NotImplementedError
-
-    def _set_group_name(self, name: Any) -> None:
-        self._names["name"] = name
-
-    def _set_group_desc(self, desc: str) -> None:
-        self._names["desc"] = desc
-
-    def getGroupName(self) -> str:  # the name that torch calls
-        return self._names["name"]
-
-    def getGroupDesc(self) -> str:
-        return self._names["desc"]
-
-    def getBackendName(self) -> str:
-        return self._backend_name
-
-    @property
-    def group_name(self) -> Any:
-        return self._names["name"]
-
-    @property
-    def group_desc(self) -> str:
-        return self._names["desc"]
-
-
-def _forward(name: str) -> Any:
-    def start(self: ForwardingGroup, *args: Any, **kwargs: Any) -> Any:
-        return self.collective(name, args, kwargs)
-
-    return start
-
-
-_COLLECTIVES = (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter", "allgather"),
-    *("_allgather_base", "all_gather_single", "allgather_coalesced", "all_gather_single_coalesced"),
-    *("allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single"),
-    *(
-        "reduce_scatter_single_coalesced",
-        "reduce_scatter_tensor_coalesced",
-        "alltoall",
-        "alltoall_base",
-        "all_to_all_single",
-    ),
-)
-for _name in _COLLECTIVES:
-    if hasattr(dist.ProcessGroup, _name):
-        setattr(ForwardingGroup, _name, _forward(_name))
-
-
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout of the operations of a group that :func:`gloo_group` has made."""
-    if isinstance(group, ForwardingGroup):
-        return group.timeout
     timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout
 
@@ -205,26 +114,6 @@ def nccl_options(net_name: str) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.config.net_name = net_name  # type: ignore[attr-defined]
     return options
-
-
-def nccl_group(
-    store: Any, rank: int, size: int, timeout: timedelta, *, net_name: str | None, name: str, ranks: Sequence[int]
-) -> Any:
-    """Return an NCCL group like ``new_group``; its communicators are made at their first use."""
-    options = dist.ProcessGroupNCCL.Options() if net_name is None else nccl_options(net_name)
-    options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, list(ranks)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def nccl_error(work: Any) -> Exception | None:
-    """Return the error of an NCCL work whose ``is_completed()`` is True; None if it has none.
-
-    ``wait`` is not used: for a failed work it would abort the communicator, and the communicator's other works would then look as if they
-    had succeeded. In a group without a watchdog only an error sets the future result (torch 2.13)."""
-    if not work.get_future_result().done():
-        return None
-    found: Exception = work.exception() or dist.DistBackendError("NCCL has failed")
-    return found
 
 
 def is_backend_registered(name: str) -> bool:

@@ -398,7 +398,6 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "bucket_bytes": 1000000,
         "grad_dtype": "bf16",
         "compression": "fp16",
-        "powersgd_rank": 2,
         "activation_dtype": "bf16",
         "sharded_optimizer": True,
         "sharded_parameters": False,
@@ -406,7 +405,6 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "optimizer_states": "memory",
         "keep_parameters": "auto",
         "master_weights": True,
-        "repeat_transfers": True,
         "timeout": "0:05:00",
         "port_range": [29500, 29600],
     }

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -144,40 +143,6 @@ def test_gloo_groups_are_made_on_a_device_of_ones_choice(tmp_path) -> None:  # t
         assert tensor.tolist() == [1.0, 1.0]
     assert group.options._timeout == timedelta(seconds=20)
     assert not torch_private.is_backend_registered("no_such_backend")
-
-
-def test_a_backend_may_give_a_group_that_forwards_to_another(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    class Counting(torch_private.ForwardingGroup):
-        def collective(self, name, args, kwargs):  # type: ignore[no-untyped-def]
-            self.started = [*getattr(self, "started", []), name]
-            return getattr(self.forwarded, name)(*args, **kwargs)
-
-    def create(options, _):  # type: ignore[no-untyped-def]
-        devices, timeout = [torch_private.gloo_device("lo")], timedelta(seconds=20)
-        store, rank, size = options.store, options.group_rank, options.group_size
-        backend = torch_private.gloo_group(store, rank, size, devices, timeout, connect=timeout)
-        group = Counting(rank, size, timeout)
-        group.forward_to(torch_private.plain_group(store, rank, size, backend))
-        return group
-
-    dist.Backend.register_backend("holmes_counting", create, extended_api=True, devices=["cpu"])
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        group, tensor = dist.new_group([0], backend="holmes_counting", group_desc="counted"), torch.ones(2)
-        gathered = [torch.empty(2)]
-        dist.all_reduce(tensor, group=group)
-        dist.all_gather(gathered, tensor, group=group)
-        dist.broadcast(tensor, 0, group=group)
-        dist.barrier(group)
-        assert group.started == ["allreduce", "allgather", "broadcast", "barrier"] and gathered[0].tolist() == [
-            1.0,
-            1.0,
-        ]
-        assert group.group_desc == "counted" and dist.get_process_group_ranks(group) == [0]
-        assert torch_private.gloo_timeout(group) == timedelta(seconds=20)
-        dist.destroy_process_group(group)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_gloo_has_no_ibverbs() -> None:
@@ -366,36 +331,6 @@ def test_nccl_groups_take_the_network_module_by_name() -> None:
         assert not hasattr(dist, "ProcessGroupNCCL")  # this torch is built without it: no group asks for it
         return
     assert torch_private.nccl_options("Socket").config.net_name == "Socket"
-
-
-def test_a_work_of_nccls_tells_its_error_without_being_waited_for() -> None:
-    class Works:
-        """The work objects of torch have these names."""
-
-        result, error = torch.futures.Future(), None  # type: ignore[var-annotated]
-
-        def get_future_result(self) -> torch.futures.Future[int]:
-            return self.result
-
-        def exception(self) -> Exception | None:
-            return self.error
-
-    assert all(hasattr(dist.Work, name) for name in ("is_completed", "get_future_result", "exception"))
-    assert torch_private.nccl_error(Works()) is None
-    Works.result.set_result(2)
-    assert isinstance(torch_private.nccl_error(Works()), dist.DistBackendError)
-    Works.error = found = RuntimeError("NCCL")
-    assert torch_private.nccl_error(Works()) is found
-
-
-def test_nccl_groups_have_a_watchdog_unless_they_wait_by_the_host() -> None:
-    """Only checks that the header has these names, since torch may be built without NCCL; docs/log.md has their
-    behaviour, read from the sources."""
-    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
-    if not header.exists():
-        pytest.skip("this torch has no header of NCCL's group")
-    text = header.read_text()
-    assert '"TORCH_NCCL_BLOCKING_WAIT"' in text and "bool blockingWait_ = false;" in text
 
 
 def test_code_that_may_not_be_compiled_whole_is_told_from_other_errors() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_holmes.comm.moves import Move
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -29,7 +27,6 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.timeline import Timeline
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
 
-_MOST_FAULTS = 5  # faults listed in the picture
 _WARM_UP = 2  # first steps that are left out if enough others are recorded
 
 
@@ -54,9 +51,6 @@ class TimelineMonitor(Callback):
         self.file = file
         self.draw = draw
         self._clock: StepClock | None = None
-        self._faults: list[dict[str, Any]] = []
-        self._moves = 0  # how many of the strategy's moves have been recorded
-        self._batch_began_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = getattr(trainer.strategy, "start_monitoring", None)
@@ -66,18 +60,12 @@ class TimelineMonitor(Callback):
                 f'use strategy="holmes", or leave the callback out'
             )
         self._clock = start()
-        self._faults = []
-        self._moves = len(trainer.strategy.moves)  # type: ignore[attr-defined]
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._batch_began_s = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._clock is not None
         self._clock.end_batch()
-        self._note_faults(trainer, trainer.fit_loop.total_batch_idx)
         if self.every_n_steps is not None and (trainer.fit_loop.total_batch_idx + 1) % self.every_n_steps == 0:
             self._clock.interrupt()
             self.write(trainer)
@@ -92,15 +80,6 @@ class TimelineMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._clock = None
 
-    def _note_faults(self, trainer: Trainer, batch: int | None) -> None:
-        """Record the faults that the strategy has survived since the last call: as of ``batch`` if they began in it,
-        else as between two steps."""
-        moves: Sequence[Move] = trainer.strategy.moves  # type: ignore[attr-defined]
-        for move in moves[self._moves :]:
-            inside = batch is not None and move.began_s >= self._batch_began_s
-            self._faults.append({"step": batch if inside else None, **move.to_data()})
-        self._moves = len(moves)
-
     def write(self, trainer: Trainer) -> None:
         """Gather the records of all ranks and write the files on rank 0; all ranks must call."""
         assert self._clock is not None
@@ -111,7 +90,6 @@ class TimelineMonitor(Callback):
             return
         if not trainer.is_global_zero:
             return
-        self._note_faults(trainer, None)
         number, count, steps = found
         plan: Plan = trainer.strategy.plan  # type: ignore[attr-defined]
         prediction = getattr(trainer.strategy, "prediction", None)
@@ -119,11 +97,10 @@ class TimelineMonitor(Callback):
         data = timeline_data(plan, steps, predicted)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / self.file
-        data |= {"step": number, "steps_noted": count, "faults": self._faults}
+        data |= {"step": number, "steps_noted": count}
         path.write_text(json.dumps(data, allow_nan=False), encoding="utf-8")
         if self.draw:
-            title = f"step {number} of {type(trainer.lightning_module).__name__}"
-            _draw(data, path.with_suffix(".png"), title="\n".join([title, *lines_of_faults(self._faults)]))
+            _draw(data, path.with_suffix(".png"), title=f"step {number} of {type(trainer.lightning_module).__name__}")
 
 
 def make_monitor(monitor: bool | int) -> TimelineMonitor | None:
@@ -149,18 +126,6 @@ def timeline_data(plan: Plan, steps: Sequence[RankStep], predicted: Timeline | N
         "replicas": replicas,
         "predicted": None if predicted is None else predicted.to_data(),
     }
-
-
-def lines_of_faults(faults: Sequence[dict[str, Any]]) -> list[str]:
-    """Describe the last faults that a fit has survived for the picture, one line each."""
-    left_out = len(faults) - _MOST_FAULTS
-    return [
-        *([f"faults before these: {left_out}"] if left_out > 0 else []),
-        *(
-            f"{'between two steps' if fault['step'] is None else 'step ' + str(fault['step'])}: {fault['why']}; {fault['seconds']:.3g} s"
-            for fault in faults[-_MOST_FAULTS:]
-        ),
-    ]
 
 
 def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None:

@@ -1,6 +1,6 @@
 """Measures the collectives that a group could use on the group's real buckets.
 
-    candidates = make_collectives(groups, compressor)
+    candidates = make_collectives(groups, torch.bfloat16)
     found = measure(candidates, buffers, groups.whole, queue, budget_s=1.0)      # every member must call
     found.seconds["p2p"], found.num_bytes
 
@@ -20,16 +20,14 @@ from lightning_holmes.comm.collectives import (
     COLLECTIVE_NAMES,
     AllReduce,
     Collective,
-    Compressed,
     Hierarchical,
     Named,
     PointToPoint,
     ReduceScatter,
+    Rounded,
     SyncGroups,
-    rehearsal,
+    sum_rounded,
 )
-from lightning_holmes.comm.compression import Compressor, PowerSGD
-from lightning_holmes.comm.nccl import is_nccl
 from lightning_holmes.comm.queue import CommQueue
 from lightning_holmes.errors import ConfigurationError
 
@@ -48,29 +46,26 @@ class Measured:
     num_bytes: int
 
 
-def make_collectives(groups: SyncGroups, compressor: Compressor | None = None) -> dict[str, Collective]:
-    """The candidates for a group, by name, simplest first; tensors that cross clusters go through ``compressor``."""
+def make_collectives(groups: SyncGroups, rounded: torch.dtype | None = None) -> dict[str, Collective]:
+    """The candidates for a group, by name, simplest first; tensors that cross clusters are rounded to ``rounded`` (None: not at all)."""
     plain: tuple[Collective, ...] = (AllReduce(groups.whole), ReduceScatter(groups.whole), PointToPoint(groups.whole))
     whole: dict[str, Collective] = {made.name: Named(made, groups, groups.whole) for made in plain}
     if not groups.crosses:
         return whole
     found = whole
-    if isinstance(compressor, PowerSGD):
-        found = {"all_reduce": Compressed(whole["all_reduce"], compressor)}
-    elif compressor is not None:
-        found = {name: Compressed(collective, compressor) for name, collective in whole.items()}
+    if rounded is not None:
+        found = {name: Rounded(collective, rounded) for name, collective in whole.items()}
     if groups.inside is not None and groups.across is not None:
         across = Named(AllReduce(groups.across), groups, groups.across)
 
         def sum_across(part: Tensor) -> None:
-            if compressor is None or isinstance(compressor, PowerSGD):
+            if rounded is None:
                 across.sum(part)
             else:
-                compressor.sum(part, across.sum)
+                sum_rounded(part, rounded, across.sum)
 
-        if isinstance(compressor, PowerSGD):
-            return found  # PowerSGD's matrices are those of whole buckets
-        level: Collective = (ReduceScatter if is_nccl(groups.inside) else PointToPoint)(groups.inside)
+        is_nccl = dist.get_backend(groups.inside) == "nccl"
+        level: Collective = (ReduceScatter if is_nccl else PointToPoint)(groups.inside)
         level = Named(level, groups, groups.inside)
         found["hierarchical"] = Named(
             Hierarchical(level, groups.inside, sum_across, groups.whole), groups, groups.whole
@@ -142,7 +137,6 @@ def measure(
 
 def time_sum(collective: Collective, tensor: Tensor, queue: CommQueue, *, shares: bool = False) -> float:
     """Seconds until ``tensor`` is summed (``shares``: scattered and gathered), by this member's clock. All members must call."""
-    collective = rehearsal(collective)
     began = time.perf_counter()
     for work in (collective.scatter, collective.gather) if shares else (collective.sum,):
         queue.start(functools.partial(work, tensor)).wait()

@@ -13,19 +13,19 @@ Shapes: a tensor has n elements, where n is a multiple of the number of members.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_holmes.comm.compression import Compressor
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
-from lightning_holmes.comm.nccl import NCCL
 
 COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "p2p", "hierarchical")
+COMPRESSIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes to which gradients that cross between clusters can be rounded, by the names of HolmesStrategy's ``compression``."""
 
 # the names since torch 2.13, which warns of the old ones
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -135,10 +135,6 @@ class PointToPoint:
         place, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         parts = tensor.view(size, -1)
         received = torch.empty_like(parts)
-        if dist.get_backend(self.group) == NCCL:  # movable groups cannot batch sends and receives; NCCL hangs unbatched
-            dist.all_to_all_single(received, parts, group=self.group)
-            torch.sum(received, dim=0, out=parts[place])
-            return
         self._exchange(lambda peer: parts[peer], lambda peer: received[peer])
         received[place].copy_(parts[place])
         torch.sum(received, dim=0, out=parts[place])  # summed once, in one order: all ranks get the same bits
@@ -146,8 +142,6 @@ class PointToPoint:
     def gather(self, tensor: Tensor) -> None:
         place, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         parts = tensor.view(size, -1)
-        if dist.get_backend(self.group) == NCCL:
-            return _native_gather(tensor, self.group)
         self._exchange(lambda peer: parts[place], lambda peer: parts[peer])
 
     def _exchange(self, sent: Callable[[int], Tensor], received: Callable[[int], Tensor]) -> None:
@@ -213,31 +207,34 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Compressed:
-    """``collective`` on gradients that ``compressor`` sends in fewer bits."""
+class Rounded:
+    """``collective`` on gradients that are rounded to ``dtype``, and summed in it; not exact."""
 
     collective: Collective
-    compressor: Compressor
+    dtype: torch.dtype
 
     @property
     def name(self) -> str:
         return self.collective.name
 
     def sum(self, tensor: Tensor) -> None:
-        self.compressor.sum(tensor, self.collective.sum)
+        sum_rounded(tensor, self.dtype, self.collective.sum)
 
     def scatter(self, tensor: Tensor) -> None:
         self.sum(tensor)
 
     def gather(self, tensor: Tensor) -> None:
-        self.collective.gather(tensor)  # parameters, which are not compressed
+        self.collective.gather(tensor)  # parameters, which are not rounded
 
 
-def rehearsal(collective: Collective) -> Collective:
-    """``collective`` for measurements: it sends the same, and leaves the state of a compressor unchanged."""
-    if isinstance(collective, Compressed):
-        return replace(collective, compressor=collective.compressor.rehearsal())
-    return collective
+def sum_rounded(tensor: Tensor, dtype: torch.dtype, all_reduce: Callable[[Tensor], None]) -> None:
+    """Sum ``tensor`` in place in ``dtype``, unless its own is as narrow; ``all_reduce`` sums exactly."""
+    if tensor.dtype.itemsize <= dtype.itemsize:
+        all_reduce(tensor)
+        return
+    rounded = tensor.to(dtype)
+    all_reduce(rounded)
+    tensor.copy_(rounded)
 
 
 def _part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -13,16 +13,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.comm.cards import CardWatch
-from lightning_holmes.comm.gloo import CONNECT_AGAIN
-from lightning_holmes.comm.links import Links
 from lightning_holmes.comm.lost import is_lost
-from lightning_holmes.comm.moves import Moves
 from lightning_holmes.comm.stalls import Stalls
 from lightning_holmes.comm.store_watch import StoreWatch, end_of
 from lightning_holmes.comm.stragglers import Stragglers
@@ -33,14 +30,11 @@ _KEY = "failure"
 _FIRST_KEY = "first"
 _SEEN_KEY = "seen"
 _END_KEY = "end"
-_DOUBT_KEY = "doubt"
 _ABSENT_KEY = "absent"
 _DONE_KEY = "done"
 _LEFT_KEY = "left"
-_WELL_KEY = "well"
 _NOTICE_S = 6.0  # a failing rank waits at most this long for the others to read why; busy ranks look late
 _POLL_S = 1.0
-_KEPT_S = 1800.0  # torch's default timeout
 _SILENCE_S = 4.0  # a store that has not answered for this long counts as unreachable
 _ASK_S = 1.0  # for one more request to a silent store: on a busy machine it is the watch that is late
 _CAUSE_S = 6.0  # how long to wait for the rank that says why a connection broke; busy machines look seldom
@@ -81,14 +75,8 @@ class FailureWatch:
         self._asked = False
         self.asked_to_end = False
         """On rank 0: another rank has asked to end the run (:meth:`ask_to_end`)."""
-        self.on_doubt: Callable[[Any], None] | None = None
-        """Called once, with the store, when a rank doubts that all ranks reach each other (:meth:`doubt`); in a thread,
-        since this rank may be stuck. None: nothing is called."""
         self.cards: CardWatch | None = None
-        """Watches the fast cards of this rank; if one stays down, the groups are moved to other cards, or the run ends."""
-        self._links: Links | None = None
-        self._timeout_s = timeout_s
-        self._moves: Moves | None = None
+        """Watches the fast cards of this rank; if one stays down, the run ends."""
         self.on_absence: Callable[[int], bool] = lambda batch: False
         """Returns whether the last step that this rank has begun is that of ``batch``; called in the watch's thread."""
         self.on_end: Callable[[str], None] = lambda line: None
@@ -179,11 +167,6 @@ class FailureWatch:
             self._asked = True
             self._store.set(self._key(_END_KEY), "1")
 
-    def doubt(self) -> None:
-        """Ask every rank to call its ``on_doubt``."""
-        with contextlib.suppress(Exception):  # the rank that keeps the store is gone
-            self._store.set(self._key(_DOUBT_KEY), "1")
-
     def tell_absence(self, batch: int, words: str) -> None:
         """Tell the other ranks that this rank has left ``batch`` before its step; ``words``: the error if another rank is in that step."""
         self._store.set(self._key(_ABSENT_KEY), json.dumps([self._rank, batch, words]))
@@ -198,55 +181,16 @@ class FailureWatch:
         self._grace_s = _SILENCE_S  # this rank's step never ends by itself; the other rank must read the report first
         self._tell_first(Failure(rank, f"{UnevenDataError.__name__}: {words}"))
 
-    def keep_links(self, peers: Collection[str]) -> None:
-        """Make connections with ``peers``, addresses of hosts, go on soon after a cut link is back; replaces earlier peers."""
-        if self._links is not None:
-            self._links.stop()
-            self._links = None
-        if peers:
-            self._links = Links(peers, kept_s=2 * (self._timeout_s or _KEPT_S))
-
-    def move_by(self, moves: Moves) -> None:
-        """Let ``moves`` move the groups of all ranks when a card stays down, or has returned."""
-        self._moves = moves
-        moves.begin_run(self.cards)
-        moves.junction.expects = lambda: not (self._stop.is_set() or self._gone.is_set() or self._cause)
-
     def _look_at_cards(self) -> bool:
-        """If a card of this rank stays down, have the groups moved, or end the run on all ranks; return whether the run ends."""
+        """End the run on all ranks if a card of this rank stays down; return whether it ends."""
         lost = None if self.cards is None else self.cards.lost()
-        if self._moves is not None:
-            back = None if self.cards is None else self.cards.returned()
-            self._look_at_moves(self._moves, lost or back)
+        if lost is None:
             return False
-        if lost is not None:
-            self._end_for_card(lost)
-        return lost is not None
-
-    def _end_for_card(self, lost: str) -> None:
         words = f"{lost}. Started again, the run goes on over Ethernet, or over the card if that is back"
         self._tell_first(Failure(self._rank, f"{ConnectionLostError.__name__}: {words}"))
         self._grace_s = _SILENCE_S  # the others read the report meanwhile
         self._end_process(f"[rank {self._rank}] ends, because {words}")
-
-    def _look_at_moves(self, moves: Moves, why: str | None) -> None:
-        """Ask all ranks for a move if this rank has a reason, ``why``; begin the move that was asked for first."""
-        if moves.is_moving:
-            return
-        place = self._key(f"move/{moves.number + 1}")
-        if why and self._store.add(f"{place}/first", 1) == 1:
-            self._store.set(place, why)
-        if self._store.check([place]):
-            why = self._store.get(place).decode()
-            store = self._store.clone()
-            store.set_timeout(CONNECT_AGAIN)  # gloo waits in the store for members that have failed
-            moves.begin(store, place, why, self._end_for_card)
-
-    def _answer(self) -> None:
-        asked = self.on_doubt
-        if asked is not None and self._store.check([self._key(_DOUBT_KEY)]):
-            self.on_doubt = None
-            threading.Thread(target=asked, args=(self._store,), name="holmes-doubt", daemon=True).start()
+        return True
 
     def explain(self, exception: BaseException) -> BaseException:
         """Return ``exception``, or its cause if it is only a lost connection: RemoteError if another rank has reported
@@ -290,39 +234,21 @@ class FailureWatch:
         interpreter ends is unwound through torch's code, which aborts the process (exit code -6).
         """
         self._well = True
-        if self._moves is not None:
-            _in_thread(self._await_last_transfers, timeout_s=_LAST_ANSWER_S)
         self._end(timeout_s=_LAST_ANSWER_S)
         if self._rank == 0:
             atexit.unregister(_see_off)  # that of an earlier run
             atexit.register(_see_off, self._store, self._key(_LEFT_KEY), self._world_size - 1, self._gone)
 
-    def _await_last_transfers(self) -> None:
-        """Wait until all ranks have ended the run: another rank may still wait for this rank's last sends, and need a move to get them."""
-        end = time.monotonic() + _LAST_ANSWER_S
-        with contextlib.suppress(Exception):
-            ended = self._store.add(self._key(_WELL_KEY), 1)
-            while (
-                ended < self._world_size and time.monotonic() < end and self._cause is None and not self._gone.is_set()
-            ):
-                time.sleep(0.02)
-                ended = self._store.add(self._key(_WELL_KEY), 0)
-
     def _end(self, timeout_s: float) -> None:
         self._stop.set()
-        if self._links is not None:
-            self._links.stop()
         self._store_watch.stop()
         self._thread.join(timeout_s)
-        if self._moves is not None:
-            self._moves.end_run(timeout_s, well=self._well)
 
     def _watch(self) -> None:
         try:
             while not self._stop.wait(_POLL_S) and not self._gone.is_set():
                 if self._rank == 0 and not self.asked_to_end:
                     self.asked_to_end = self._store.check([self._key(_END_KEY)])
-                self._answer()
                 if self._look_at_cards():
                     return
                 self._compare_absence()

@@ -13,7 +13,6 @@ import contextlib
 import re
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,17 +23,14 @@ import torch.distributed as dist
 
 from lightning_holmes.comm.answer import answer_within, is_gone
 from lightning_holmes.comm.lost import is_lost
-from lightning_holmes.comm.movable import Junction, MovableGroup
-from lightning_holmes.comm.sockets import End, listening
 from lightning_holmes.errors import ConfigurationError, UnreachableError
-from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout, is_backend_registered, plain_group
+from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout, is_backend_registered
 
 GLOO = "holmes_gloo"
 _ANSWER_S = 5.0
 _PAUSE_S = 0.2
 _NEVER_SENT = 2**31 - 1  # a tag that no message has
 _CONNECT = timedelta(seconds=60)  # a rank that cannot be reached in this time counts as unreachable
-CONNECT_AGAIN = timedelta(seconds=15)
 _LIMITS: "weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None]" = weakref.WeakKeyDictionary()
 """By group, the timeout of its operations, read from torch once; None: the group applies its timeout itself."""
 
@@ -45,15 +41,6 @@ class GlooOptions:
 
     devices: tuple[Any, ...]
     ends: str = ""
-    moving: "Moving | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class Moving:
-    """The options of a movable group: ``now()`` gives those for the cards that are chosen now."""
-
-    junction: Junction
-    now: Callable[[], GlooOptions]
 
 
 class GlooDevices:
@@ -61,8 +48,6 @@ class GlooDevices:
 
     def __init__(self) -> None:
         self._made: dict[str | None, Any] = {}
-        self.ends: set[End] = set()
-        """The addresses and ports on which the devices listen."""
         register()
 
     def on(self, interface: str | None, ends: str = "") -> GlooOptions:
@@ -79,10 +64,8 @@ class GlooDevices:
 
     def _device(self, interface: str | None) -> Any:
         if interface not in self._made:
-            before = listening()
             try:
                 self._made[interface] = gloo_device(interface)
-                self.ends |= listening() - before
             except RuntimeError as error:
                 raise ConfigurationError(
                     f"gloo cannot use the network interface {interface or 'that it chose by itself'}: {error}. Is it up "
@@ -139,22 +122,14 @@ def has_ended(group: dist.ProcessGroup | None, rank: int) -> bool:
 
 
 def _create(options: Any, given: GlooOptions) -> Any:
-    moving = given.moving
-    if moving is None:
-        return _connect(options, given, options.store, _CONNECT)
-
-    def connect(store: Any) -> Any:
-        met, limit = (options.store, _CONNECT) if store is None else (store, CONNECT_AGAIN)
-        backend = _connect(options, moving.now(), met, limit)
-        return plain_group(met, options.group_rank, options.group_size, backend)
-
-    return MovableGroup(connect, options.group_rank, options.group_size, options.timeout, moving.junction)
-
-
-def _connect(options: Any, given: GlooOptions, store: Any, connect: timedelta) -> Any:
     try:
         return gloo_group(
-            store, options.group_rank, options.group_size, given.devices, options.timeout, connect=connect
+            options.store,
+            options.group_rank,
+            options.group_size,
+            given.devices,
+            options.timeout,
+            connect=_CONNECT,
         )
     except RuntimeError as error:
         raise UnreachableError(

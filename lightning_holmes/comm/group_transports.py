@@ -15,14 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_holmes.cluster.topology import Nic
-from lightning_holmes.comm.user_settings import (
-    WAITED_BY_HOST,
-    WAITS_BY_HOST,
-    UserSettings,
-    hca_allows,
-    named_interfaces,
-    socket_variables,
-)
+from lightning_holmes.comm.user_settings import UserSettings, hca_allows, named_interfaces, socket_variables
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.plan_making import Use
 from lightning_holmes.plan.transport import TransportChoice, TransportChooser
@@ -40,7 +33,7 @@ class GroupTransports:
     def __init__(
         self, chooser: TransportChooser | None, *, rank: int, backend: str, user: UserSettings | None = None
     ) -> None:
-        self._chooser = self._first_chooser = chooser
+        self._chooser = chooser
         self._rank = rank
         self._backend = backend
         self._user = user or UserSettings()
@@ -54,43 +47,6 @@ class GroupTransports:
         if key not in self._chosen:
             self._chosen[key] = self._chooser.choose(key)
         return self._chosen[key]
-
-    def choose_anew(self, down: Iterable[tuple[str, str]] | None) -> None:
-        """Forget all choices; from now on the fast cards in ``down``, each a pair (host, card), are not used; None: no fast card is."""
-        if self._first_chooser is not None:
-            self._chooser = self._first_chooser.without(None if down is None else set(down))
-        self._chosen.clear()
-
-    def is_movable(self, ranks: Sequence[int]) -> bool:
-        """Whether a group uses fast cards and can be moved to Ethernet; the same on all ranks.
-
-        Raises:
-            ConfigurationError: a user's setting keeps NCCL's watchdog, which ends the process when a fast card is lost.
-        """
-        choice = self.choose(ranks)
-        if choice is None or not choice.is_rdma or self._chooser is None:
-            return False
-        if self._backend == "nccl":
-            is_free = self.net_name(ranks) == "IB"
-        else:
-            is_free = self._user.get("GLOO_SOCKET_IFNAME") is None
-        others = [self._chooser.main_nic(rank) for rank in ranks]
-        if not is_free or not all(nic is not None and nic.interface for nic in others):
-            return False
-        for name in (WAITS_BY_HOST, WAITED_BY_HOST) if self._backend == "nccl" else ():
-            if (self._user.get(name) or "").lower() in ("0", "n", "no", "f", "false"):
-                raise ConfigurationError(
-                    f"{self._user.describe(name)} keeps NCCL's watchdog, which ends the process when a fast card is lost, but "
-                    f"repeat_transfers=True goes on then: remove the setting, or the argument"
-                )
-        return True
-
-    def names_of_cards(self, interfaces: Iterable[str]) -> list[tuple[str, str]]:
-        """The pairs (host, card) of this host's fast cards that have one of ``interfaces``."""
-        if self._first_chooser is None:
-            return []
-        host, wanted = self._first_chooser.host(self._rank), set(interfaces)
-        return [(host.name, nic.name) for nic in host.nics if nic.kind != "ethernet" and nic.interface in wanted]
 
     def interface(self, ranks: Sequence[int]) -> str | None:
         """The interface on which gloo connects a group on this rank, or the user's GLOO_SOCKET_IFNAME; None: gloo chooses.
@@ -112,19 +68,14 @@ class GroupTransports:
             )
         return nic.interface
 
-    def fast_cards(self, ranks: Sequence[int], *, all_rails: bool = False) -> list[tuple[str, str]]:
-        """The interface of this rank's RDMA card for a group, and the card in words; empty if the group uses none.
-
-        ``all_rails``: for NCCL, all cards that it may use.
-        """
+    def fast_cards(self, ranks: Sequence[int]) -> list[tuple[str, str]]:
+        """The interface of this rank's RDMA card for a group, and the card in words; empty if the group uses none."""
         choice = self.choose(ranks)
         is_named = self._user.get("GLOO_SOCKET_IFNAME") is not None
         if choice is None or not choice.is_rdma or self._chooser is None or (self._backend == "gloo" and is_named):
             return []
         chosen = choice.nic_of(self._rank)
         nics = [] if chosen is None else [chosen]
-        if all_rails and self._backend == "nccl":
-            nics += [nic for nic in choice.rails.get(self._rank, ()) if nic not in nics]
         host = self._chooser.host(self._rank).name
         return [
             (
@@ -161,7 +112,7 @@ class GroupTransports:
                     f"has none in common: {choice.reason}. Remove the setting; a module is chosen for each group"
                 )
             return None
-        if not choice.has_rdma and self._chooser is self._first_chooser:  # no card has gone down
+        if not choice.has_rdma:
             return None  # no RDMA to keep NCCL from, and a user's plugin may know a network that we do not
         return "IB" if choice.is_rdma and not disabled else "Socket"
 

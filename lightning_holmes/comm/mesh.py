@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.collectives import SyncGroups
-from lightning_holmes.comm.gloo import GLOO, GlooDevices, GlooOptions, Moving
+from lightning_holmes.comm.gloo import GLOO, GlooDevices
 from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.lost import is_lost
-from lightning_holmes.comm.movable import Junction
-from lightning_holmes.comm.nccl import NCCL, NcclOptions
-from lightning_holmes.comm.nccl import register as register_nccl
 from lightning_holmes.comm.p2p import DistributedP2P
 from lightning_holmes.errors import UnreachableError
 from lightning_holmes.plan.placement import Placement, cluster_levels
@@ -43,7 +40,6 @@ class GroupBuilder:
         device: where tensors live.
         timeout: the groups' timeout.
         transports: chooses the network card of each group; None: the libraries choose.
-        repeats: make groups on fast cards movable to other cards (moves.py).
     """
 
     def __init__(
@@ -54,17 +50,14 @@ class GroupBuilder:
         device: torch.device,
         timeout: timedelta | None,
         transports: GroupTransports | None = None,
-        repeats: bool = False,
     ) -> None:
         self.rank = rank
-        self.repeats = repeats
         self.backend = backend
         self.device = device
         self.timeout = timeout
         self.owned: list[dist.ProcessGroup] = []
         self._on_host: set[str] = set()
         self._gloo = GlooDevices()
-        self.junction = Junction(GlooDevices())
         self.transports = transports or GroupTransports(None, rank=rank, backend=backend)
 
     def build(self, ranks: Sequence[int], name: str, *, on_host: bool = False) -> dist.ProcessGroup | None:
@@ -126,7 +119,7 @@ class GroupBuilder:
         """By the interface of each RDMA card that this rank's groups use, the message for when the card goes down."""
         users: dict[tuple[str, str], list[dist.ProcessGroup]] = {}
         for group in self.owned:
-            for card in self.transports.fast_cards(dist.get_process_group_ranks(group), all_rails=self.repeats):
+            for card in self.transports.fast_cards(dist.get_process_group_ranks(group)):
                 if group.group_desc not in self._on_host:
                     users.setdefault(card, []).append(group)
         return {
@@ -148,14 +141,7 @@ class GroupBuilder:
             if self.rank in ranks:
                 transports = self.transports
                 interface = transports.host_interface() if on_host else transports.interface(ranks)
-                if self.repeats and not on_host and transports.is_movable(ranks):
-                    options = GlooOptions((), moving=Moving(self.junction, lambda: self._chosen_now(ranks)))
-                else:
-                    options = self._gloo.on(interface, transports.ends(ranks, on_host=on_host))
-        elif self.repeats and self.transports.is_movable(ranks):
-            register_nccl()
-            backend = NCCL
-            options = NcclOptions(self.junction, self.device, lambda: self.transports.net_name(ranks))
+                options = self._gloo.on(interface, transports.ends(ranks, on_host=on_host))
         else:
             backend = self.backend
             net_name = self.transports.net_name(ranks) if self.rank in ranks else None
@@ -164,11 +150,6 @@ class GroupBuilder:
             list(ranks), timeout=self.timeout, backend=backend, pg_options=options, group_desc=name
         )
         return created
-
-    def _chosen_now(self, ranks: Sequence[int]) -> GlooOptions:
-        """The options of a movable group: on the junction's own devices, so that all connections of these devices are those of movable groups."""
-        devices: GlooDevices = self.junction.devices
-        return devices.on(self.transports.interface(ranks), self.transports.ends(ranks))
 
     def build_p2p(self, source: int, destination: int, name: str) -> dist.ProcessGroup | None:
         """Create the group over which global rank ``source`` sends tensors to ``destination``; None on other ranks.

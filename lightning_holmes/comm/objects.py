@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.gloo import wait_for
-from lightning_holmes.comm.nccl import is_nccl
 from lightning_holmes.comm.wire import decode, encode
 
 
@@ -60,4 +59,6 @@ def _is_alone(group: dist.ProcessGroup | None) -> bool:
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Where tensors of the group's collectives lie."""
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl(group) else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )

@@ -24,14 +24,7 @@ from lightning_holmes.errors import ConfigurationError
 # over both (NCCL's documentation, "Environment Variables").
 _NCCL_FILES = ("~/.nccl.conf", "/etc/nccl.conf")
 _OWN = "HOLMES_SET_"  # prefix of a variable's name, for the value that this package has set
-WAITS_BY_HOST = "TORCH_NCCL_BLOCKING_WAIT"
-"""torch's variable: an NCCL group that is made while it is 1 has no watchdog."""
-WAITED_BY_HOST = "NCCL_BLOCKING_WAIT"
-"""The older name of that variable, which torch reads if the newer one is not set."""
-_WATCHED = (
-    *("GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE"),
-    *(WAITS_BY_HOST, WAITED_BY_HOST),
-)
+_WATCHED = ("GLOO_SOCKET_IFNAME", "NCCL_NET", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_DISABLE")
 
 
 @dataclass(frozen=True, slots=True)

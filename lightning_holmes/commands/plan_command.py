@@ -359,7 +359,6 @@ def _training(
     training = make_training(
         options,
         cost,
-        shapes=[tuple(p.shape) for p in model.parameters() if p.requires_grad],
         batch_samples=batch_samples,
         device="cpu" if here else "cuda",
         update_s_per_byte=update_s_per_byte,

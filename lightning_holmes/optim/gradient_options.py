@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from lightning_holmes.comm.collective_timing import check_collective
-from lightning_holmes.comm.compression import COMPRESSIONS
+from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.node_routes import ROUTES, several_in_a_cluster
 from lightning_holmes.plan.placement import Placement, cluster_levels
@@ -33,27 +33,19 @@ class GradientOptions:
     bucket_bytes: int | Literal["auto"] = "auto"
     grad_dtype: str | None = "fp32"
     compression: str | None = None
-    powersgd_rank: int = 2
 
     def __post_init__(self) -> None:
         if self.gradient_sync not in ROUTES:
             check_collective(self.gradient_sync)
-        for name, value in (("bucket_bytes", self.bucket_bytes), ("powersgd_rank", self.powersgd_rank)):
-            if (name, value) != ("bucket_bytes", "auto") and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1")
+        size = self.bucket_bytes
+        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigurationError(f"bucket_bytes={size!r} must be a whole number of at least 1")
         if self.grad_dtype not in GRAD_DTYPES:
             raise ConfigurationError(f'grad_dtype={self.grad_dtype!r} is unknown; use "fp32", "bf16" or None')
         if self.compression is not None and self.compression not in COMPRESSIONS:
             raise ConfigurationError(
                 f"compression={self.compression!r} is unknown; use None or one of "
                 f"{', '.join(repr(name) for name in COMPRESSIONS)}"
-            )
-        if self.compression == "powersgd" and self.gradient_sync not in ("auto", "all_reduce"):
-            raise ConfigurationError(
-                f'gradient_sync={self.gradient_sync!r} deals out parts of a bucket, but compression="powersgd" needs its '
-                f'matrices whole; leave gradient_sync at "auto", or use compression="bf16"'
             )
 
     def notes(self, placement: Placement, clusters: Sequence[str]) -> list[str]:

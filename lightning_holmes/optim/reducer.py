@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.collectives import rehearsal
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import OnRun, make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
@@ -93,7 +92,6 @@ class GradientReducer:
             stages=self._stages,
         )
         self._chooser = None
-        self._compresses = options.compression is not None
         if sync_groups is not None:
             self._chooser = SyncChooser(
                 self.buffer,
@@ -103,7 +101,6 @@ class GradientReducer:
                 stages=self._stages,
                 collective=options.gradient_sync,
                 compression=options.compression,
-                powersgd_rank=options.powersgd_rank,
                 sizes_buckets=options.bucket_bytes == "auto",
             )
         self._copies_checked = groups.tensor_parallel is None
@@ -201,10 +198,8 @@ class GradientReducer:
         if collective is None or sync_groups is None or not buckets:
             return 0.0, 0.0, 0.0
         tensor = max((bucket.buffer for bucket in buckets), key=lambda b: b.numel())
-        if not self._compresses:  # a compressor works on whole buckets only
-            most = max(1, _SHARING_BYTES // tensor.itemsize // self.buffer.data_parallel_size)
-            tensor = tensor[: most * self.buffer.data_parallel_size]
-        collective = rehearsal(collective)
+        most = max(1, _SHARING_BYTES // tensor.itemsize // self.buffer.data_parallel_size)
+        tensor = tensor[: most * self.buffer.data_parallel_size]
         agreed, group = torch.full((4,), math.inf, device=self._device), sync_groups.whole
         began = time.perf_counter()
         for _ in range(_SHARING_TRIALS):

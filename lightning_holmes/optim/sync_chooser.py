@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.collective_timing import BUDGET_S, make_collectives, measure, time_sum
-from lightning_holmes.comm.collectives import AllReduce, SyncGroups
-from lightning_holmes.comm.compression import make_compressor
+from lightning_holmes.comm.collectives import COMPRESSIONS, AllReduce, SyncGroups
 from lightning_holmes.comm.queue import CommQueue
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
@@ -48,7 +47,6 @@ class SyncChooser:
         stages: Sequence[int],
         collective: str = "auto",
         compression: str | None = None,
-        powersgd_rank: int = 2,
         sizes_buckets: bool = False,
     ) -> None:
         self._buffer = buffer
@@ -56,10 +54,10 @@ class SyncChooser:
         self._groups = groups
         self._queue = queue
         self._stages = tuple(stages)
-        compresses = compression is not None and groups.crosses
-        self._compression = compression if compresses else None
-        self._compressor = make_compressor(compression, rank=powersgd_rank) if compresses and compression else None
-        self._candidates = make_collectives(groups, self._compressor)
+        self._compression = compression if groups.crosses else None
+        self._candidates = make_collectives(
+            groups, None if self._compression is None else COMPRESSIONS[self._compression]
+        )
         self._wanted = collective if collective in self._candidates else "auto"
         self._sizes_buckets = sizes_buckets
         self._generation = 0
@@ -105,23 +103,17 @@ class SyncChooser:
         if self._generation != self._buffer.generation:
             self._generation = self._buffer.generation
             self._sync.watch.reset()
-            if self._compressor is not None:
-                self._compressor.lay_out(
-                    (b.buffer, [(b.starts[n], b.views[n].shape) for n in b.names]) for b in buckets
-                )
         shares = self._sync.shares
         divided, self._divided = shares and not self._divided, shares
         if self._chosen and not (self._sync.drifted or divided):
             return None
         first, self._chosen = not self._chosen, True
-        if self._wanted != "auto" or len(self._candidates) == 1:
+        if self._wanted != "auto":
             if not first:
                 self._sync.watch.reset()
                 self._sync.drifted = False
                 return None
-            name = self._wanted if self._wanted != "auto" else next(iter(self._candidates))
-            reason = "asked for" if self._wanted != "auto" else f"compression={self._compression!r} leaves no other"
-            return self._use(name, {}, 0, reason, step)
+            return self._use(self._wanted, {}, 0, "asked for", step)
         buffers = [b.buffer for b in buckets]
         budget_s = BUDGET_S / 2 if divided and not first else BUDGET_S
         found = measure(self._candidates, buffers, self._groups.whole, self._queue, shares=shares, budget_s=budget_s)

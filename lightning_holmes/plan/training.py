@@ -3,7 +3,7 @@
 make_training makes it from the strategy's arguments. Both `lightning-holmes plan` and a run call it, so that they predict the
 same for the same configuration.
 
-    training = make_training(TrainingOptions(compression="bf16"), model, shapes=shapes, batch_samples=512, device="cuda")
+    training = make_training(TrainingOptions(compression="bf16"), model, batch_samples=512, device="cuda")
     training.gradient_ratio_across       # 0.5 for fp32 parameters
 
 Assumed: the optimizer keeps two numbers for each parameter (AdamW) and can be sharded over replicas; no user hook
@@ -12,7 +12,6 @@ reads gradients, so that a replica receives the summed gradients of its shard on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,16 +21,6 @@ from lightning_holmes.plan.layer_cost import ModelCost, check_count, check_numbe
 _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # seconds of a rank's own time to start a transfer
 _STATES = 2.0  # numbers that AdamW keeps for each parameter
 _FP32, _HALF = 4.0, 2.0  # bytes
-_WORTH = 2
-
-
-def thin_columns(rows: int, columns: int, rank: int) -> int:
-    """The number of columns of the two low-rank factors that PowerSGD sends for a matrix; 0 if the matrix is sent uncompressed.
-
-    The factors must have at most half of the matrix's elements (torch's ``min_compression_rate`` of 2).
-    """
-    thin = min(rank, rows, columns)
-    return thin if _WORTH * thin * (rows + columns) <= rows * columns else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +34,6 @@ class TrainingOptions:
     master_weights: bool = False
     grad_dtype: str | None = "fp32"
     compression: str | None = None
-    powersgd_rank: int = 2
     activation_dtype: str | None = None
 
 
@@ -125,7 +113,6 @@ def make_training(
     options: TrainingOptions,
     model: ModelCost,
     *,
-    shapes: Sequence[Sequence[int]],
     batch_samples: int,
     device: str,
     update_s_per_byte: float = 0.0,
@@ -135,7 +122,6 @@ def make_training(
     """Make the Training of a run from the strategy's arguments.
 
     Args:
-        shapes: of the trained parameters.
         batch_samples: of a step, over all replicas.
         device: "cpu" or "cuda".
         update_s_per_byte: as measured, for fp32 parameters.
@@ -149,7 +135,7 @@ def make_training(
     return Training(
         batch_samples=batch_samples,
         gradient_ratio=gradient / weight,
-        gradient_ratio_across=_sent_bytes(options, shapes, gradient) / weight if options.compression else None,
+        gradient_ratio_across=min(_HALF, gradient) / weight if options.compression else None,
         activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if options.activation_dtype else 1.0,
         state_ratio=(1 + _STATES) * _FP32 / weight if master else _STATES,
         least_state_ratio=_FP32 / weight if master else 0.0,
@@ -164,19 +150,3 @@ def make_training(
         byte_s=byte_s,
         own_s=own_s,
     )
-
-
-def _sent_bytes(options: TrainingOptions, shapes: Sequence[Sequence[int]], gradient: float) -> float:
-    """The mean number of bytes that compression sends per gradient element. ``gradient``: bytes of an uncompressed element."""
-    if options.compression != "powersgd":
-        return min(_HALF, gradient)
-    elements = sent = 0
-    for shape in shapes:
-        rows, number = (shape[0] if shape else 1), 1
-        for size in shape:
-            number *= size
-        columns = number // max(1, rows)
-        thin = thin_columns(rows, columns, options.powersgd_rank) if len(shape) > 1 else 0
-        elements += number
-        sent += thin * (rows + columns) or number
-    return _FP32 * sent / max(1, elements)

@@ -11,9 +11,8 @@ NIC selection). InfiniBand and RoCE cannot talk to each other, and a card that i
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_holmes.cluster.network import fabric_of
@@ -61,35 +60,10 @@ class TransportChooser:
 
     def __init__(self, topology: Topology, *, sockets: bool = False) -> None:
         self._sockets = sockets
-        self._set_hosts([(cluster, host) for cluster in topology.clusters for host in cluster.hosts])
+        self._hosts = [(cluster, host) for cluster in topology.clusters for host in cluster.hosts]
+        self._cards = HostCards(self._hosts, sockets=sockets)
         index = {host.name: i for i, (_, host) in enumerate(self._hosts)}
         self._host_of_rank = [index[host.name] for _, host in topology.places()]
-
-    def _set_hosts(self, hosts: list[tuple[Cluster, Host]]) -> None:
-        self._hosts = hosts
-        self._cards = HostCards(hosts, sockets=self._sockets)
-
-    def without(self, down: Collection[tuple[str, str]] | None) -> TransportChooser:
-        """A copy for which these RDMA cards, (host name, card name), are down; None: all RDMA cards."""
-        made = copy.copy(self)
-        made._set_hosts(
-            [
-                (
-                    cluster,
-                    replace(
-                        host,
-                        nics=tuple(
-                            replace(nic, up=False)
-                            if nic.kind in RDMA and (down is None or (host.name, nic.name) in down)
-                            else nic
-                            for nic in host.nics
-                        ),
-                    ),
-                )
-                for cluster, host in self._hosts
-            ]
-        )
-        return made
 
     def choose(self, ranks: Sequence[int]) -> TransportChoice:
         """Choose the best transport that all ``ranks`` share."""

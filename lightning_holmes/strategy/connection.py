@@ -10,15 +10,13 @@ The process groups inside WORLD are made by job.py; failures are watched by comm
 
 from __future__ import annotations
 
-import functools
 import socket
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
@@ -26,13 +24,11 @@ from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.lost import describe_loss, is_lost
-from lightning_holmes.comm.moves import Moves
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
-from lightning_holmes.comm.reach import announce, gather_blocked, tell_blocked
 from lightning_holmes.comm.uncaught import one_line, show_as
 from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
 from lightning_holmes.comm.world import check_port_range, connect_world, without_interfaces
-from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, RemoteError, UnreachableError
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, RemoteError
 from lightning_holmes.lightning_private import default_backend
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.torch_private import default_store
@@ -54,7 +50,6 @@ class Connection:
         failed: whether this rank has failed, or ended because another rank has failed, since :meth:`open`; other ranks then do not take part in
             collectives any more.
         told: which rank had failed before, and why, if this rank has ended because of it; else empty.
-        moves: moves process groups to other cards; None: no rank has such groups.
         watch: communicates with the other ranks outside of collectives; None between runs and after a failure.
     """
 
@@ -72,10 +67,7 @@ class Connection:
         self.failed, self.told = False, ""
         self.watch: FailureWatch | None = None
         self._environment = environment
-        self._has_groups = False
         self._cards: CardWatch | None = None
-        self.moves: Moves | None = None
-        self._addresses: frozenset[str] = frozenset()
         self._alike: Sequence[Sequence[int]] = ()
 
     @property
@@ -102,7 +94,6 @@ class Connection:
             self.inventory = probe_host(master_addr=numeric_address(self._environment.main_address))
         host = socket.gethostname() if self.inventory is None else self.inventory.name
         refusal = self._refusal_of_this_host(host)
-        is_first = not dist.is_initialized()
         with without_interfaces() if refusal is not None else nullcontext():
             connect_world(
                 self._environment,
@@ -112,16 +103,12 @@ class Connection:
                 user=self.user if refusal is None else UserSettings(),
                 timeout=self.options.timeout,
             )
-        if several_hosts and is_first:
-            announce(default_store(), rank=self.rank, host=host)
         if self.watch is None:
             timeout = self.options.timeout
             self.watch = FailureWatch(
                 default_store(), self.rank, self.world_size, None if timeout is None else timeout.total_seconds()
             )
             self._watch_cards(self.watch)
-            if not self._has_groups:
-                self.watch.on_doubt = functools.partial(tell_blocked, rank=self.rank, world_size=self.world_size)
         # raised only now, when the watch can notify the other ranks, whose settings may be fine
         if refusal is not None:
             raise refusal
@@ -136,29 +123,20 @@ class Connection:
             return refusal
         return None
 
-    def settle(
-        self, cards: dict[str, str], moves: Moves | None, addresses: Iterable[str], alike: Sequence[Sequence[int]]
-    ) -> None:
+    def settle(self, cards: dict[str, str], alike: Sequence[Sequence[int]]) -> None:
         """Note that all process groups are connected: a connection that breaks from now on was reachable before.
 
         Args:
             cards: the fast cards that the groups use, as :class:`CardWatch` takes them.
-            moves: moves groups to other cards; None: no rank has such groups.
-            addresses: the addresses of all hosts' cards, as far as they are known.
             alike: the ranks that do the same work, for each stage and tensor-parallel rank.
         """
-        self._addresses, self._alike = frozenset(addresses), alike
-        self._has_groups, self._cards, self.moves = True, CardWatch(cards) if cards else None, moves
+        self._cards, self._alike = CardWatch(cards) if cards else None, alike
         if self.watch is not None:
-            self.watch.on_doubt = None
             self._watch_cards(self.watch)
 
     def _watch_cards(self, watch: FailureWatch) -> None:
         watch.cards = self._cards
-        watch.keep_links(self._addresses)
         watch.stragglers.alike = self._alike
-        if self.moves is not None:
-            watch.move_by(self.moves)
 
     def close(self) -> None:
         """Stop watching for failures; WORLD stays, for a later run."""
@@ -213,23 +191,9 @@ class Connection:
             if isinstance(exception, HolmesError) or not is_lost(exception):
                 raise
             if where is None:
-                if not self.failed:
-                    self._explain_blocked(exception)
                 raise
             words = describe_loss(f"on rank {self.rank} in {where()}", exception)
             raise ConnectionLostError(f"{words}. {stall}" if stall else words) from exception
-
-    def _explain_blocked(self, exception: Exception) -> None:
-        """If WORLD has failed before there are other groups, raise UnreachableError with the connections that are known to be blocked, if any."""
-        if self.watch is None or self.num_nodes == 1:
-            return
-        self.watch.doubt()
-        blocked = gather_blocked(default_store(), world_size=self.world_size)
-        if blocked:
-            raise UnreachableError(
-                f"the group of all ranks cannot be connected: {'; '.join(blocked[:8])}. The library says: "
-                f"{str(exception).splitlines()[0]}. If a firewall lies between them, open the ports and give port_range"
-            ) from exception
 
     def report(self, exception: BaseException, explaining: Callable[[], AbstractContextManager[None]]) -> None:
         """Report to the other ranks that this one has failed, and why; ``explaining`` replaces the exception by its cause."""

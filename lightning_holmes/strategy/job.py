@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_holmes import checkpoint
 from lightning_holmes.comm.mesh import release
-from lightning_holmes.comm.moves import Moves
 from lightning_holmes.strategy import agreement
 from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.job_layout import build_device_mesh, find_topology, lay_out_job
@@ -59,14 +58,10 @@ class Job:
             sent_dtype=options.sent_dtype,
         )
         builder = self.layout.groups.builder
-        moves = Moves(builder.junction, builder.transports, rank=connection.rank, world_size=connection.world_size)
-        has_moves = builder.repeats and any(connection.all_gather(bool(builder.junction.groups)))
-        hosts = [host for cluster in topology.clusters for host in cluster.hosts]
-        addresses = [address for host in hosts for nic in host.nics for address in nic.addresses]
         placement = self.layout.placement
         parts = itertools.product(range(placement.pipeline_parallel_size), range(placement.tensor_parallel_size))
         alike = [placement.data_parallel_group(*part) for part in parts]
-        connection.settle(builder.fast_cards(), moves if has_moves else None, addresses, alike)
+        connection.settle(builder.fast_cards(), alike)
         weakref.finalize(self, release, self.layout.groups.builder.owned).atexit = False
         self.device_mesh: DeviceMesh | None = None
         if connection.world_size > 1:

@@ -157,14 +157,7 @@ def lay_out_job(
         device=connection.device,
         timeout=connection.options.timeout,
         transports=transports,
-        repeats=connection.options.repeat_transfers,
     )
-    if builder.repeats and not any(
-        transports.is_movable(group) for group in (*replicas, *levels, *pipelines, *p2p) if len(group) > 1
-    ):
-        notes.append(
-            "repeat_transfers=True has nothing to do: no group sends over fast cards that it could leave for Ethernet"
-        )
     groups = build_process_groups(placement, builder, pairs=pairs, clusters=clusters, activation_dtype=sent_dtype)
     return JobLayout(
         topology=topology,

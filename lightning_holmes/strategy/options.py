@@ -69,7 +69,6 @@ class Options:
     bucket_bytes: int | Literal["auto"]
     grad_dtype: str | None
     compression: str | None
-    powersgd_rank: int
     activation_dtype: str | None
     sharded_optimizer: bool | Literal["auto"]
     sharded_parameters: bool | Literal["auto"]
@@ -77,7 +76,6 @@ class Options:
     optimizer_states: str
     keep_parameters: bool | Literal["auto"]
     master_weights: bool
-    repeat_transfers: bool
     monitor: bool | int
     process_group_backend: str | None
     timeout: timedelta | None
@@ -108,7 +106,7 @@ class Options:
         _check_one_of("activation_dtype", self.activation_dtype, ("bf16", None))
         for name in ("save_distributed_checkpoint", "sharded_optimizer", "sharded_parameters", "keep_parameters"):
             _check_one_of(name, getattr(self, name), (True, False, "auto"))
-        for name in ("broadcast_batch", "async_checkpoint", "master_weights", "repeat_transfers"):
+        for name in ("broadcast_batch", "async_checkpoint", "master_weights"):
             _check_one_of(name, getattr(self, name), (True, False))
         if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
             raise ConfigurationError(

@@ -18,7 +18,11 @@ from lightning_holmes.errors import ConfigurationError
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "powersgd_rank": 'use compression="bf16", which learns as fast as no compression',
+    "repeat_transfers": "a lost card ends the run with an error that names it, and the restart uses a card that works: "
+    "start the job by torchrun --max-restarts, with snapshot_every_n_steps",
+}
 
 
 def refuses_removed(init: Callable[Concatenate[_T, _P], None]) -> Callable[Concatenate[_T, _P], None]:

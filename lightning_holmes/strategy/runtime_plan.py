@@ -293,7 +293,6 @@ def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) ->
     training = make_training(
         request.training,
         costs.model,
-        shapes=[tuple(p.shape) for p in request.module.parameters() if p.requires_grad],
         batch_samples=(request.traced.batch_size or 1) * placement.data_parallel_size,
         device=device,
         update_s_per_byte=costs.update_s_per_byte,

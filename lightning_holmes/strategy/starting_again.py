@@ -67,8 +67,6 @@ def begin_snapshots(trainer: "pl.Trainer", job: Job, options: Options, environme
     if connection.watch is not None:
         connection.watch.on_end = functools.partial(folder.history.note, "failed")
         connection.watch.stragglers.on_told.append(functools.partial(folder.history.note, "slow"))
-    if connection.moves is not None and environment.local_rank() == 0:
-        connection.moves.on_done = lambda move: folder.history.note("moved", move.describe(), lost_s=move.seconds)
     names = [job.topology.cluster_of_rank(rank).name for rank in range(connection.world_size)]
     manager = SnapshotManager(
         folder,

@@ -9,7 +9,7 @@ whose plan, optimizer names and shards stay readable after they have ended.
 """
 
 import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -36,7 +36,6 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.interrupt import ends_by_interrupt
-from lightning_holmes.comm.moves import Move
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import BEFORE_FIT, reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -129,8 +128,7 @@ class HolmesStrategy(ParallelStrategy):
         bucket_bytes: bytes of gradients that one collective sums while the backward continues; "auto": from a measurement of the link.
         grad_dtype: the dtype in which gradients are accumulated and summed: "fp32", "bf16", or None for the parameters' own dtype. Double
             precision is kept.
-        compression: compression of gradients that cross between clusters: "bf16", "fp16" or "powersgd", with ``powersgd_rank``
-            columns; not exact.
+        compression: compression of gradients that cross between clusters: "bf16" or "fp16"; not exact.
         activation_dtype: "bf16": activations and their gradients are rounded to bf16 when they cross between clusters; not exact.
         sharded_optimizer: each replica keeps its shard of the optimizer's state, and updates its shard of the parameters.
             "auto": if the whole state does not fit, or is measured to be slower (see docs/sharded-optimizer.md).
@@ -145,8 +143,6 @@ class HolmesStrategy(ParallelStrategy):
         keep_parameters: with optimizer nodes, workers keep parameters from a batch's forward to its backward: they are pulled once, but take
             memory; "auto": if they take at most a quarter of the free memory.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
-        repeat_transfers: if a fast card is lost, continue over Ethernet, and over the card when it is back (see docs/faults.md). This
-            copies transfers over fast cards, and under NCCL the host waits for them; that has not been run on GPUs.
         monitor: record when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
         process_group_backend: "gloo" or "nccl"; None chooses by device.
@@ -183,8 +179,7 @@ class HolmesStrategy(ParallelStrategy):
         gradient_sync: str = "auto",
         bucket_bytes: int | Literal["auto"] = "auto",
         grad_dtype: Literal["fp32", "bf16"] | None = "fp32",
-        compression: Literal["bf16", "fp16", "powersgd"] | None = None,
-        powersgd_rank: int = 2,
+        compression: Literal["bf16", "fp16"] | None = None,
         activation_dtype: Literal["bf16"] | None = None,
         sharded_optimizer: bool | Literal["auto"] = "auto",
         sharded_parameters: bool | Literal["auto"] = False,
@@ -192,7 +187,6 @@ class HolmesStrategy(ParallelStrategy):
         optimizer_states: str = "memory",
         keep_parameters: bool | Literal["auto"] = "auto",
         master_weights: bool = False,
-        repeat_transfers: bool = False,
         monitor: bool | int = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -345,19 +339,9 @@ class HolmesStrategy(ParallelStrategy):
         return list(self._fit.gradients.reducer.choices) if self._fit is not None and self._fit.has_gradients else []
 
     @property
-    def moves(self) -> Sequence[Move]:
-        """Faults of this process's runs that were survived by repeating transfers (``repeat_transfers=True``), and cards that have returned.
-        Waits for a move that is under way."""
-        moves = None if self._connection is None else self._connection.moves
-        return () if moves is None else moves.settled()
-
-    @property
     def history(self) -> list[Event]:
-        """The events of this job on this host, if the present fit takes snapshots: starts, faults, seconds lost. Without snapshots: its
-        :attr:`moves`."""
-        if self._snapshots is None:
-            return [Event(kind="moved", at=move.at, words=move.describe(), lost_s=move.seconds) for move in self.moves]
-        return self._snapshots.folder.history.read()
+        """The events of this job on this host: starts, faults, seconds lost; none if the present fit takes no snapshots."""
+        return [] if self._snapshots is None else self._snapshots.folder.history.read()
 
     # processes
 

@@ -9,7 +9,7 @@ from launch import launch
 from strategy_cases import Classifier, Setting, build, samples
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, lines_of_faults
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.timeline import BESIDE_KINDS, Timeline
 
@@ -99,12 +99,3 @@ def test_bad_arguments_and_other_strategies_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigurationError, match="SingleDeviceStrategy"):
         trainer.fit(build(Classifier), Setting(folder=tmp_path).loader(samples(16), 8))
-
-
-def test_the_picture_tells_the_last_faults() -> None:
-    faults = [{"step": step, "why": f"card {step} went down", "seconds": 5.812} for step in (None, 3, 4, 5, 6, 7)]
-    assert lines_of_faults(faults[:2]) == [
-        "between two steps: card None went down; 5.81 s",
-        "step 3: card 3 went down; 5.81 s",
-    ]
-    assert lines_of_faults(faults)[0] == "faults before these: 1" and len(lines_of_faults(faults)) == 6

@@ -13,7 +13,6 @@ from lost_connections import raise_in
 
 from lightning_holmes.comm.collective_timing import make_collectives, measure
 from lightning_holmes.comm.collectives import Named, SyncGroups
-from lightning_holmes.comm.compression import make_compressor
 from lightning_holmes.comm.mesh import GroupBuilder, build_process_groups
 from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.comm.sync_board import SyncBoard
@@ -24,7 +23,6 @@ from lightning_holmes.torch_private import default_store
 
 SIZE = 4
 NUMEL = 24
-SHAPES = ((12, 9), (7,), (2, 2))
 
 
 def sync_groups() -> SyncGroups:
@@ -40,14 +38,9 @@ def own(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def matrices(rank: int, step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 + 10 * step + rank)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
 def everything(_: Any) -> dict[str, Any]:
-    """Run each collective on this rank's numbers, also with rounding, and PowerSGD over some steps; return the
-    results and the time of measuring."""
+    """Run each collective on this rank's numbers, also with rounding; return the results and the time of
+    measuring."""
     groups = sync_groups()
     rank = dist.get_rank()
     found: dict[str, Any] = {"crosses": groups.crosses, "sums": {}, "parts": {}, "gathered": {}, "rounded": {}}
@@ -60,11 +53,10 @@ def everything(_: Any) -> dict[str, Any]:
         found["sums"][name] = summed
         found["parts"][name] = part.view(SIZE, -1)[rank]
         found["gathered"][name] = gathered
-    for name, collective in make_collectives(groups, make_compressor("bf16", rank=1)).items():
+    for name, collective in make_collectives(groups, torch.bfloat16).items():
         summed = own(rank)
         collective.sum(summed)
         found["rounded"][name] = summed
-    found["powersgd"] = {rank_: power_sgd(groups, rank_) for rank_ in (2, 100)}
     queue = make_comm_queue(torch.device("cpu"))
     buffer = torch.zeros(2**20)
     began = time.perf_counter()
@@ -110,24 +102,6 @@ def lost(groups: SyncGroups, group: Any) -> str:
     with pytest.raises(ConnectionLostError) as raised:
         Named(Broken(), groups, group).gather(torch.zeros(1))
     return str(raised.value)
-
-
-def power_sgd(groups: SyncGroups, columns: int) -> list[torch.Tensor]:
-    """Return the sum over three steps, and the error that is kept for a fourth, summed over the ranks."""
-    compressor = make_compressor("powersgd", rank=columns)
-    (collective,) = make_collectives(groups, compressor).values()
-    buffer, starts = torch.zeros(120), (0, 108, 115)
-    compressor.lay_out([(buffer, [(s, torch.Size(shape)) for s, shape in zip(starts, SHAPES, strict=True)])])
-    total = torch.zeros(120)
-    for step in range(3):
-        buffer.zero_()
-        for start, matrix in zip(starts, matrices(dist.get_rank(), step), strict=True):
-            buffer[start : start + matrix.numel()] = matrix.flatten()
-        collective.sum(buffer)
-        total += buffer
-    kept = compressor._buckets[buffer.data_ptr()].error.clone()  # type: ignore[attr-defined]
-    dist.all_reduce(kept)
-    return [total, kept]
 
 
 def board(rank: int) -> list[str]:

@@ -260,17 +260,6 @@ def test_a_card_that_stays_down_is_told_and_one_that_flaps_is_not(
         told.append(cards.lost())
         clock[0] += 1.0
     assert told[:5] == [None] * 5 and told[5] == f"the card ib0 went down ({tmp_path}/ib0/operstate says 'down')"
-    assert cards.returned() is None
-    cards.leave(cards.down())
-    (tmp_path / "ib0" / "operstate").write_text("up")
-    told = []
-    for _ in range(11):
-        assert cards.lost() is None
-        told.append(cards.returned())
-        clock[0] += 1.0
-    assert told[:10] == [None] * 10 and "ib0 is up again" in str(told[10])
-    cards.leave(cards.down())
-    assert cards.down() == [] and cards.lost() is None and cards.returned() is None
 
 
 @pytest.mark.parametrize(("name", "ends"), [("holmes-checkpoint", [1]), ("users", [])])

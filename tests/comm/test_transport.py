@@ -92,36 +92,6 @@ def test_cards_of_unknown_fabric_count_inside_a_cluster_only() -> None:
     assert transports(apart).net_name([0, 1]) == "Socket" and transports(together).net_name([0, 1]) == "IB"
 
 
-def test_nccls_groups_are_movable_where_they_use_a_fast_card_and_may_leave_it() -> None:
-    assert transports().is_movable([0, 2]) and transports(backend="gloo").is_movable([0, 2])
-    assert not transports().is_movable([0, 1]) and not transports().is_movable([0, 4])  # one host; Ethernet
-    assert not transports(NCCL_NET="IB").is_movable([0, 2]) and not transports(NCCL_NET="Socket").is_movable([0, 2])
-    assert not transports(NCCL_IB_DISABLE="1").is_movable([0, 2])
-    assert transports(NCCL_IB_DISABLE="0", GLOO_SOCKET_IFNAME="eth0", TORCH_NCCL_BLOCKING_WAIT="1").is_movable([0, 2])
-    with pytest.raises(
-        ConfigurationError, match=r"TORCH_NCCL_BLOCKING_WAIT=0 in the environment keeps NCCL's watchdog"
-    ):
-        transports(TORCH_NCCL_BLOCKING_WAIT="0").is_movable([0, 2])
-    with pytest.raises(ConfigurationError, match=r"^NCCL_BLOCKING_WAIT=false"):  # its former name
-        transports(NCCL_BLOCKING_WAIT="false").is_movable([0, 2])
-    assert not transports(TORCH_NCCL_BLOCKING_WAIT="0").is_movable([0, 4])
-    without_ethernet = Topology(clusters=(cluster("a", [[nic("infiniband", "mlx5_0", fabric="A")]] * 2),))
-    assert not transports(without_ethernet).is_movable([0, 1])
-
-
-def test_nccls_groups_that_have_left_their_cards_use_sockets_and_all_their_rails_are_watched() -> None:
-    two = [nic("infiniband", "mlx5_0", fabric="A"), nic("infiniband", "mlx5_1", fabric="A"), ETH]
-    chosen = transports(Topology(clusters=(cluster("a", [two] * 2),)))
-    assert [name for name, _ in chosen.fast_cards([0, 1], all_rails=True)] == ["ib_mlx5_0", "ib_mlx5_1"]
-    assert [name for name, _ in chosen.fast_cards([0, 1])] == ["ib_mlx5_0"]
-    chosen.choose_anew([("a1", "mlx5_0")])
-    assert chosen.net_name([0, 1]) == "IB"  # over the other card
-    chosen.choose_anew(None)
-    assert chosen.net_name([0, 1]) == "Socket"  # else NCCL would choose the cards again
-    chosen.choose_anew([])
-    assert chosen.net_name([0, 1]) == "IB"
-
-
 def test_without_a_known_network_the_libraries_choose() -> None:
     unknown = GroupTransports(None, rank=0, backend="nccl")
     assert (

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_holmes.checkpoint.history import Event
 from lightning_holmes.checkpoint.snapshot_folder import SnapshotFolder
 from lightning_holmes.commands.status import main
 from lightning_holmes.errors import ConfigurationError
@@ -70,10 +69,6 @@ def test_a_job_that_was_started_again_tells_its_faults_and_what_they_cost(
     record.on_train_batch_end(trainer, None)  # type: ignore[arg-type]
     recorded = (Path(logger.log_dir) / "history.txt").read_text().splitlines()
     assert recorded[0] == "2 starts, 41 s lost in faults" and len(recorded) == 5
-    trainer.strategy = SimpleNamespace(history=[Event(kind="moved", at=past, words="a card", lost_s=5.0)], moves=(1,))
-    record.on_train_batch_end(trainer, None)  # type: ignore[arg-type]
-    recorded = (Path(logger.log_dir) / "history.txt").read_text().splitlines()
-    assert recorded[0] == "5 s lost in faults" and recorded[1].endswith("a card: 5 s lost")
 
 
 def test_where_there_is_nothing_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

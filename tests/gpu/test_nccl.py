@@ -85,17 +85,6 @@ def test_losses_and_weights_equal_those_of_one_process(
                 assert close or (precision != "32-true" and value.isfinite().all()), f"{name}: {key}"
 
 
-def test_what_was_under_way_when_groups_were_moved_is_repeated_bit_for_bit(tmp_path: Path) -> None:
-    """Baseline: the same work without a move, bit for bit. Communicators are aborted while kernels run, and created
-    again, over sockets before and after."""
-    payload = {"seed": 1, "moves": 6, "device": "cuda:0"}
-    workers = launch_raw(3, "moved_nccl:work", payload, timeout_s=240, folder=tmp_path, environment=ranks_on_one_gpu)
-    assert all(w.exit_code == 0 for w in workers), workers[0].output[-3000:]
-    for rank in range(3):
-        found = pickle.loads((tmp_path / f"result{rank}").read_bytes())
-        assert found["same"] and found["moves"] >= payload["moves"] and found["left"] == 0, found
-
-
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [

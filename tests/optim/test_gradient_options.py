@@ -19,10 +19,8 @@ REPLICAS = Placement(((0, 1, 2, 3),))
         ({"gradient_sync": "ring"}, "'all_reduce', 'reduce_scatter', 'p2p', 'hierarchical'"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 must be a whole number"),
         ({"bucket_bytes": "large"}, "bucket_bytes='large'"),
-        ({"powersgd_rank": True}, "powersgd_rank=True"),
         ({"grad_dtype": "fp8"}, '"fp32", "bf16" or None'),
-        ({"compression": "zip"}, "'bf16', 'fp16', 'powersgd'"),
-        ({"compression": "powersgd", "gradient_sync": "p2p"}, "needs its matrices whole"),
+        ({"compression": "zip"}, "'bf16', 'fp16'"),
     ],
 )
 def test_what_is_wrong_by_itself_is_refused(options: dict[str, Any], words: str) -> None:

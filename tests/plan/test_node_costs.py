@@ -36,7 +36,6 @@ def predicted(num_layers: int, **options: object) -> Prediction:
     training: Training = make_training(
         TrainingOptions(**options),  # type: ignore[arg-type]
         made,
-        shapes=[(1,)],
         batch_samples=4,
         device="cpu",
         update_s_per_byte=1.0,

@@ -30,7 +30,7 @@ from soak_hosts import Hosts
 
 TIMEOUT_S = 15.0  # the strategy's timeout
 _LIMIT_S = 100.0  # an attempt that takes longer counts as a hang
-_LIMIT_ON_NETWORK_S = 200.0  # longer: cards come back, groups move, and links are cut for some time
+_LIMIT_ON_NETWORK_S = 200.0  # longer: links are cut for some time
 _FLAPS = 5
 _STEP_S = 0.2  # added for each step
 _SPARED_S = 30.0  # how long torchrun waits for ranks that it has sent SIGTERM
@@ -40,7 +40,6 @@ _CLOSE = 1e-5  # where another layout sums in another order
 _MORE_MB = 10.0  # of memory: growth that an allocator may cause
 _UGLY = re.compile(r"terminate called|Segmentation fault|core dumped|Fatal Python error|double free|SIGABRT")
 _CLEAR = re.compile(r"^(\[rank ?\d+\]: )?\S*(Error|Exception)\b|^\[rank \d+\]|ends by|KeyboardInterrupt", re.MULTILINE)
-_MOVED = re.compile(r"what was under way was repeated; [\d.]+ s")
 _KEPT = "with what the optimizer nodes have kept"
 _REMOVED = "is removed on this host"
 _NONE_WHOLE = "since no snapshot is left whole"
@@ -69,8 +68,6 @@ class Report:
     outcome: str = "well"
     struck: list[Struck] = field(default_factory=list)
     attempts: int = 0
-    moves: int = 0
-    """How often groups were reconnected over other cards while they were in use."""
     kept: int = 0
     """Number of starts that resumed from the state that optimizer nodes had kept."""
     seconds: float = 0.0
@@ -78,9 +75,7 @@ class Report:
 
     def __str__(self) -> str:
         lost = ", ".join(f"{s.lost_s:.1f}" for s in self.struck if s.lost_s is not None)
-        times = f"{self.attempts} starts, {self.moves} moves" + (
-            f", {self.kept} kept" if self.case.layout.nodes else ""
-        )
+        times = f"{self.attempts} starts" + (f", {self.kept} kept" if self.case.layout.nodes else "")
         return f"{self.case} -> {self.outcome}; {times}, {self.seconds:.0f} s, lost: {lost or '-'}"
 
 
@@ -214,12 +209,9 @@ class Attempt:
             path = hosts.own[host] if kind == "full snapshots" else hosts.checkpoints
             hosts.fill(path)
             self._later.append((now + fault.seconds, lambda: hosts.free(path)))
-        elif kind.startswith(("card", "cut")):
-            card = "roce" if kind.startswith("card") else "ethernet"
-            hosts.switch(host, card, up=False)
-            for number in range(1, 2 * _FLAPS if kind == "card flaps" else 0 if kind == "card for good" else 2):
-                up, when = number % 2 == 1, now + number * fault.seconds
-                self._later.append((when, functools.partial(hosts.switch, host, card, up=up)))
+        elif kind.startswith("cut"):
+            hosts.switch(host, up=False)
+            self._later.append((now + fault.seconds, functools.partial(hosts.switch, host, up=True)))
         else:
             assert kind == "raise"
 
@@ -315,7 +307,6 @@ class Run:
             report.outcome = self._compare(attempts, expect) or "well"
         report.attempts, report.seconds = len(attempts), time.monotonic() - began
         report.struck = [struck for attempt in attempts for struck in attempt.struck]
-        report.moves = sum(len(_MOVED.findall(attempt.output(0))) for attempt in attempts)
         report.kept = sum(_KEPT in attempt.output(0) for attempt in attempts)
         self._time(attempts)
         if report.outcome != "well":

@@ -2,7 +2,7 @@
 
     case = draw(17)
     case.layout, case.attempts          # for each start of the job, the faults that strike it
-    draw_on_network(17)                 # the same on hosts of the testbed, whose cards and links fail, too
+    draw_on_network(17)                 # the same on hosts of the testbed, whose links fail, too
     draw_elastic(17)                    # hosts are missing at a restart, and come back
     draw_beside_nodes(17)               # optimizer nodes outlive the workers, and are lost, too
 
@@ -65,10 +65,6 @@ class Layout:
         return bool(self.options["strategy"].get("sharded_optimizer"))
 
     @property
-    def uses_fast_cards(self) -> bool:
-        return 0 < self.clusters < self.hosts
-
-    @property
     def is_eager(self) -> bool:
         """Whether optimizer nodes update layers before the step."""
         return self.nodes > 0 and "clip" not in self.options
@@ -105,22 +101,21 @@ NETWORKS = (
         hosts=2,
         clusters=1,
         name="two stages over a fast card",
-        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2, "repeat_transfers": True}},
+        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2}},
     ),
     Layout(
         size=2,
         hosts=2,
         clusters=1,
         name="sharded optimizer over a fast card",
-        options=_LONGER
-        | {"strategy": {"pipeline_parallel_size": 1, "sharded_optimizer": True, "repeat_transfers": True}},
+        options=_LONGER | {"strategy": {"pipeline_parallel_size": 1, "sharded_optimizer": True}},
     ),
     Layout(
         size=4,
         hosts=4,
         clusters=2,
         name="two clusters, replicas inside",
-        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2, "repeat_transfers": True}},
+        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2}},
     ),
     Layout(
         size=2,
@@ -204,9 +199,7 @@ class Fault:
     the user's code), full snapshots,
     full checkpoints (no space for them for ``seconds``), kill and tear (the newest snapshot of the rank's host is
     truncated afterwards), kill and flip
-    (a byte of that snapshot is changed afterwards). On a network, for the rank's host: card (the fast one is down for
-    ``seconds``), card for good (until
-    the job has ended), card flaps (it goes down and up for ``seconds``, five times), cut (its Ethernet, for
+    (a byte of that snapshot is changed afterwards). On a network, for the rank's host: cut (its Ethernet, for
     ``seconds``), cut for long (for longer than
     the timeout). hosts return: all ranks get SIGTERM, as from a torchrun that restarts them with more hosts. kill
     node, stop node, hang node: the same
@@ -241,11 +234,10 @@ KINDS = {
     "kill and flip": 1,
 }
 """The kinds of faults and their relative frequencies."""
-KINDS_OF_CARDS = {"card": 10, "card for good": 3, "card flaps": 5}
 KINDS_OF_LINKS = {"cut": 5, "cut for long": 2}
 KINDS_OF_HOSTS = {"hosts return": 1}
 KINDS_OF_NODES = {"kill node": 5, "stop node": 2, "hang node": 1}
-_SECONDS = {"card": (0.5, 20.0), "card flaps": (0.3, 6.5), "cut": (1.0, 5.0), "cut for long": (25.0, 30.0)}
+_SECONDS = {"cut": (1.0, 5.0), "cut for long": (25.0, 30.0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,8 +272,7 @@ def draw_on_network(seed: int) -> Case:
     """Return the case of a seed on the testbed."""
     chance = random.Random(seed)
     layout = chance.choice(NETWORKS)
-    kinds = KINDS | KINDS_OF_LINKS | (KINDS_OF_CARDS if layout.uses_fast_cards else {})
-    return _draw_case(chance, seed, layout, kinds, PLACES_ON_NETWORK)
+    return _draw_case(chance, seed, layout, KINDS | KINDS_OF_LINKS, PLACES_ON_NETWORK)
 
 
 def draw_beside_nodes(seed: int) -> Case:
@@ -342,24 +333,6 @@ def _draw_fault(chance: random.Random, layout: Layout, kinds: dict[str, int], co
         delay_s=0.0 if exact else round(chance.uniform(0.0, 0.3 if place != "joining" else 2.0), 3),
         seconds=round(chance.uniform(*_SECONDS.get(kind, (0.5, 3.0))), 2),
     )
-
-
-def lasting_on_network(num_steps: int) -> Case:
-    """Return a case of one start with many steps, in which a fast card goes down and comes back twenty times."""
-    layout = NETWORKS[0]
-    options = {**layout.options, "steps": num_steps, "pace_s": 0.0}
-    faults = [
-        Fault(
-            kind="card",
-            rank=number % 2,
-            place="batch",
-            count=number * num_steps // 21,
-            seconds=1.0 + 7.0 * (number % 3),
-        )
-        for number in range(1, 21)
-    ]
-    layout = replace(layout, name=f"{layout.name}, {num_steps} steps", options=options)
-    return Case(seed=0, layout=layout, every=10, attempts=(tuple(faults),))
 
 
 def lasting(num_steps: int) -> Case:

@@ -27,7 +27,6 @@ if __name__ == "__main__":
 from agent import Expected, Report, Run, expected_of
 from faults import (
     KINDS,
-    KINDS_OF_CARDS,
     KINDS_OF_HOSTS,
     KINDS_OF_LINKS,
     KINDS_OF_NODES,
@@ -38,13 +37,12 @@ from faults import (
     draw_elastic,
     draw_on_network,
     lasting,
-    lasting_on_network,
 )
 from soak_hosts import Hosts
 
 _DRAWN = {
     "hosts": (draw, lasting),
-    "network": (draw_on_network, lasting_on_network),
+    "network": (draw_on_network, None),
     "elastic": (draw_elastic, None),
     "nodes": (draw_beside_nodes, None),
 }
@@ -69,10 +67,10 @@ def table(reports: Sequence[Report]) -> str:
     struck = [s for report in reports for s in report.struck if report.outcome == "well"]
     lines = [
         f"{len(reports)} runs, {sum(r.attempts for r in reports)} starts, {sum(len(r.struck) for r in reports)} faults; "
-        f"{sum(r.moves for r in reports)} moves, {sum(r.kept for r in reports)} starts with what nodes had kept; {sum(r.outcome != 'well' for r in reports)} runs not as without faults",
+        f"{sum(r.kept for r in reports)} starts with what nodes had kept; {sum(r.outcome != 'well' for r in reports)} runs not as without faults",
         f"{'fault':>20} {'number':>7} {'went on':>7} {'restarted':>10} {'ended after, s':>15} {'lost, s: median':>16} {'worst':>6}",
     ]
-    for kind in (*KINDS, *KINDS_OF_CARDS, *KINDS_OF_LINKS, *KINDS_OF_HOSTS, *KINDS_OF_NODES, "all"):
+    for kind in (*KINDS, *KINDS_OF_LINKS, *KINDS_OF_HOSTS, *KINDS_OF_NODES, "all"):
         of_kind = [s for s in struck if kind in (s.fault.kind, "all")]
         ended = [s.ended_s for s in of_kind if s.ended_s is not None]
         lost = [s.lost_s for s in of_kind if s.lost_s is not None]

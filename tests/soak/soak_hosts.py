@@ -75,12 +75,12 @@ class Hosts:
             }
         return start_worker(folder, rank, layout.size, port, env)
 
-    def switch(self, host: int, kind: str, *, up: bool) -> None:
-        """Switch a host's card of this kind, "roce" or "ethernet", up or down."""
+    def switch(self, host: int, *, up: bool) -> None:
+        """Switch a host's Ethernet card up or down."""
         assert self.bed is not None
         found = self.bed.layout.hosts[host]
         (self.bed.set_up if up else self.bed.set_down)(
-            f"{found.name}.{next(nic.name for nic in found.nics if nic.kind == kind)}"
+            f"{found.name}.{next(nic.name for nic in found.nics if nic.kind == 'ethernet')}"
         )
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,6 @@ SWITCHES = (
     "broadcast_batch",
     "async_checkpoint",
     "master_weights",
-    "repeat_transfers",
     "sharded_optimizer",
     "save_distributed_checkpoint",
 )

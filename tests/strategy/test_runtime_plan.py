@@ -183,7 +183,7 @@ def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path
     arguments: list[dict[str, Any]] = [
         {},
         {"sharded_optimizer": True, "grad_dtype": "bf16", "compression": "fp16", "activation_dtype": "bf16"},
-        {"sharded_optimizer": False, "compression": "powersgd", "powersgd_rank": 1, "grad_dtype": None},
+        {"sharded_optimizer": False, "compression": "bf16", "grad_dtype": None},
         {"master_weights": True},
     ]
     layout = {"pipeline_parallel_size": 2, "profile": "measure"}

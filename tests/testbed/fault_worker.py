@@ -9,7 +9,6 @@ Prints a line per step and appends a line with the step and its loss to ``losses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,6 @@ from training_worker import join_as_torchrun_would
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import saving
-from lightning_holmes.comm import sockets
 from lightning_holmes.data.counting import CountedDataModule
 from lightning_holmes.optim.node.link import NodeLink
 
@@ -96,20 +94,6 @@ class Stack(LightningModule):
         return DataLoader(data, batch_size=8 // parts, sampler=range(part, len(data), parts))
 
 
-class Evaluated(Stack):
-    """A Stack that is validated after each epoch."""
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.wait_in("validation_step")
-        hidden, target = batch
-        for layer in self.layers:
-            hidden = layer(hidden)
-        self.log("val", nn.functional.mse_loss(self.head(hidden), target), sync_dist=True)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return self.train_dataloader()
-
-
 class Eager(Stack):
     """A Stack without on_before_optimizer_step, so that optimizer nodes update layers as their gradients arrive."""
 
@@ -117,19 +101,12 @@ class Eager(Stack):
 
 
 class Progress(Callback):
-    """Prints the steps and records their losses. After step KILLED_AT + 2 it waits until groups have been moved
-    ``moves`` times. If it ``grows`` and the process is the only one, it waits after step KILLED_AT + 1 until it gets
+    """Prints the steps and records their losses. If it ``grows`` and the process is the only one, it waits after step KILLED_AT + 1 until it gets
     SIGTERM."""
 
-    def __init__(self, folder: Path | None = None, attempt: str = "0", moves: int = 0, *, grows: bool = False) -> None:
-        self.folder, self.attempt, self.moves, self.grows = folder, attempt, moves, grows
+    def __init__(self, folder: Path | None = None, attempt: str = "0", *, grows: bool = False) -> None:
+        self.folder, self.attempt, self.grows = folder, attempt, grows
         self.losses: dict[int, float] = {}
-        self.values: dict[int, float] = {}
-
-    def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.values[trainer.global_step] = float(trainer.callback_metrics["val"])
-        if self.folder is not None:
-            (self.folder / f"values.{trainer.global_rank}").write_text(json.dumps(self.values))
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
         self.losses[trainer.global_step] = float(outputs["loss"])
@@ -143,10 +120,6 @@ class Progress(Callback):
             end = time.monotonic() + 60
             while not trainer.received_sigterm and time.monotonic() < end:
                 time.sleep(0.01)
-        if self.moves and trainer.global_step == KILLED_AT + 2:
-            moves, end = trainer.strategy._connection.moves, time.monotonic() + 60
-            while (moves.number < self.moves or moves.is_moving) and time.monotonic() < end:
-                time.sleep(0.05)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         for event in getattr(trainer.strategy, "history", []):
@@ -259,36 +232,23 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         num_microbatches=2,
         profile="flops",  # timing the layers would take seconds in each start
         timeout=timedelta(seconds=options.get("timeout_s", 300)),
-        sharded_optimizer=options.get("sharded_optimizer", "auto"),
-        repeat_transfers=options.get("repeats", "waits" in options),
-        monitor=options.get("monitor", False),
         optimizer_nodes=options.get("optimizer_nodes", 0),
         optimizer_states=options.get("optimizer_states", "memory"),
         gradient_sync=options.get("gradient_sync", "auto"),
         **snapshots,
     )
     train(
-        Progress(folder, attempt, options.get("moves", 0), grows=options.get("grows", False)),
+        Progress(folder, attempt, grows=options.get("grows", False)),
         kill=kill,
         waits=waits,
         folder=folder,
         resume=attempt != "0" and not snapshots,
-        kind=Evaluated if options.get("evaluates") else Eager if options.get("eager") else Stack,
+        kind=Eager if options.get("eager") else Stack,
         data=Counted(4) if options.get("grows") else None,
         strategy=strategy,
         devices=options.get("devices", 1),
         num_nodes=options["num_nodes"],
     )
-    print(f"{count_hastened()} connections send again soon", flush=True)
-
-
-def count_hastened() -> int:
-    """Return how many connections of this process retransmit at least every five seconds; -1 if this kernel has no
-    such option."""
-    try:
-        return sum(found.getsockopt(socket.IPPROTO_TCP, 44) == 5000 for found in sockets._sockets())
-    except OSError:
-        return -1
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_holmes.comm.sockets import TCP_RTO_MAX_MS
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError
 
 _PREFIX = struct.Struct("!I")
@@ -34,6 +33,7 @@ _LARGEST_HEADER = 1 << 30
 _HELLO_S = 20.0
 _LOST_S = 20  # seconds without an answer after which a host counts as lost
 _SAME_SECRET = "set HOLMES_NODE_SECRET to the same value on all hosts"
+_RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of linux/tcp.h since Linux 6.15; not yet in the socket module
 _AGAIN_S = 2  # most seconds between TCP retries, so that a restored link is used soon; without a limit they double: none within _LOST_S after 13 s
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
@@ -96,7 +96,7 @@ class Channel:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_S * 1000)
             with contextlib.suppress(OSError):  # before Linux 6.15
-                connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, _AGAIN_S * 1000)
+                connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _AGAIN_S * 1000)
         self._ends = ""
         with contextlib.suppress(OSError):  # the connection has ended already
             (here, *_), (there, port, *_) = connection.getsockname(), connection.getpeername()
