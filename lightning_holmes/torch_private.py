@@ -45,10 +45,12 @@ __all__ = [
     "is_broken_graph",
     "is_compiled",
     "is_dropout",
+    "is_profiling",
     "local_tensor",
     "nccl_options",
     "noticing_checkpoints",
     "operator_name",
+    "profiling_all_threads",
     "registered_buffers",
     "registered_modules",
     "registered_parameters",
@@ -204,7 +206,10 @@ def noticing_checkpoints(noticed: Callable[[], None]) -> Iterator[None]:
     from torch.utils import checkpoint
 
     module: Any = checkpoint
-    without, function = module._checkpoint_without_reentrant_generator, module.CheckpointFunction
+    # torch 2.14 has an inner function, through which its own callers go directly
+    inner, outer = "_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator"
+    name = inner if hasattr(module, inner) else outer
+    without, function = getattr(module, name), module.CheckpointFunction
 
     def noticing(*args: Any, **kwargs: Any) -> Any:
         noticed()
@@ -216,11 +221,13 @@ def noticing_checkpoints(noticed: Callable[[], None]) -> Iterator[None]:
             noticed()
             return function.apply(*args)
 
-    module._checkpoint_without_reentrant_generator, module.CheckpointFunction = noticing, Noticing
+    setattr(module, name, noticing)
+    module.CheckpointFunction = Noticing
     try:
         yield
     finally:
-        module._checkpoint_without_reentrant_generator, module.CheckpointFunction = without, function
+        setattr(module, name, without)
+        module.CheckpointFunction = function
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -408,6 +415,16 @@ def has_accumulation_hook(parameter: Tensor) -> bool:
 def has_backward_hook(module: nn.Module) -> bool:
     """Whether a module has backward hooks, which get the gradients of its inputs and outputs."""
     return bool(module._backward_hooks)
+
+
+def is_profiling() -> bool:
+    """Whether one of torch's profilers runs in this process; takes a twentieth of a microsecond."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def profiling_all_threads() -> Any:
+    """The ``experimental_config`` with which ``torch.profiler.profile`` records all threads, not only the one that started it."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ changed it."""
 import os
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_holmes import torch_private
@@ -217,6 +219,20 @@ def test_operators_that_compute_are_told_from_views() -> None:
     assert not any(map(torch_private.computes, (ops.view.default, ops.t.default, ops.detach.default, ops.split.Tensor)))
     assert not torch_private.computes(torch.ops.prim.device.default)
     assert all(map(torch_private.computes, (ops.mm.default, ops.add.Tensor, ops.add_.Tensor, ops.clone.default)))
+
+
+def test_a_profiler_is_noticed_and_records_all_threads() -> None:
+    def work() -> None:
+        with record_function("in a thread"):
+            torch.ones(2).sum()
+
+    assert not torch_private.is_profiling()
+    with profile(experimental_config=torch_private.profiling_all_threads()) as profiler:
+        assert torch_private.is_profiling()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert "in a thread" in [event.name for event in profiler.events()] and not torch_private.is_profiling()
 
 
 def test_compiled_modules_are_known_and_tensor_classes_can_be_left_out() -> None:

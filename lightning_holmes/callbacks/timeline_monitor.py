@@ -6,6 +6,9 @@
 At the end of fit (and every n steps) the records of the last steps are gathered from all ranks. The step of median
 duration becomes one Timeline per replica in ``timeline.json``, and is drawn in ``timeline.png`` next to the predicted
 timeline, if there is a prediction. docs/planning.md lists the keys.
+
+The third step is recorded by torch.profiler, too, on each rank of the first pipeline: ``trace-rank0.json`` is a Chrome trace, in which
+actions of the schedule, collectives and the optimizer's parts are labelled (comm/label.py).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.profiler import profile
 
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import ConfigurationError
@@ -26,8 +30,10 @@ from lightning_holmes.plan.measured import RankStep, make_measured_timeline, sec
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.timeline import Timeline
 from lightning_holmes.plan.timeline_plot import save_timeline_plot
+from lightning_holmes.torch_private import is_profiling, profiling_all_threads
 
-_WARM_UP = 2  # first steps that are left out if enough others are recorded
+_TRACED = 2  # the step that is traced, counted from 0; the profiler makes it slower
+_WARM_UP = _TRACED + 1  # first steps that are left out if enough others are recorded
 
 
 class TimelineMonitor(Callback):
@@ -51,6 +57,8 @@ class TimelineMonitor(Callback):
         self.file = file
         self.draw = draw
         self._clock: StepClock | None = None
+        self._steps = 0  # batches that have begun
+        self._profiler: profile | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = getattr(trainer.strategy, "start_monitoring", None)
@@ -60,12 +68,21 @@ class TimelineMonitor(Callback):
                 f'use strategy="holmes", or leave the callback out'
             )
         self._clock = start()
+        self._steps = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._steps == _TRACED and not is_profiling():  # a profiler of the user shows the labels, too
+            self._profiler = profile(experimental_config=profiling_all_threads())
+            self._profiler.start()
+        self._steps += 1
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._clock is not None
         self._clock.end_batch()
+        if self._steps == _TRACED + 1:
+            self._write_trace(trainer)
         if self.every_n_steps is not None and (trainer.fit_loop.total_batch_idx + 1) % self.every_n_steps == 0:
             self._clock.interrupt()
             self.write(trainer)
@@ -79,6 +96,21 @@ class TimelineMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._clock = None
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _write_trace(self, trainer: Trainer) -> None:
+        """Write the trace of the step that was just done, on the ranks of the first pipeline; all ranks must call."""
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # read on all ranks: log_dir is a collective
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        plan: Plan = trainer.strategy.plan  # type: ignore[attr-defined]
+        if trainer.global_rank in plan.placement.pipeline_group(0, 0):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(folder / f"trace-rank{trainer.global_rank}.json"))
+        self._profiler = None
 
     def write(self, trainer: Trainer) -> None:
         """Gather the records of all ranks and write the files on rank 0; all ranks must call."""

@@ -20,6 +20,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from lightning_holmes.comm.label import labelled
+
 
 class Work(Protocol):
     """A function that runs, or has run, in a queue."""
@@ -42,7 +44,13 @@ class CommQueue(Protocol):
     """Called with the name, and the begin and end of the work: readings of ``time.perf_counter``; on CUDA events, which
     may lie in the future. Called from any thread."""
 
-    def start(self, function: Callable[[], None], name: WorkKind | None = None) -> Work: ...
+    def start(self, function: Callable[[], None], name: WorkKind | None = None, *, of: str = "") -> Work:
+        """Run ``function`` after what was started before.
+
+        Args:
+            name: the kind of work, for ``on_run``.
+            of: what it is done for, a stage or parameters, for its label in profiles.
+        """
 
     def close(self) -> None:
         """End the queue: nothing may be started any more. Does not wait for work that runs."""
@@ -132,12 +140,14 @@ class ThreadQueue:
         self._works: queue.SimpleQueue[_ThreadWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, function: Callable[[], None], name: WorkKind | None = None) -> Work:
+    def start(self, function: Callable[[], None], name: WorkKind | None = None, *, of: str = "") -> Work:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._works,), name="holmes_comm", daemon=True)
             self._thread.start()
         told = None if self.on_run is None or name is None else functools.partial(self.on_run, name)
-        work = _ThreadWork(function, told, None if self._stream is None else _StreamOrder(self._stream))
+        work = _ThreadWork(
+            _labelled(function, name, of), told, None if self._stream is None else _StreamOrder(self._stream)
+        )
         self._works.put(work)
         return work
 
@@ -145,6 +155,14 @@ class ThreadQueue:
         if self._thread is not None:
             self._works.put(None)
             self._thread = None
+
+
+def _labelled(function: Callable[[], None], name: WorkKind | None, of: str) -> Callable[[], None]:
+    def run() -> None:
+        with labelled(lambda: f"holmes: {(name or 'collective').replace('_', ' ')} {of}".rstrip()):
+            function()
+
+    return run
 
 
 def _serve(works: "queue.SimpleQueue[_ThreadWork | None]") -> None:
@@ -187,13 +205,13 @@ class StreamQueue:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, function: Callable[[], None], name: WorkKind | None = None) -> Work:
+    def start(self, function: Callable[[], None], name: WorkKind | None = None, *, of: str = "") -> Work:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             began.record()
-            function()
+            _labelled(function, name, of)()
             ended.record()
         if self.on_run is not None and name is not None:
             self.on_run(name, began, ended)

@@ -129,7 +129,8 @@ class GradSync:
             return
         self._buffer.launch(bucket)
         size = bucket.buffer.numel() * bucket.buffer.itemsize
-        work = self._queue.start(_Sum(collective, bucket.buffer, shares=self.shares), "bucket_reduce")
+        of = f"of {bucket.names[0]} to {bucket.names[-1]}"
+        work = self._queue.start(_Sum(collective, bucket.buffer, shares=self.shares), "bucket_reduce", of=of)
         self._works.append((work, size))
 
     def start_grad_sync(self) -> None:

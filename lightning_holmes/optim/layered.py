@@ -181,7 +181,11 @@ class LayeredReducer:
                 self.parameters[name].grad = None
         if not buffers:
             return None
-        work = self.queue.start(self._reduction(parts, buffers), "bucket_reduce")
+        work = self.queue.start(
+            self._reduction(parts, buffers),
+            "bucket_reduce",
+            of="of shared parameters" if stage is None else f"of stage {stage}",
+        )
         self._works.append(work)
         return work
 

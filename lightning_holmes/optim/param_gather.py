@@ -165,7 +165,7 @@ class ParameterGather:
                 arrival.wait()
 
     def _start_transfer(self, index: int) -> Work:
-        buffer, runs, group = self.buffers[index], self._runs[index], self._group
+        buffer, runs, group, extent = self.buffers[index], self._runs[index], self._group, self._extents[index]
         assert group is not None
         share = buffer.numel() // dist.get_world_size(group)
         even = all(first >= rank * share and end <= (rank + 1) * share for first, end, rank in runs)
@@ -177,7 +177,7 @@ class ParameterGather:
             for first, end, rank in runs:
                 dist.broadcast(buffer[first:end], group=group, group_src=rank)
 
-        return self._queue.start(transfer, "bucket_gather")
+        return self._queue.start(transfer, "bucket_gather", of=f"of {extent.names[0]} to {extent.names[-1]}")
 
     def finish(self) -> None:
         """Wait until all parameters have arrived."""

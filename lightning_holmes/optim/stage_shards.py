@@ -290,7 +290,9 @@ class StageShards:
                 if self.size > 1:
                     self._gather(buffer)
 
-        return self.queue.start(bring, "bucket_gather")
+        return self.queue.start(
+            bring, "bucket_gather", of=f"of {parts[0].names[0]} to {parts[-1].names[-1]}" if parts else ""
+        )
 
     def _arrived(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
         if self._common is not None and None not in self._held:

@@ -8,12 +8,14 @@ only. When a batch of a new signature first passes, the shapes are sent once, ah
 
 import collections
 import contextlib
+import functools
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_holmes.comm.label import labelled
 from lightning_holmes.comm.p2p import P2P, PendingReceive, TensorSpec
 from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.comm.queue import Work
@@ -23,7 +25,7 @@ from lightning_holmes.pipeline.anomaly import naming_parameters
 from lightning_holmes.pipeline.request import Microbatches, StepRequest
 from lightning_holmes.pipeline.split_backward import SplitBackward, check_splittable, checkpointing_refused
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
-from lightning_holmes.plan.schedule import Action, Op
+from lightning_holmes.plan.schedule import Action, Op, mark_action
 from lightning_holmes.torch_private import noticing_checkpoints
 
 TOPIC_SHAPES = 1
@@ -47,13 +49,25 @@ class PipelineRunner:
         batch = _Batch(self, request, microbatches)
         microbatches.outputs = [None] * microbatches.schedule.num_microbatches
         with self.module.noticing_reads():
-            for action in microbatches.schedule.actions[rank]:
-                yield from batch.perform(action)
+            for place, action in enumerate(microbatches.schedule.actions[rank]):
+                try:
+                    with labelled(functools.partial(self._label, action)):
+                        yield from batch.perform(action)
+                except Exception as error:
+                    error.add_note(self._describe_failure(microbatches.schedule.actions[rank], place))
+                    raise
                 request.observer.performed(action)
         if self.p2p is not None:
             start = request.observer.mark()
             self.p2p.finish()
             request.observer.add("wait", start)
+
+    def _label(self, action: Action) -> str:
+        return f"holmes: {action.describe()} ({self.module.describe_stage(action.stage)})"
+
+    def _describe_failure(self, actions: Sequence[Action], place: int) -> str:
+        rank = "" if self.p2p is None else f" of pipeline rank {self.p2p.rank}"
+        return f"It failed in the step's schedule{rank}, in the {actions[place].describe()}:\n{mark_action(actions, place)}"
 
 
 class _Batch:

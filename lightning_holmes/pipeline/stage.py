@@ -262,6 +262,13 @@ class PipelineModule:
             self._parameters[stage] = {n: p for n, p in self.parameters.items() if n in names}
         return self._parameters[stage]
 
+    def describe_stage(self, stage: int) -> str:
+        """The layers of a stage in words, or the class of a module that is not divided."""
+        if self.structure is None:
+            return type(self.module).__name__
+        names, layers = self.structure.layer_names, self.partition.layers_of(stage)
+        return names[layers[0]] if len(layers) == 1 else f"{names[layers[0]]} to {names[layers[-1]]}"
+
     def place_of(self, run: StageRun) -> str:
         """Describe the position of a step, for error messages."""
         if self.structure is None or run.position == BEFORE:

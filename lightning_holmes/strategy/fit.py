@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.label import labelled
 from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import CheckpointDamagedError, UnsupportedModuleError
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
@@ -484,8 +485,10 @@ class Fit(Run):
         had no backward."""
         noting = nullcontext() if self._clock is None else self._clock.noting("reduce")
         with self.job.explaining(self.job.groups.data_parallel), noting:
-            self.gradients.reducer.finish(last=not self.accumulates)
-            self.gradients.host.take_gradients(last=not self.accumulates, skipped=skipped)
+            with labelled(lambda: "holmes: wait for the sums of gradients"):
+                self.gradients.reducer.finish(last=not self.accumulates)
+            with labelled(lambda: "holmes: give gradients to the optimizer"):
+                self.gradients.host.take_gradients(last=not self.accumulates, skipped=skipped)
 
     def absorb(self) -> None:
         """Take over changes that hooks after the backward have made to ``p.grad``."""

@@ -36,6 +36,7 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.interrupt import ends_by_interrupt
+from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_private import BEFORE_FIT, reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -590,7 +591,7 @@ class HolmesStrategy(ParallelStrategy):
         """Return the 2-norm, over all stages, of the gradients of ``parameters`` (this rank's), whole or sharded; all ranks must
         call."""
         parameters = list(parameters)
-        with self._lifted():
+        with self._lifted(), labelled(lambda: "holmes: norm of gradients"):
             return self._training.gradients.host.norm(parameters)
 
     def start_monitoring(self) -> StepClock:

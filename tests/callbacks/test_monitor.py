@@ -1,6 +1,7 @@
 """monitor=True: a timeline of one step on all ranks, in the run's folder; each rank's parts add up to its step."""
 
 import itertools
+import json
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -16,6 +17,12 @@ from lightning_holmes.plan.timeline import BESIDE_KINDS, Timeline
 KINDS = {"forward", "backward", "wait", "reduce", "update", "other"}
 
 
+def labels_of(trace: Path) -> list[str]:
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert any(name.startswith("Optimizer.step#") for name in names), "torch's own label"
+    return [name for name in names if name.startswith("holmes: ")]
+
+
 @pytest.mark.parametrize(
     ("holmes", "replicas"),
     [
@@ -29,7 +36,15 @@ def test_a_monitored_run_writes_what_every_rank_did(tmp_path: Path, holmes: dict
     assert [result["monitors"] for result in results] == [1] * 2 * replicas
     data = results[0]["data"]
     assert results[0]["drawn"]
-    assert data["steps_noted"] == 6, "eight batches but the first two"
+    for rank in range(2 * replicas):
+        first = rank in data["replicas"][0]["ranks"]
+        assert (tmp_path / f"trace-rank{rank}.json").exists() == first
+        if first:
+            labels = labels_of(tmp_path / f"trace-rank{rank}.json")
+            assert sum("forward of stage" in label for label in labels) == 4 * holmes.get("num_chunks", 1)
+            assert any("sums of gradients" in label for label in labels)
+            assert any("bucket reduce of " in label for label in labels) == (replicas > 1)
+    assert data["steps_noted"] == 5, "eight batches but the first three"
     assert sorted(rank for replica in data["replicas"] for rank in replica["ranks"]) == list(range(2 * replicas))
     assert len(data["seconds_by_kind"]) == 2 * replicas
     num_chunks = holmes.get("num_chunks", 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.profiler import profile
 
 from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.comm.parameter_exchange import LocalExchange
@@ -17,7 +18,7 @@ from lightning_holmes.pipeline.request import Microbatches, StepRequest
 from lightning_holmes.pipeline.runner import _Batch
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.plan.partition import make_partition
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, Op, make_schedule
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, Op, make_schedule, mark_action
 
 NUM_MICROBATCHES = 3
 
@@ -204,6 +205,41 @@ def test_an_action_that_the_runner_does_not_know_ends_the_run() -> None:
         split = Microbatches(schedule=schedule, step=lambda run, microbatch: None, signatures=[0])
         with pytest.raises(AssertionError, match=r"does not know how to perform \?0\.0"):
             list(_Batch(driver.runner, request, split).perform(Unknown()))  # type: ignore[arg-type]
+
+
+def test_a_profile_names_each_action_with_its_layers() -> None:
+    with pipeline_of("1f1b", 2, 1) as (pipeline, _, batch), profile() as profiler:
+        run(pipeline.drivers, batch, trains=True)
+    labels = [event.name for event in profiler.events() if event.name.startswith("holmes: ")]
+    assert "holmes: forward of stage 0, microbatch 2 (layers.0 to layers.1)" in labels
+    assert "holmes: reduce gradients of stage 1 (layers.2 to layers.3)" in labels
+    schedule = make_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=NUM_MICROBATCHES)
+    assert len(labels) == sum(map(len, schedule.actions))
+
+
+def test_an_error_shows_the_schedule_with_the_action_that_failed() -> None:
+    with pipeline_of("1f1b", 2, 1) as (pipeline, _, batch):
+        calls = []
+
+        def fail_at_the_second_microbatch(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise ValueError("a fault")
+
+        staged: Any = pipeline.drivers[1].pipeline.module
+        staged.layers[2].register_forward_pre_hook(fail_at_the_second_microbatch)
+        with pytest.raises(ValueError, match="a fault") as caught:
+            run(pipeline.drivers, batch, trains=True)
+    (note,) = caught.value.__notes__
+    assert "of pipeline rank 1, in the forward of stage 1, microbatch 1" in note
+    assert "F1.0" in note and note.count(">>> F1.1 <<<") == 1
+
+
+def test_a_long_schedule_is_shown_around_the_action() -> None:
+    actions = [Action(Op.FORWARD, 0, microbatch) for microbatch in range(200)]
+    shown = mark_action(actions, 100).split(" ")
+    assert shown[0] == shown[-1] == "..." and 80 < len(shown) < 90
+    assert mark_action(actions[:2], 0) == ">>> F0.0 <<< F0.1"
 
 
 def test_every_kind_of_action_stands_in_some_schedule() -> None:

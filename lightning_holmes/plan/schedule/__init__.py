@@ -47,6 +47,7 @@ from lightning_holmes.plan.schedule.action import (
     WHOLE_BATCH,
     Action,
     Op,
+    mark_action,
 )
 from lightning_holmes.plan.schedule.checks import start_slots, validate_schedule
 from lightning_holmes.plan.schedule.schedule import Schedule, make_schedule, max_in_flight, receive_of
@@ -76,6 +77,7 @@ __all__ = [
     "ScheduleName",
     "ScheduleSpec",
     "make_schedule",
+    "mark_action",
     "max_in_flight",
     "rank_of_stage",
     "ranks_of_stages",

@@ -6,10 +6,13 @@ str(Action(Op.BACKWARD_INPUT, stage=1, microbatch=3))       # "I1.3"
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WHOLE_BATCH = -1
 """The microbatch of an action that belongs to a whole stage (FETCH, RELEASE, REDUCE_GRADIENTS)."""
+
+_SHOWN = 40  # actions shown before and after the marked one
 
 
 class Op(enum.Enum):
@@ -48,3 +51,15 @@ class Action:
     def __str__(self) -> str:
         suffix = "" if self.microbatch == WHOLE_BATCH else f".{self.microbatch}"
         return f"{self.op.value}{self.stage}{suffix}"
+
+    def describe(self) -> str:
+        """The action in words: "backward input of stage 1, microbatch 3"."""
+        suffix = "" if self.microbatch == WHOLE_BATCH else f", microbatch {self.microbatch}"
+        return f"{self.op.name.lower().replace('_', ' ')} of stage {self.stage}{suffix}"
+
+
+def mark_action(actions: Sequence[Action], place: int) -> str:
+    """The actions of a rank in one line, with the one at ``place`` in ">>> <<<"; of a long list those around it."""
+    first, end = max(0, place - _SHOWN), place + _SHOWN + 1
+    shown = [f">>> {a} <<<" if i == place else str(a) for i, a in enumerate(actions[first:end], start=first)]
+    return " ".join([*(["..."] if first else []), *shown, *(["..."] if end < len(actions) else [])])

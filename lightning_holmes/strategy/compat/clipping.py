@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_holmes.comm.label import labelled
 from lightning_holmes.lightning_private import AFTER_CLOSURE, handles_unscaling
 from lightning_holmes.optim.host import OptimizerHost, ShardedHost
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -24,11 +25,11 @@ def clipping(plugin: Any, host: OptimizerHost, lifted: Callable[[], AbstractCont
     """
 
     def clip_grad_by_norm(optimizer: Optimizer, clip_val: int | float) -> None:
-        with lifted():
+        with lifted(), labelled(lambda: "holmes: clip gradients by norm"):
             host.clip_by_norm(plugin.main_params(optimizer), clip_val)
 
     def clip_grad_by_value(optimizer: Optimizer, clip_val: int | float) -> None:
-        with lifted():
+        with lifted(), labelled(lambda: "holmes: clip gradients by value"):
             host.clip_by_value(plugin.main_params(optimizer), clip_val)
 
     with Replacements() as run:
