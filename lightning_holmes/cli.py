@@ -14,11 +14,7 @@ everything agrees and with 1 if something differs.
 `plan` reads the same files and predicts what a run will cost before it is started, without GPUs, weights or network
 (commands/plan_command.py).
 
-    lightning-holmes --print_completion=shtab-bash > ~/.local/share/bash-completion/completions/lightning-holmes
-
-installs shell completion of commands and options.
-
-Errors in the user's input are printed as one message, without a traceback; the exit code is then 2.
+Classes that a config file names are also found in the working folder. Errors in the user's input are printed as one message, without a traceback; the exit code is then 2.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -153,7 +149,7 @@ class HolmesCLI(LightningCLI):
 
     def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)
-        for name, (_, text) in COMMANDS.items():  # main runs them; they are added here for --help and completion
+        for name, (_, text) in COMMANDS.items():  # main runs them; they are added here for --help
             parser._subcommands_action.add_subcommand(name, ArgumentParser(description=text), help=text)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
@@ -277,7 +273,8 @@ def make_strategy_args(strategy: Any) -> dict[str, Any]:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line; `args` default to those of the process."""
     given = list(args) if args is not None else sys.argv[1:]
-    set_parsing_settings(add_print_completion_argument=True)
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)  # as `python -m` does: a config file's classes may be in the working folder
     try:
         if given and given[0] in COMMANDS:
             run_command(given[0], given[1:])

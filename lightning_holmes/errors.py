@@ -56,16 +56,6 @@ class AnomalyError(HolmesError, RuntimeError):
     """A backward produced NaN or infinity under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
 
 
-class TestbedError(HolmesError, RuntimeError):
-    """An error on a testbed: a host is missing, or a command failed."""
-
-    __test__ = False  # pytest would take the class for a test because of its name
-
-
-class TestbedUnavailable(TestbedError):
-    """This machine cannot run a testbed. The message says which capability is missing."""
-
-
 class UnreachableError(HolmesError):
     """Ranks that must communicate cannot connect. The message names both ends, their interfaces and the port."""
 

@@ -53,7 +53,7 @@ def _few_objects() -> Iterator[None]:
 def testbed_works() -> None:
     """Skip if this machine cannot run a testbed (it needs root and namespaces); with HOLMES_REQUIRE_TESTBED=1, fail
     instead."""
-    from lightning_holmes.cluster.testbed import find_problem
+    from testbed import find_problem
 
     problem = find_problem()
     if problem is not None:

@@ -337,7 +337,7 @@ def _enter_host(pid: int) -> None:
     """Join the cpu cgroup and the namespaces of process ``pid``, and end when the nursery does."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    from lightning_holmes.cluster.testbed.cgroup import find_cpu_hierarchy
+    from testbed.cgroup import find_cpu_hierarchy
 
     hierarchy = find_cpu_hierarchy()
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
@@ -362,7 +362,7 @@ def _take_over(output: int, errors: int, env: dict[str, str]) -> None:
 
 if __name__ == "__main__":
     sys.modules["launch"] = sys.modules["__main__"]
-    sys.path[:0] = [str(TESTS), *sorted(str(p) for p in TESTS.iterdir() if p.is_dir())]
+    sys.path[:0] = [str(TESTS), *sorted(str(p) for p in TESTS.iterdir() if p.is_dir()), str(TESTS.parent)]
     work = _serve(socket.socket(fileno=int(sys.argv[1])))
     if work is not None:
         work()

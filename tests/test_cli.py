@@ -11,7 +11,7 @@ import yaml
 import lightning_holmes
 from lightning_holmes.cli import main
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.models import GPT
+from recipes.gpt import GPT
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/gpt_tiny/config.yaml"

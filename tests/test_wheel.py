@@ -8,6 +8,7 @@ repository fail here.
 import importlib.metadata
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,17 +79,22 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     installing = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
     subprocess.run(installing, check=True, capture_output=True, timeout=120)
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    link_what_is_required(site, extra="")
+    return python.parent
+
+
+def link_what_is_required(site: Path, *, extra: str) -> None:
+    """Link into an environment what the wheel there requires with this extra ("": none)."""
     found: dict[str, importlib.metadata.Distribution] = {}
     (metadata,) = importlib.metadata.distributions(name="lightning-holmes", path=[str(site)])
     for line in metadata.requires or ():
         requirement = Requirement(line)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
             dependencies(requirement, found)
     for distribution in found.values():
         for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
             if not (site / name).exists():
                 (site / name).symlink_to(Path(str(distribution.locate_file(name))).resolve())
-    return python.parent
 
 
 def run(command: list[str | Path], folder: Path) -> str:
@@ -120,11 +126,55 @@ def test_the_readmes_line_trains_on_two_processes(environment: Path, tmp_path: P
     assert output.count("STEPS 8 2") == 2 and str(environment.parent) in output and str(ROOT) not in output
 
 
+MINE = """
+import torch
+from lightning_holmes.data import CountedDataModule
+
+class Ids(CountedDataModule):
+    def __init__(self):
+        super().__init__(batch_size=4)
+
+    def train_dataloader(self):
+        return self.make_train_loader([{"input_ids": row} for row in torch.randint(0, 50, (32, 8))])
+"""
+CONFIG = """
+seed_everything: 1
+trainer:
+  accelerator: cpu
+  devices: 1
+  strategy: holmes
+  max_steps: 2
+  logger: false
+  enable_progress_bar: false
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {dirpath: saved, save_last: true}
+model:
+  class_path: lightning_holmes.models.HFCausalLM
+  init_args: {pretrained: base}
+data:
+  class_path: mine.Ids
+"""
+
+
 @pytest.mark.xdist_group("wheel")
-def test_a_recipe_is_trained_from_the_command_line(environment: Path, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "recipes" / "gpt_tiny", tmp_path / "recipes" / "gpt_tiny")
-    command: list[str | Path] = [environment / "lightning-holmes", "fit", "--config", "recipes/gpt_tiny/config.yaml"]
-    command += ["--trainer.devices=1", "--trainer.strategy=holmes", "--trainer.max_steps=2"]
-    command += ["--trainer.val_check_interval=2", "--trainer.limit_val_batches=1"]
-    run(command, tmp_path)
-    assert (tmp_path / "runs" / "gpt_tiny" / "checkpoints" / "last.ckpt").exists()
+def test_the_commands_run_on_a_pretrained_folder_and_ones_own_data(environment: Path, tmp_path: Path) -> None:
+    """Comes last: the extra `hf` is added to the environment."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra: pip install lightning-holmes[hf]")
+    (site,) = (environment.parent / "lib").glob("python*/site-packages")
+    link_what_is_required(site, extra="hf")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "hf.yaml").write_text(CONFIG)
+
+    def command(*arguments: str) -> str:
+        return run([environment / "lightning-holmes", *arguments], tmp_path)
+
+    command("fit", "--config", "hf.yaml")
+    assert "exact" in command("check", "--config", "hf.yaml")
+    assert "a step" in command("plan", "--config", "hf.yaml", "--device_type", "A100-80GB")
+    assert socket.gethostname() in command("topology")
+    command("convert", "saved/last.ckpt", "tuned", "--format", "safetensors")
+    assert (tmp_path / "tuned" / "model.safetensors").is_file() and (tmp_path / "tuned" / "config.json").is_file()

@@ -16,13 +16,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "lightning_holmes.commands.status",
         "jobs with snapshots on this host: how far, which faults, what they cost",
     ),
-    "tokenize": ("lightning_holmes.commands.tokenize", "text as the token files that TokenFile reads"),
-    "testbed": ("lightning_holmes.commands.testbed", "the hosts of a topology on this machine"),
     "optimizer-node": (
         "lightning_holmes.commands.optimizer_node",
         "this host as an optimizer node of a job, by the job's own script",
     ),
-    "bench": ("lightning_holmes.commands.bench", "the same training by several strategies, side by side on a testbed"),
 }
 
 

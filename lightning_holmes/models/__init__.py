@@ -1,19 +1,17 @@
-"""The models of the recipes: a small GPT, and any Hugging Face causal language model, trained fully or by LoRA adapters."""
+"""Hugging Face's causal language models as LightningModules, trained fully or by LoRA adapters."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from lightning_holmes.models.gpt import GPT
 
 if TYPE_CHECKING:
     from lightning_holmes.models.hf import HFCausalLM
     from lightning_holmes.models.lora import LoRACausalLM
 
-__all__ = ["GPT", "HFCausalLM", "LoRACausalLM"]
+__all__ = ["HFCausalLM", "LoRACausalLM"]
 
 
 def __getattr__(name: str) -> Any:
-    modules = {"HFCausalLM": "hf", "LoRACausalLM": "lora"}  # imported on first use
+    modules = {"HFCausalLM": "hf", "LoRACausalLM": "lora"}  # imported on first use: transformers takes seconds
     if name in modules:
         return getattr(import_module(f"lightning_holmes.models.{modules[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

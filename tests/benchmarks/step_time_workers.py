@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_holmes
-from lightning_holmes.models import GPT
+from recipes.gpt import GPT
 
 SEQUENCE = 128
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc

@@ -8,9 +8,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 from lightning_holmes.callbacks import RunSummary, SampleText, Throughput, count_batch, data_parallel_size, run_report
-from lightning_holmes.data import FileBytes
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.models import GPT
+from recipes.gpt import GPT
+from recipes.text import FileBytes
 
 
 def fit(tmp_path, callbacks: list[Callback], model: LightningModule | None = None, **kwargs) -> Trainer:

@@ -17,9 +17,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint.manifest import Manifest
-from lightning_holmes.data import FileBytes
 from lightning_holmes.errors import CheckpointError
-from lightning_holmes.models import GPT
+from recipes.gpt import GPT
+from recipes.text import FileBytes
 
 GLOBAL_BATCH = 16
 GLOBAL_MICROBATCHES = 4

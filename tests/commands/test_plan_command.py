@@ -29,7 +29,7 @@ trainer:
   precision: bf16-true
   strategy: {class_path: lightning_holmes.HolmesStrategy, init_args: {topology: TOPOLOGY}}
 model:
-  class_path: lightning_holmes.models.GPT
+  class_path: recipes.gpt.GPT
   init_args: {vocab_size: 51200, hidden_size: 8192, num_layers: 24, num_heads: 64, sequence_length: 2048}
 """
 TOPOLOGY = """

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import lightning_holmes
-from lightning_holmes.models import GPT
+from recipes.gpt import GPT
 
 SEQUENCE, GLOBAL_BATCH, STEPS = 32, 8, 4
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
-from lightning_holmes.models import GPT
+from recipes.gpt import GPT
 
 NUM_TRAIN, NUM_VALIDATION = 22, 8
 VOCABULARY, LENGTH, HIDDEN, CLASSES, PIXELS = 29, 10, 16, 4, 8

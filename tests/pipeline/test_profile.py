@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.models import GPT
 from lightning_holmes.pipeline import profile
 from lightning_holmes.pipeline.profile import build_fake, profile_step, time_in_turn
 from lightning_holmes.pipeline.repeats import undisturbed
 from lightning_holmes.pipeline.shadow import shadow_copy, share_layer_memory, with_own_gradients
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.layer_cost import ModelCost
+from recipes.gpt import GPT
 
 
 def tokens(samples: int, length: int) -> dict[str, torch.Tensor]:

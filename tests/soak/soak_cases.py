@@ -16,11 +16,11 @@ import psutil
 from faults import LASTS, RANKS
 from lightning.pytorch import Callback
 from snapshot_cases import train
+from testbed import enter
 
 from lightning_holmes.checkpoint import atomic, loading, manager, saving
 from lightning_holmes.checkpoint.copies import Copies
 from lightning_holmes.checkpoint.snapshot_folder import SnapshotManager
-from lightning_holmes.cluster.testbed import enter
 from lightning_holmes.comm import collectives
 from lightning_holmes.commands import optimizer_node
 from lightning_holmes.optim.node.link import NodeLink

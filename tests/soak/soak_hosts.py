@@ -13,10 +13,10 @@ from pathlib import Path
 from faults import Layout
 from launch import start_worker
 from soak_nodes import Nodes
+from testbed import Testbed, TestbedOptions
+from testbed.netlink import namespace_path
 
 from lightning_holmes.checkpoint.snapshot_folder import read_name
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
-from lightning_holmes.cluster.testbed.netlink import namespace_path
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 
 _MEMORY = "4m"

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.models import GPT, HFCausalLM
+from lightning_holmes.models import HFCausalLM
+from recipes.gpt import GPT
 
 VOCABULARY, SEQUENCE = 256, 16
 SEED = 11

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.comm import failure
-from lightning_holmes.data.counting import CountedDataModule
+from lightning_holmes.data import CountedDataModule
 
 ROWS, FEATURES, STEPS = 48, 16, 14
 
@@ -50,7 +50,7 @@ class Counted(CountedDataModule):
     """Unchanged rows, in a loader that counts samples of all replicas."""
 
     def __init__(self) -> None:
-        super().__init__(sequence_length=2, least_length=2, batch_size=4, val_fraction=0.0, num_workers=0, seed=1)
+        super().__init__(batch_size=4, seed=1)
 
     def train_dataloader(self) -> Any:
         return self.make_train_loader(Noisy(0.0))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import HolmesError
-from lightning_holmes.models import GPT
+from recipes.gpt import GPT
 
 EPOCHS, STEPS, SAMPLES, LENGTH, WIDTH, VOCABULARY, CLASSES = 2, 3, 8, 6, 8, 12, 6
 

@@ -17,8 +17,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_holmes.models.gpt import GPT
 from lightning_holmes.strategy.module_digest import digest_module
+from recipes.gpt import GPT
 
 BASE = """
 from torch import nn

@@ -27,7 +27,7 @@ from training_worker import join_as_torchrun_would
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import saving
-from lightning_holmes.data.counting import CountedDataModule
+from lightning_holmes.data import CountedDataModule
 from lightning_holmes.optim.node.link import NodeLink
 
 STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
@@ -37,9 +37,7 @@ class Counted(CountedDataModule):
     """A data module of which all replicas together read eight rows per step, whatever their number."""
 
     def __init__(self, batch_size: int) -> None:
-        super().__init__(
-            sequence_length=2, least_length=2, batch_size=batch_size, val_fraction=0.0, num_workers=0, seed=1
-        )
+        super().__init__(batch_size=batch_size, seed=1)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return self.make_train_loader(rows())

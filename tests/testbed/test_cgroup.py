@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_holmes.cluster.testbed.cgroup import CpuGroup, CpuHierarchy, find_cpu_hierarchy
-from lightning_holmes.errors import TestbedUnavailable
+from testbed.cgroup import CpuGroup, CpuHierarchy, find_cpu_hierarchy
+from testbed.errors import TestbedUnavailable
 
 
 def mounts(folder: Path, *lines: str) -> Path:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from launch import forked_executable, forked_python
 
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Link, LinkSpeed, Topology
-from lightning_holmes.commands import testbed as command
+from testbed import Testbed, TestbedOptions
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),
@@ -98,19 +97,25 @@ def test_a_fast_card_that_is_down_leaves_one_cluster(bed: Testbed, tmp_path: Pat
     assert stated is not None and not stated.measured
 
 
-def test_the_command_prints_clusters_links_and_measured_speeds(
-    bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Runs lightning-holmes topology under torchrun, which lightning-holmes testbed run starts on every host."""
-    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    # so that the processes started by torchrun need not import everything again
-    monkeypatch.setenv("PYTHON_EXEC", forked_executable())
-    arguments = ["run", "--id", bed.bed_id, "--torchrun", "--shuffle", "--timeout", "120"]
+def test_the_command_prints_clusters_links_and_measured_speeds(bed: Testbed, tmp_path: Path) -> None:
+    """lightning-holmes topology under torchrun."""
+    env = {
+        "HOLMES_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHON_EXEC": forked_executable(),  # so that the processes need not import everything again
+    }
     told = {"infiniband": 400, "roce": 200, "ethernet": 40}  # Mbit/s
     for _ in range(3):  # retried as in discover
-        command.main([*arguments, "--", "-m", "lightning_holmes.cli", "topology", "--refresh"])
-        lines = [line.partition("] ")[2] for line in capsys.readouterr().out.splitlines()]
+        results = bed.torchrun(
+            ["-m", "lightning_holmes.cli", "topology", "--refresh"],
+            shuffle_nodes=True,
+            env=env,
+            timeout_s=120,
+            check=True,
+        )
+        (lines,) = (
+            output.splitlines() for output in (r.output for r in results.values()) if "\ncluster " in f"\n{output}"
+        )
         start = next(index for index, line in enumerate(lines) if line.startswith("cluster "))
         hosts = [line.split() for line in lines[start:] if line.endswith("up   ")]
         links = [re.match(r"(\S+) +(\S+) +(\S+) +([\d.]+) Mbit/s +[\d.]+ [um]s +measured", line) for line in lines]

@@ -21,8 +21,8 @@ from launch import forked_executable, forked_python
 
 from lightning_holmes import checkpoint
 from lightning_holmes.checkpoint.loading import load_folder
-from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from testbed import HostResult, Testbed, TestbedOptions
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),

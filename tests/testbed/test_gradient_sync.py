@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from launch import forked_python
 
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.plan.sync_choice import DRIFT_STEPS
+from testbed import Testbed, TestbedOptions
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),

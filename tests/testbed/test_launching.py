@@ -14,8 +14,8 @@ from launch import TESTS, forked_executable, forked_python
 from strategy_cases import Setting, build, samples
 from torch.utils.data import DataLoader
 
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from testbed import Testbed, TestbedOptions
 
 pytestmark = [pytest.mark.usefixtures("testbed_works"), pytest.mark.xdist_group("testbed_launchers")]
 SCRIPT = str(TESTS / "strategy" / "launched_script.py")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_holmes.cluster.testbed.layout import Layout, TestbedOptions, make_layout
-from lightning_holmes.cluster.testbed.made_up_sysfs import write_counters, write_devices, write_port
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError, TestbedError
+from lightning_holmes.errors import ConfigurationError
+from testbed.errors import TestbedError
+from testbed.layout import Layout, TestbedOptions, make_layout
+from testbed.made_up_sysfs import write_counters, write_devices, write_port
 
 TWO_CLUSTERS = """
 clusters:

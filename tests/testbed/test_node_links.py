@@ -13,9 +13,9 @@ from fault_worker import KILLED_AT, STEPS
 from launch import forked_python
 from test_faults import Cut, losses, plain, run, shown
 
-from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.optim.node.server import DEFAULT_PORT, SECRET
+from testbed import HostResult, Testbed, TestbedOptions
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),

@@ -8,7 +8,7 @@ from launch import forked_python
 from node_channel_worker import KINDS
 from test_faults import TWO_HOSTS, Cut, shown
 
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
+from testbed import Testbed, TestbedOptions
 
 pytestmark = [pytest.mark.usefixtures("testbed_works"), pytest.mark.xdist_group("testbed_faults")]
 NOTICED_S = 30.0

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from testbed import Testbed, TestbedOptions
 
 pytestmark = [
     pytest.mark.benchmark,

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lightning_holmes.cluster.testbed import Testbed, netlink
-from lightning_holmes.cluster.testbed import bed as bed_module
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError, TestbedUnavailable
+from testbed import Testbed, netlink
+from testbed import bed as bed_module
+from testbed.errors import TestbedUnavailable
 
 TOPOLOGY = Topology.single_cluster(1, 1)
 
@@ -25,13 +25,6 @@ def test_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(TestbedUnavailable, match="needs Linux, this is darwin"):
-        Testbed(TOPOLOGY).build()
-
-
-@pytest.mark.usefixtures("testbed_works")
-def test_without_pyroute2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyroute2", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-holmes\[testbed\]'"):
         Testbed(TOPOLOGY).build()
 
 

@@ -15,9 +15,9 @@ import pytest
 from launch import forked_python
 from slow_host_worker import LAYERS, Progress, train
 
-from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions
-from lightning_holmes.cluster.testbed.cgroup import CpuGroup, find_cpu_hierarchy
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from testbed import HostResult, Testbed, TestbedOptions
+from testbed.cgroup import CpuGroup, find_cpu_hierarchy
 
 pytestmark = [
     pytest.mark.benchmark,

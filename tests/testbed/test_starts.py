@@ -5,11 +5,8 @@ import statistics
 from pathlib import Path
 
 import pytest
-
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
-from lightning_holmes.commands import bench
-from lightning_holmes.commands.benchmark.contenders import CONTENDERS, BenchmarkJob
-from lightning_holmes.commands.benchmark.workload import Workload
+from benchmarks import bench
+from benchmarks.contenders import CONTENDERS
 
 STARTS, ROUNDS, WITHIN = 10, 3, 1.03
 
@@ -22,14 +19,13 @@ def test_ten_starts_choose_plans_that_are_as_fast_as_the_fastest(tmp_path: Path)
     """Each start measures anew: with the measurements kept from an earlier start, all would choose the same plan.
     Then the chosen plans are run in turn, each with the measurements that its first start had kept, since the
     machine's speed varies more from minute to minute than the plans differ."""
-    topology = bench.make_topology((2, 2), devices=1, fast_bytes_per_s=1e9 / 8, ethernet_bytes_per_s=1e8 / 8)
-    job = BenchmarkJob(topology=topology, processes_per_host=1, workload=Workload())
+    network = bench.NETWORKS["two-clusters"]
     starts: dict[str, list[float]] = {}
     steps: dict[str, list[float]] = {}
-    with Testbed(topology, TestbedOptions(cpu_share=0.45, precedence=True)) as bed:
+    with bench.make_bed(network) as bed:
 
         def run(name: str) -> tuple[str, float]:
-            result = bench.run_contender(bed, CONTENDERS[name], job, timeout_s=300, verbose=False)
+            result = bench.run_contender(bed, CONTENDERS[name], network, timeout_s=300)
             assert result.problem is None and result.step_s is not None, result.problem
             plan = result.plans[0].partition(";")[0] if result.plans else name
             plan = plan.replace("zero_bubble", "1f1b")  # each run tries on its own whether split backwards are faster

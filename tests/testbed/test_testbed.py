@@ -1,6 +1,5 @@
 """A real testbed: namespaces, rates, CPU shares, commands, and a check that nothing is left behind."""
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -14,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_holmes.cluster.testbed import HostResult, Testbed, TestbedOptions, netlink
-from lightning_holmes.cluster.testbed import bed as bed_module
-from lightning_holmes.cluster.testbed.cgroup import CpuGroup, find_cpu_hierarchy
-from lightning_holmes.cluster.testbed.state import bed_folder
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.commands import testbed as command
-from lightning_holmes.errors import ConfigurationError, TestbedError
+from lightning_holmes.errors import ConfigurationError
+from testbed import HostResult, Testbed, TestbedOptions, netlink
+from testbed import bed as bed_module
+from testbed.cgroup import CpuGroup, find_cpu_hierarchy
+from testbed.errors import TestbedError
+from testbed.state import bed_folder
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),
@@ -292,59 +291,3 @@ def test_two_testbeds_do_not_meet() -> None:
             assert all(status.up for status in second.status())
         assert first.run(["true"], timeout_s=20, check=True).keys() == set(first.hosts)
     assert remains(first.bed_id) == remains(second.bed_id) == []
-
-
-def test_the_state_is_kept_between_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "two.yaml"
-    file.write_text(TEXT)
-    bed_id = f"cli_{os.getpid()}"
-
-    def call(*args: str) -> str:
-        before, _, after = " ".join(args).partition(" -- ")
-        command.main([*before.split(), "--id", bed_id, *(["--", *after.split()] if after else [])])
-        return capsys.readouterr().out
-
-    def row(text: str, host: str, nic: str) -> list[str]:
-        (found,) = (line for line in text.splitlines() if f" {host} " in line and f" {nic} " in line)
-        return [cell.strip() for cell in found.strip("│ ").split("│")]
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(call, "down")
-        table = call("up", str(file), "--ethernet", "100mbit", "--cpu-share", "0.5")
-        assert row(table, "a-0", "eth0")[2] == "0.5" and row(table, "a-0", "eth0")[8] == "100 Mbit/s"
-        call("set", "a-0.eth0", "rate=50mbit")
-        call("set", "b-1.mlx", "down")
-        table = call("status")
-        assert row(table, "a-0", "eth0")[7:9] == ["up", "50 Mbit/s"]
-        assert row(table, "b-1", "mlx")[7:9] == ["down", "200 Mbit/s"]
-        out = call("run", "--host", "b-1", "--", "sh", "-c", "hostname")
-        assert out == "[b-1] b-1\n"
-        with pytest.raises(SystemExit) as caught:
-            call("run", "--timeout", "20", "--", "false")
-        assert caught.value.code == 1 and "a-0: exit 1" in capsys.readouterr().err
-        script = tmp_path / "who.sh"
-        script.write_text("echo $RANK $GROUP_RANK $WORLD_SIZE $HOLMES_HOST_NAME\n")
-        two = ("--host", "a-0", "--host", "b-1")
-        out = call("run", "--torchrun", "2", "--shuffle", *two, "--", "--no-python", "sh", str(script))
-        told = sorted(line for line in out.splitlines() if re.fullmatch(r"\[\S+\] \d \d 4 \S+", line))
-        assert told == ["[a-0] 2 1 4 a-0", "[a-0] 3 1 4 a-0", "[b-1] 0 0 4 b-1", "[b-1] 1 0 4 b-1"], out
-        with pytest.raises(ConfigurationError, match="'sideways' is no change; write rate=50mbit, down or up"):
-            call("set", "a-0.eth0", "sideways")
-        with pytest.raises(ConfigurationError, match="no command to run"):
-            call("run")
-        assert len(netlink.remove_namespaces(f"holmes-{bed_id}-")) == 5, "four hosts and the switch"
-        with pytest.raises(TestbedError, match="only remains are left"):
-            call("status")
-        call("up", str(file))  # makes it anew
-        assert row(call("status"), "b-1", "mlx")[7] == "up"
-        assert call("down") == f"testbed {bed_id} is down\n"
-        assert remains(bed_id) == []
-        with pytest.raises(TestbedError, match=f"there is no testbed '{bed_id}'"):
-            call("status")
-
-
-@pytest.mark.parametrize(("text", "expected"), [("50mbit", 6.25e6), ("1.5Gbit", 187.5e6), ("50 Mbit/s", 6.25e6)])
-def test_rates_are_read_as_tc_and_topology_files_write_them(text: str, expected: float) -> None:
-    assert command.parse_rate(text, source="rate") == expected
-    with pytest.raises(ConfigurationError, match=r"rate.*a positive bandwidth"):
-        command.parse_rate("fast", source="rate")

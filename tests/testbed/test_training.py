@@ -15,8 +15,8 @@ import torch
 from launch import forked_executable, forked_python
 from training_worker import FEATURES, ROWS, STEPS, Stack, train
 
-from lightning_holmes.cluster.testbed import Testbed, TestbedOptions
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from testbed import Testbed, TestbedOptions
 
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),

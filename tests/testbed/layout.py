@@ -24,7 +24,8 @@ from pydantic import Field
 
 from lightning_holmes.cluster.record import record
 from lightning_holmes.cluster.topology import Host, Nic, Topology, TransportKind
-from lightning_holmes.errors import ConfigurationError, TestbedError
+from lightning_holmes.errors import ConfigurationError
+from testbed.errors import TestbedError
 
 DEFAULT_PREFIX = "holmes-"
 MAX_SHAPED_BYTES_PER_S = 4e9  # tc's rates are 32-bit numbers; a faster NIC is not limited

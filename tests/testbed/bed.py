@@ -12,7 +12,6 @@ taking it down is removed when the next testbed is built.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import itertools
 import os
@@ -27,23 +26,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-from lightning_holmes.cluster.testbed import made_up_sysfs, netlink, state
-from lightning_holmes.cluster.testbed.cgroup import CpuGroup, find_cpu_hierarchy
-from lightning_holmes.cluster.testbed.layout import (
-    DEFAULT_PREFIX,
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.errors import ConfigurationError
+from testbed import made_up_sysfs, netlink, state
+from testbed.cgroup import CpuGroup, find_cpu_hierarchy
+from testbed.errors import TestbedError, TestbedUnavailable
+from testbed.layout import (
     HostLayout,
     Layout,
     NicLayout,
     TestbedOptions,
-    check_bed_id,
     check_rate,
     make_layout,
     namespace_prefix,
 )
-from lightning_holmes.cluster.testbed.processes import HostCommand, HostResult, run_commands
-from lightning_holmes.cluster.testbed.state import BedState, Owner
-from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError, TestbedError, TestbedUnavailable
+from testbed.processes import HostCommand, HostResult, run_commands
 
 _GRACE_S = 30.0
 _FIRST_PORT, _PORTS = 29500, 1000
@@ -95,7 +92,8 @@ class Testbed:
         self.options = options or TestbedOptions()
         self.bed_id = bed_id or f"p{os.getpid()}n{next(_numbers)}"
         self.layout: Layout = make_layout(topology, self.options, bed_id=self.bed_id)
-        self._state = BedState(bed_id=self.bed_id, topology=topology, options=self.options, owner=None)
+        self._rates: dict[str, float] = {}  # "host.nic": bytes/s, where changed
+        self._down: set[str] = set()
         self._runs = itertools.count()
         self._pid = os.getpid()
         self._signals: dict[int, Any] = {}
@@ -103,7 +101,7 @@ class Testbed:
     # up and down
 
     def __enter__(self) -> Testbed:
-        self.build(owner=Owner.this_process())
+        self.build()
         atexit.register(self._close_own)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGHUP):
@@ -118,11 +116,8 @@ class Testbed:
         atexit.unregister(self._close_own)
         self.close()
 
-    def build(self, *, owner: Owner | None = None) -> None:
-        """Build the testbed, which stays up until :meth:`close`, or until its owner process has ended and another testbed is built.
-
-        First remove the remains of a testbed with the same id, and all testbeds whose owner process has ended.
-        """
+    def build(self) -> None:
+        """Build the testbed. First remove all testbeds whose process has ended."""
         if sys.platform != "linux":
             raise TestbedUnavailable(f"no testbed here: it needs Linux, this is {sys.platform}")
         if os.geteuid() != 0:
@@ -130,10 +125,9 @@ class Testbed:
                 "no testbed here: it makes network namespaces, which only root may do; run as root"
             )
         hierarchy = find_cpu_hierarchy()
-        remove_abandoned(self.options.prefix)
-        remove_remains(self.options.prefix, self.bed_id)
-        self._state = dataclasses.replace(self._state, owner=owner)
-        state.write_state(self._state)
+        for bed_id in state.abandoned(self.options.prefix):
+            remove_remains(self.options.prefix, bed_id)
+        state.make_folder(self.options.prefix, self.bed_id)
         try:
             for host in self.layout.hosts:
                 CpuGroup(hierarchy, self._group_name(host)).create(
@@ -150,22 +144,6 @@ class Testbed:
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def attach(cls, bed_id: str) -> Testbed:
-        """Return the testbed with this id, built by another process. Raises TestbedError if there is none."""
-        check_bed_id(bed_id)
-        found = state.read_state(DEFAULT_PREFIX, bed_id)
-        if found is None:
-            others = state.bed_ids(DEFAULT_PREFIX)
-            known = f"; there are {', '.join(others)}" if others else ""
-            raise TestbedError(f"there is no testbed {bed_id!r}{known}; `lightning-holmes testbed up FILE` makes one")
-        bed = cls(found.topology, found.options, bed_id=bed_id)
-        bed._state = found
-        gone = netlink.missing_namespaces(bed.layout)
-        if gone:
-            raise TestbedError(f"of testbed {bed_id!r} only remains are left ({gone[0]} is gone); take it down")
-        return bed
 
     def close(self) -> None:
         """Take the testbed down: its processes, namespaces, cgroups and files."""
@@ -359,7 +337,7 @@ class Testbed:
             return  # cached speeds stay valid
         netlink.shape(self.layout.switch, nic.port, bandwidth_bytes_per_s)
         netlink.shape(host.namespace, nic.interface, bandwidth_bytes_per_s)
-        self._note(rates={**self._state.rates, name: bandwidth_bytes_per_s})
+        self._rates[name] = bandwidth_bytes_per_s
         shutil.rmtree(self._cache, ignore_errors=True)  # cached speeds are no longer valid
         self._write_port(host, nic)
 
@@ -378,22 +356,17 @@ class Testbed:
     def _switch(self, name: str, *, up: bool) -> None:
         host, nic = self.layout.nic(name)
         netlink.set_up(host.namespace, nic.interface, up)
-        others = tuple(other for other in self._state.down if other != name)
-        self._note(down=others if up else (*others, name))
+        (self._down.discard if up else self._down.add)(name)
         self._write_port(host, nic)
 
     def _write_port(self, host: HostLayout, nic: NicLayout) -> None:
         if nic.kind != "ethernet":
-            up = f"{host.name}.{nic.name}" not in self._state.down
+            up = f"{host.name}.{nic.name}" not in self._down
             root = self.sysfs_root(host.name)
             made_up_sysfs.write_port(root, nic, up=up, bandwidth_bytes_per_s=self._rate(host, nic))
 
     def _rate(self, host: HostLayout, nic: NicLayout) -> float | None:
-        return self._state.rates.get(f"{host.name}.{nic.name}", nic.bandwidth_bytes_per_s)
-
-    def _note(self, **changes: Any) -> None:
-        self._state = dataclasses.replace(self._state, **changes)
-        state.write_state(self._state)
+        return self._rates.get(f"{host.name}.{nic.name}", nic.bandwidth_bytes_per_s)
 
     @property
     def _cache(self) -> Path:
@@ -420,24 +393,13 @@ def raise_if_failed(results: Mapping[str, HostResult], timeout_s: float) -> None
     raise TestbedError("the command failed on the testbed\n" + "\n".join(tails))
 
 
-def remove_remains(prefix: str, bed_id: str) -> bool:
-    """Remove everything with the names of this testbed, even if another process built it; return whether there was anything."""
-    check_bed_id(bed_id)
+def remove_remains(prefix: str, bed_id: str) -> None:
+    """Remove everything with the names of this testbed, even if another process built it."""
     group = CpuGroup(find_cpu_hierarchy(), f"{prefix}{bed_id}")
-    found = group.path.exists() or state.bed_folder(prefix, bed_id).exists()
     group.kill()
-    removed = netlink.remove_namespaces(namespace_prefix(prefix, bed_id))
+    netlink.remove_namespaces(namespace_prefix(prefix, bed_id))
     group.remove()
     state.remove_folder(prefix, bed_id)
-    return found or bool(removed)
-
-
-def remove_abandoned(prefix: str) -> None:
-    """Remove the testbeds whose owner is gone."""
-    for bed_id in state.bed_ids(prefix):
-        found = state.read_state(prefix, bed_id)
-        if found is not None and found.owner is not None and not found.owner.alive:
-            remove_remains(prefix, bed_id)
 
 
 @functools.cache

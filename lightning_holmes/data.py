@@ -1,12 +1,15 @@
-"""CountingLoader: a data loader that counts the samples the run has seen, and resumes after them.
+"""What a data module of one's own needs: the data-parallel coordinate, and loaders that count samples.
 
-Its state is the epoch and the number of its samples that all replicas together have seen. A run that stopped in mid-epoch thus
-resumes at the next sample with any number of replicas: the order of samples depends only on the seed and the epoch, the batch
-of all replicas together is a contiguous piece of that order, and each replica's batch is a contiguous piece of that batch.
-Microbatches of one size then hold the same samples with any number of replicas, and draw the same dropout.
+A :class:`CountingLoader`'s state is the epoch and the number of its samples that all replicas together have seen. A run that
+stopped in mid-epoch thus resumes at the next sample with any number of replicas: the order of samples depends only on the seed and the
+epoch, the batch of all replicas together is a contiguous piece of that order, and each replica's batch is a contiguous piece of
+that batch. Microbatches of one size then hold the same samples with any number of replicas, and draw the same dropout.
 
-    sampler = CountingSampler(len(dataset), batch_size=8, num_replicas=2, rank=0, seed=0)
-    loader = CountingLoader(dataset, sampler=sampler, batch_size=8, drop_last=True)
+    class Rows(CountedDataModule):
+        def train_dataloader(self):
+            return self.make_train_loader(dataset)
+
+Data that shards itself, such as a stream, selects its part by :func:`data_parallel_coordinate` (comm/coordinate.py).
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_holmes.comm.coordinate import data_parallel_coordinate
 from lightning_holmes.errors import ConfigurationError
+
+__all__ = ["CountedDataModule", "CountingLoader", "CountingSampler", "data_parallel_coordinate"]
 
 SAMPLES_SEEN = "samples_seen"
 
@@ -97,33 +103,18 @@ class CountedDataModule(LightningDataModule):
     """A data module whose training loader counts samples, so that a run resumes from a checkpoint in mid-epoch at the next sample.
 
     Training samples are shuffled by ``seed`` and the epoch, and assigned to the replicas.
+
+    Args:
+        batch_size: samples of one replica's batch.
+        num_workers: of each loader.
     """
 
-    def __init__(
-        self,
-        *,
-        sequence_length: int,
-        least_length: int,
-        batch_size: int,
-        val_fraction: float,
-        num_workers: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, *, batch_size: int, num_workers: int = 0, seed: int = 0) -> None:
         super().__init__()
-        for name, value, least in (
-            ("sequence_length", sequence_length, least_length),
-            ("batch_size", batch_size, 1),
-            ("num_workers", num_workers, 0),
-        ):
+        for name, value, least in (("batch_size", batch_size, 1), ("num_workers", num_workers, 0)):
             if value < least:
                 raise ConfigurationError(f"{name}={value} is too small: give {least} or more.")
-        if not 0.0 <= val_fraction < 1.0:
-            raise ConfigurationError(
-                f"val_fraction={val_fraction} is no fraction of the data: give at least 0 (no validation) and less than 1."
-            )
-        self.sequence_length = sequence_length
         self.batch_size = batch_size
-        self.val_fraction = val_fraction
         self.num_workers = num_workers
         self.seed = seed
         self._loader: CountingLoader | None = None
@@ -145,9 +136,6 @@ class CountedDataModule(LightningDataModule):
         """The DataLoader arguments common to all loaders."""
         workers = {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
         return {"batch_size": self.batch_size, **workers}
-
-    def predict_dataloader(self) -> Any:
-        return self.test_dataloader()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the training loader. Lightning also saves the loader's own state, but restores it only into loaders

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_holmes.cluster.testbed import enter
-from lightning_holmes.cluster.testbed.cgroup import CpuGroup
+from testbed import enter
+from testbed.cgroup import CpuGroup
 
 _READERS_TIMEOUT_S = 5.0
 

@@ -1,43 +1,34 @@
 """Workload: the model, the batch and the steps that all contenders of a benchmark share.
 
 workload = Workload()                        # a GPT of 11.6 million parameters, batch 32 x 128
-workload.num_parameters
-text = workload.to_json()                    # for the worker processes
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from lightning_holmes.cluster.record import read_json, record, to_json
-from lightning_holmes.data import FileBytes
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.models import GPT
+from recipes.gpt import GPT
+from recipes.text import FileBytes
 
 _MIN_BYTES = 1_000_000
-_Positive = Annotated[int, Field(ge=1)]
 
 
-@record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """A byte GPT, trained by AdamW in fp32 on the sources of Python's library.
 
-    batch_size is the number of samples of a step of the whole job, whatever the number of replicas; each replica's part of it is
-    split into microbatches (1: the strategy decides). The first warmup_steps are not measured.
+    batch_size is the number of samples of a step of the whole job, whatever the number of replicas. microbatches: the batches of a
+    gradient accumulation window, for contenders that do not split a batch themselves. The first warmup_steps are not measured.
     """
 
-    hidden_size: _Positive = 282
-    num_layers: _Positive = 12
-    num_heads: _Positive = 3
-    sequence_length: _Positive = 128
-    batch_size: _Positive = 32
-    microbatches: _Positive = 1
-    warmup_steps: _Positive = 2
-    steps: _Positive = 5
+    hidden_size: int = 282
+    num_layers: int = 12
+    num_heads: int = 3
+    sequence_length: int = 128
+    batch_size: int = 32
+    microbatches: int = 1
+    warmup_steps: int = 2
+    steps: int = 5
 
     @property
     def model_arguments(self) -> dict[str, Any]:
@@ -49,15 +40,6 @@ class Workload:
     def num_parameters(self) -> int:
         """The number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in GPT(**self.model_arguments).parameters())
-
-    def to_json(self) -> str:
-        """Text that from_json reads back."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str) -> Workload:
-        """Read what to_json wrote."""
-        return read_json(cls, text, source="workload")
 
 
 class SharedBatches(FileBytes):
@@ -81,7 +63,7 @@ class SharedBatches(FileBytes):
         num_replicas = self.num_replicas
         if num_replicas is None:
             assert self.trainer is not None
-            num_replicas = self.trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
+            num_replicas = self.trainer.strategy.distributed_sampler_kwargs["num_replicas"]
         parts = num_replicas * self.accumulated
         if self.whole_batch % parts:
             raise ConfigurationError(

@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_holmes.errors import TestbedUnavailable
+from testbed.errors import TestbedUnavailable
 
 _KILL_TIMEOUT_S = 10.0
 _MOST_WEIGHT = {1: ("cpu.shares", 262144), 2: ("cpu.weight", 10000)}  # the largest values that the kernel accepts

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 
-from lightning_holmes.cluster.testbed.layout import HostLayout, NicLayout
+from testbed.layout import HostLayout, NicLayout
 
 _WORD_BYTES = 4  # port counters count 4-byte words
 _UNSHAPED_BYTES_PER_S = 25e9  # the stated rate of a card whose rate is not limited: 200 Gbit/s

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_holmes.cluster.testbed.layout import MAX_SHAPED_BYTES_PER_S, HostLayout, Layout, Trunk
-from lightning_holmes.errors import TestbedError, TestbedUnavailable, needs_extra
+from lightning_holmes.errors import needs_extra
+from testbed.errors import TestbedError, TestbedUnavailable
+from testbed.layout import MAX_SHAPED_BYTES_PER_S, HostLayout, Layout, Trunk
 
 NAMESPACES = Path("/run/netns")  # the folder in which `ip` keeps named namespaces
 _CLONE_NEWNET, _MS_BIND, _MNT_DETACH, _IFF_UP = 0x40000000, 4096, 2, 1
@@ -199,12 +200,6 @@ def interface_states(namespace: str) -> dict[str, InterfaceState]:
         return states
 
     return _inside(namespace, read)
-
-
-def missing_namespaces(layout: Layout) -> list[str]:
-    """The layout's namespaces that do not exist."""
-    wanted = [layout.switch, *(host.namespace for host in layout.hosts)]
-    return [name for name in wanted if not (NAMESPACES / name).exists()]
 
 
 def remove_namespaces(prefix: str) -> list[str]:
