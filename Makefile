@@ -29,7 +29,7 @@ define install_into
 @$(MAKE) --no-print-directory --silent python
 @test -x $(1)/bin/pip || $(PYTHON) -m venv $(1)
 $(1)/bin/pip install --disable-pip-version-check --quiet -c $(2) \
-	-e '.[dev,hf,lora,data,plot,testbed]' torchdata tensorboard
+	-e '.[dev,recipes]' torchdata tensorboard
 @touch $@
 endef
 

@@ -25,6 +25,7 @@ from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_holmes.checkpoint.history import Event, summary
+from lightning_holmes.errors import needs_extra
 from lightning_holmes.lightning_private import has_experiment, log_offline, without_anonymous
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import group_rows
@@ -38,12 +39,14 @@ class WandbLogger(LightningWandbLogger):
 
     The logger never prompts and never hangs: without a key, or if the server does not answer within five seconds, the
     run is kept in `save_dir`, and `wandb sync` uploads it later. If WANDB_MODE is set, or `offline` is not None, that
-    decides instead. Further options are those of Lightning's WandbLogger and of `wandb.init`.
+    decides instead. Further options are those of Lightning's WandbLogger and of `wandb.init`. Needs the extra `wandb`.
 
     Rank 0 decides when the run begins.
     """
 
     def __init__(self, offline: bool | None = None, **options: Any) -> None:
+        with needs_extra("WandbLogger", "wandb"):
+            import wandb  # noqa: F401
         super().__init__(offline=bool(offline), **options)
         without_anonymous(self)
         self._is_decided = offline is not None

@@ -1,5 +1,6 @@
 """The records that RunRecord writes during a run."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.loggers import RunRecord, WandbLogger
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
@@ -87,3 +89,9 @@ def test_every_logger_gets_the_groups_with_their_transports(tmp_path: Path, monk
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert "|" + "|".join(row) + "|" in texts["groups/text_summary"].splitlines()
     assert "plan/text_summary" in texts
+
+
+def test_without_wandb_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigurationError, match=r"WandbLogger needs .*pip install 'lightning-holmes\[wandb\]'"):
+        WandbLogger(project="mine")

@@ -9,7 +9,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-OURS = {"hf", "lora", "data", "plot", "testbed"}
+OURS = {"hf", "lora", "plot", "wandb", "recipes"}
 
 
 def promised() -> list[Requirement]:

@@ -2,9 +2,9 @@
 
     lightning-holmes topology                                       # this host's cards
     torchrun --nnodes 4 ... -m lightning_holmes.cli topology        # clusters, links and measured speeds
-    lightning-holmes topology --topology my.yaml --plot my.svg      # the content of a topology file
+    lightning-holmes topology --topology my.yaml                    # the content of a topology file
 
-Options are checked here; cluster/inventory.py discovers the topology, topology_table.py and topology_plot.py show it.
+Options are checked here; cluster/inventory.py discovers the topology, topology_table.py shows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
 from lightning_holmes.cluster.record import to_data
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.commands.topology_plot import check_plot_file, plot_topology
 from lightning_holmes.commands.topology_table import print_host, print_topology
 from lightning_holmes.errors import ConfigurationError
 
@@ -44,7 +43,6 @@ def make_parser() -> ArgumentParser:
         exit_on_error=False,
     )
     parser.add_argument("--format", default="table", help=f"Output format: {', '.join(FORMATS)}.")
-    parser.add_argument("--plot", default=None, help="Draw hosts and links into this file, .png or .svg.")
     parser.add_argument("--topology", default=None, help="A topology file to show, or to complete under torchrun.")
     parser.add_argument("--no_probe", action="store_true", help="Open no connection and measure nothing.")
     parser.add_argument("--refresh", action="store_true", help="Measure again even if speeds are known.")
@@ -55,8 +53,6 @@ def make_parser() -> ArgumentParser:
 def main(args: list[str]) -> None:
     """Run the command. Raises HolmesError for errors that the user can fix."""
     options = parse(args)
-    if options.plot is not None:
-        check_plot_file(options.plot)  # before the measurements, which take time
     given = Topology.from_yaml(options.topology) if options.topology is not None else None
     rank, world_size = _rank_and_world_size()
     if world_size is not None:
@@ -112,9 +108,6 @@ def _show(topology: Topology, options: Namespace, *, table: bool = True) -> None
         print(json.dumps(to_data(replace(topology, source=None), aliases=True), indent=2))
     elif table:
         print_topology(topology)
-    if options.plot is not None:
-        plot_topology(topology, options.plot)
-        print(f"drawn: {options.plot}", file=sys.stderr)
 
 
 def _discover(rank: int, world_size: int, given: Topology | None, options: Namespace) -> Topology:

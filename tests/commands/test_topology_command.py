@@ -1,20 +1,15 @@
-"""lightning-holmes topology: one host, a file, a job of two processes, drawings, and invalid options."""
+"""lightning-holmes topology: one host, a file, a job of two processes, and invalid options."""
 
-import builtins
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch import launch_raw
 
-from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import run_command
-from lightning_holmes.commands.topology_plot import network_of
 from lightning_holmes.commands.topology_table import bandwidth, duration, latency, ranges
 from lightning_holmes.errors import ConfigurationError
 
@@ -113,44 +108,12 @@ def test_a_file_as_table_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("cards", "network"),
-    [
-        (["infiniband"], "infiniband"),
-        (["ethernet", "roce"], "roce"),
-        (["ethernet"], "ethernet"),
-        ([], "network not known"),
-    ],
-)
-def test_a_cluster_is_drawn_with_the_network_that_its_cards_share(cards: list[str], network: str) -> None:
-    nics = ", ".join(f"{{name: {kind}0, kind: {kind}}}" for kind in cards)
-    text = f"clusters: [{{name: a, hosts: [{{name: h, count: 2, devices: 1, nics: [{nics}]}}]}}]"
-    (cluster,) = Topology.from_yaml_text(text).clusters
-    assert network_of(cluster) == network
-    apart = replace(cluster.hosts[0], name="other", nics=(Nic(name="eth1", kind="ethernet"),))
-    mixed = network_of(replace(cluster, hosts=(*cluster.hosts, apart)))
-    assert mixed == ("ethernet" if "ethernet" in cards else "network not known")
-    assert network_of(replace(cluster, fabric="roce")) == "roce"
-
-
-@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_drawing(suffix: str, start: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "topology.yaml"
-    path.write_text(FILE)
-    run_command("topology", ["--topology", str(path), "--plot", str(tmp_path / f"drawn.{suffix}")])
-    assert (tmp_path / f"drawn.{suffix}").read_bytes().startswith(start)
-    assert "drawn." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--formt", "json"], ["--formt", "did you mean --format"]),
         (["--format=xml"], ["--format=xml", "table, yaml or json"]),
         (["--format"], ["--format", "expected one argument"]),
         (["x.yaml"], ["x.yaml", "--topology"]),
-        (["--plot", "x.pdf"], ["--plot=x.pdf", ".png or .svg"]),
-        (["--plot", "/nowhere/x.png"], ["/nowhere", "create it"]),
         (["--port_range", "7"], ["--port_range=7", "20000-20100"]),
         (["--port_range", "70000-80000"], ["--port_range=70000-80000", "20000-20100"]),
         (["--topology", "/nowhere/t.yaml"], ["/nowhere/t.yaml", "cannot be read"]),
@@ -161,19 +124,6 @@ def test_wrong_options(args: list[str], words: list[str]) -> None:
         run_command("topology", args)
     for word in words:
         assert word in str(caught.value)
-
-
-def test_drawing_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    original = builtins.__import__
-
-    def refuse(name: str, *arguments: Any, **options: Any) -> Any:
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return original(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ConfigurationError, match=r"lightning-holmes\[plot\]"):
-        run_command("topology", ["--plot", str(tmp_path / "x.png")])
 
 
 def test_half_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
