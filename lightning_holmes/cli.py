@@ -9,7 +9,7 @@ This module owns the parser and the display of errors; the commands are implemen
 pipeline with the plain module in one process; of the trainer's settings it reads only the strategy. It exits with 0 if
 everything agrees and with 1 if something differs.
 
-    lightning-holmes plan --config recipes/gpt_tiny/config.yaml --device_type A100-80GB --html plan.html
+    lightning-holmes plan --config recipes/gpt_tiny/config.yaml --device_type A100-80GB --plot step.png
 
 `plan` reads the same files and predicts what a run will cost before it is started, without GPUs, weights or network
 (commands/plan_command.py).
@@ -83,14 +83,12 @@ class HolmesTrainer(Trainer):
         device_type: str | None = None,
         batch_shape: str | None = None,
         batch_samples: int | None = None,
-        profile: Literal["fake", "measure"] = "fake",
         tensor_parallel_sizes: list[int] | None = None,
         recomputation: bool = False,
         sharded_optimizer: bool | Literal["auto"] | None = None,
         sharded_parameters: bool | Literal["auto"] | None = None,
         sequence_parallel: bool = False,
         plot: str | None = None,
-        html: str | None = None,
         output: str | None = None,
         format: Literal["table", "json"] = "table",
     ) -> None:
@@ -98,12 +96,11 @@ class HolmesTrainer(Trainer):
 
         Args:
             topology: A topology file; by default the strategy's.
-            device_type: A known type for all clusters (A100-80GB), one for each ("east:A100-80GB;west:V100-32GB"), or
-                numbers ("speed=100e12,memory=40e9"). A host's own device_type in the topology file takes precedence.
+            device_type: A known type for all clusters (A100-80GB), one for each ("east:A100-80GB;west:V100-32GB"),
+                numbers ("speed=100e12,memory=40e9"), or "here" for this machine's speed, measured briefly. A host's own device_type in the topology file takes precedence.
             batch_shape: The batch of one replica instead of the data module's, as in
                 input_ids=4x2048:int64,labels=4x2048:int64.
             batch_samples: Samples of a step over all replicas; by default as many as in fit.
-            profile: "fake" counts FLOPs without weights, "measure" times the layers on this machine.
             tensor_parallel_sizes: Sizes to try, for modules that support tensor parallelism; by default 1.
             recomputation: Also try plans in which every layer is recomputed in its backward.
             sharded_optimizer: Whether optimizer states are sharded over replicas; by default the strategy's argument.
@@ -111,7 +108,6 @@ class HolmesTrainer(Trainer):
                 the strategy's argument.
             sequence_parallel: The module's tensor-parallel ranks also shard the activations between their parallel layers.
             plot: A .png or .svg file for the timeline of the best plan's step.
-            html: A file for a page with the whole report.
             output: A plan file of the best plan, for HolmesStrategy(plan=...).
             format: What is printed: a table or JSON.
         """
@@ -209,7 +205,7 @@ class HolmesCLI(LightningCLI):
         options = self.config[PLAN]
         given = {entry.name: options[entry.name] for entry in fields(plan_command.PlanRequest)}
         given["tensor_parallel_sizes"] = tuple(given["tensor_parallel_sizes"] or (1,))
-        for name in ("plot", "html", "output"):
+        for name in ("plot", "output"):
             plan_command.check_writable(given[name], f"--{name}")
         self.datamodule = self._make_only("data")
 

@@ -29,7 +29,6 @@ from lightning_holmes.errors import needs_extra
 from lightning_holmes.lightning_private import has_experiment, log_offline, without_anonymous
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.report import group_rows
-from lightning_holmes.plan.sync_choice import SyncChoice
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -119,15 +118,13 @@ class RunRecord(Callback):
 
     W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
     their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself.
-    The plan, and the algorithm that sums gradients, are known once the first batch has run. The algorithm may change during the run: each
-    choice is recorded in the same way, in CSVLogger's folder as gradient_sync.yaml. If the job was started again, its
+    The plan is known once the first batch has run. If the job was started again, its
     history is recorded, too: starts, faults, and the seconds lost by them, as `lightning-holmes status` shows them; in CSVLogger's folder
     as history.txt.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
         self.config = config
-        self._recorded = 0
         self._awaits_plan = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -135,30 +132,12 @@ class RunRecord(Callback):
             self._awaits_plan = False
             self._record_plan(trainer, getattr(trainer.strategy, "plan", None))
             self._record_history(trainer, getattr(trainer.strategy, "history", []))
-        choices = getattr(trainer.strategy, "gradient_sync_choices", [])
-        if len(choices) > self._recorded and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            for logger in trainer.loggers:
-                self._record_choices(logger, choices)
-            self._recorded = len(choices)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._record_history(trainer, getattr(trainer.strategy, "history", []))
 
-    def _record_choices(self, logger: Any, choices: list[SyncChoice]) -> None:
-        """Record all choices so far."""
-        lines = [f"before batch {choice.step}: {choice.describe()}" for choice in choices]
-        if isinstance(logger, LightningWandbLogger):
-            logger.experiment.config.update({"gradient_sync": lines}, allow_val_change=True)
-        elif isinstance(logger, TensorBoardLogger):
-            writer: Any = logger.experiment
-            writer.add_text("gradient_sync", "".join(f"    {line}\n" for line in lines), choices[-1].step)
-        elif isinstance(logger, CSVLogger):
-            Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
-            (Path(logger.log_dir) / "gradient_sync.yaml").write_text(yaml.safe_dump(lines, width=1000))
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._recorded = 0
         self._awaits_plan = trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.config is None or not self._awaits_plan:
             return

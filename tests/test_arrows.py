@@ -46,10 +46,10 @@ ALLOWED: dict[str, set[str]] = {
 STRATEGY: tuple[set[str], ...] = (
     {"admission", "agreement", "building", "compat", "gradients", "lightning_collectives", "optimizer_nodes", "resting"}
     | {"lost_values", "removed_arguments", "resuming", "switches"}
-    | {"pytorch_lightning", "samples", "sharding", "snapshots", "split_trial", "tracing", "user_hooks"},
+    | {"pytorch_lightning", "samples", "sharding", "snapshots", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "job_layout", "job"},
-    {"plan_request", "module_digest", "kept_costs", "profiling", "runtime_plan", "planning", "tripwires"},
+    {"plan_request", "profiling", "runtime_plan", "planning", "tripwires"},
     {"run", "fit"},
     {"checkpointing", "starting_again"},
     {"strategy", ""},

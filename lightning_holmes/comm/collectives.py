@@ -3,10 +3,10 @@
 A bucket of gradients is summed in place by ``collective.sum(tensor)``, or in two halves: after ``scatter`` the rank at
 place r holds the sum of the r-th part of the tensor, and ``gather`` copies every part to all ranks. Which collective is
 fastest depends on the backend: gloo's reduce_scatter sends as much as its all_reduce (torch 2.13 implements it by an
-all_reduce), NCCL's sends half as much. So they are measured (collective_timing.py).
+all_reduce), NCCL's sends half as much. The plan says which one a group uses (plan/collective_choice.py).
 
-    candidates = make_collectives(groups)                       # by name
-    candidates["hierarchical"].sum(bucket.buffer)               # every rank of the group must call
+    collective = make_collective("hierarchical", groups)
+    collective.sum(bucket.buffer)                               # every rank of the group must call
 
 Shapes: a tensor has n elements, where n is a multiple of the number of members.
 """
@@ -23,7 +23,6 @@ from torch import Tensor
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
 
-COLLECTIVE_NAMES = ("all_reduce", "reduce_scatter", "p2p", "hierarchical")
 COMPRESSIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtypes to which gradients that cross between clusters can be rounded, by the names of HolmesStrategy's ``compression``."""
 
@@ -225,6 +224,29 @@ class Rounded:
 
     def gather(self, tensor: Tensor) -> None:
         self.collective.gather(tensor)  # parameters, which are not rounded
+
+
+def make_collective(name: str, groups: SyncGroups, rounded: torch.dtype | None = None) -> Collective:
+    """Make the collective ``name`` for a group; tensors that cross clusters are rounded to ``rounded`` (None: not at all).
+
+    "hierarchical" is for groups with the levels ``inside`` and ``across``.
+    """
+    kinds: dict[str, type[Any]] = {"all_reduce": AllReduce, "reduce_scatter": ReduceScatter, "p2p": PointToPoint}
+    if name != "hierarchical":
+        whole = Named(kinds[name](groups.whole), groups, groups.whole)
+        return whole if rounded is None or not groups.crosses else Rounded(whole, rounded)
+    assert groups.inside is not None and groups.across is not None
+    across = Named(AllReduce(groups.across), groups, groups.across)
+
+    def sum_across(part: Tensor) -> None:
+        if rounded is None:
+            across.sum(part)
+        else:
+            sum_rounded(part, rounded, across.sum)
+
+    kind = kinds["reduce_scatter" if dist.get_backend(groups.inside) == "nccl" else "p2p"]
+    level = Named(kind(groups.inside), groups, groups.inside)
+    return Named(Hierarchical(level, groups.inside, sum_across, groups.whole), groups, groups.whole)
 
 
 def sum_rounded(tensor: Tensor, dtype: torch.dtype, all_reduce: Callable[[Tensor], None]) -> None:

@@ -6,7 +6,6 @@ put into a separate stream. They run in the order in which they were started, on
     work = queue.start(lambda: collective.sum(bucket))
     ...
     work.wait()                # on CUDA: later work of the current stream waits
-    work.seconds()             # how long it took
 
 Work that is started with a name is reported to ``on_run``, if a function was put there, for a monitored run.
 """
@@ -28,9 +27,6 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Wait until it is done; raise what it raised."""
-
-    def seconds(self) -> float | None:
-        """Its duration in seconds, without that of earlier work in the queue; None while it runs."""
 
 
 WorkKind = Literal["bucket_reduce", "bucket_gather"]
@@ -93,7 +89,6 @@ class _ThreadWork:
         self._told, self._order = told, order
         self._done = threading.Event()
         self._error: BaseException | None = None
-        self._seconds = 0.0
 
     def run(self) -> None:
         function, self._function = self._function, None
@@ -107,7 +102,6 @@ class _ThreadWork:
         except BaseException as error:  # raised by wait()
             self._error = error
         ended = time.perf_counter()
-        self._seconds = ended - began
         if self._told is not None and self._order is None:
             self._told(began, ended)
         elif self._told is not None and self._order is not None and self._error is None:
@@ -120,9 +114,6 @@ class _ThreadWork:
             raise self._error
         if self._order is not None:
             self._order.wait()
-
-    def seconds(self) -> float | None:
-        return self._seconds if self._done.is_set() else None
 
 
 class ThreadQueue:
@@ -185,16 +176,12 @@ def _raiser(error: BaseException) -> Callable[[], None]:
 
 
 class _StreamWork:
-    def __init__(self, began: Any, ended: Any, device: torch.device) -> None:
-        self._began = began
+    def __init__(self, ended: Any, device: torch.device) -> None:
         self._ended = ended
         self._device = device
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._ended)
-
-    def seconds(self) -> float | None:
-        return float(self._began.elapsed_time(self._ended)) / 1e3 if self._ended.query() else None
 
 
 class StreamQueue:
@@ -215,7 +202,7 @@ class StreamQueue:
             ended.record()
         if self.on_run is not None and name is not None:
             self.on_run(name, began, ended)
-        return _StreamWork(began, ended, self._device)
+        return _StreamWork(ended, self._device)
 
     def close(self) -> None:
         """Do nothing: a stream needs no end."""

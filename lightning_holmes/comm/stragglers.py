@@ -11,7 +11,7 @@ slower by that factor compared with the others.
     stragglers.told                                         # "rank 3 on host b1 holds the others up: ...", or ""
 
 A wait for a device (NCCL's) looks like computing, so no rank is reported there. The plan of the run stays; the next
-start measures the hosts anew (strategy/kept_costs.py).
+start measures the hosts anew.
 """
 
 import json

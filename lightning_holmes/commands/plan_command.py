@@ -22,23 +22,29 @@ from torch import nn
 
 from lightning_holmes.checking.first_step import attached
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.commands.plan_devices import KINDS, THIS_MACHINE, devices_per_host, find_devices, precision_of
+from lightning_holmes.commands.plan_devices import (
+    KINDS,
+    asks_for_here,
+    devices_per_host,
+    find_devices,
+    precision_of,
+    probe_here,
+)
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.device_speed import probe_device
+from lightning_holmes.pipeline.device_speed import DeviceSpeed
 from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
-from lightning_holmes.plan.pipeline_plan import PipelinePlan
+from lightning_holmes.plan.pipeline_plan import PipelinePlan, can_split
 from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_making import Use, make_plan
 from lightning_holmes.plan.plan_options import PlanOptions
-from lightning_holmes.plan.plan_page import save_plan_page
 from lightning_holmes.plan.plan_table import print_search, search_data
 from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.search import SearchResult, SearchSpace, search_with_sharding
@@ -48,10 +54,9 @@ from lightning_holmes.plan.training import Training, TrainingOptions, make_train
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
 from lightning_holmes.strategy.admission import check_module
-from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own_step_s, time_update
+from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own_step_s
 from lightning_holmes.strategy.samples import step_arguments
 
-_PROBE_S = 0.03
 # types of weights that are not in fp32; bf16 stands for fp16, which has as many bytes
 _WEIGHTS = {"bf16-true": torch.bfloat16, "16-true": torch.bfloat16, "64-true": torch.float64}
 _HALF_BYTES = 2.0
@@ -67,14 +72,12 @@ class PlanRequest:
     device_type: str | None = None
     batch_shape: str | None = None
     batch_samples: int | None = None
-    profile: Literal["fake", "measure"] = "fake"
     tensor_parallel_sizes: tuple[int, ...] = (1,)
     recomputation: bool = False
     sharded_optimizer: bool | Literal["auto"] | None = None
     sharded_parameters: bool | Literal["auto"] | None = None
     sequence_parallel: bool = False
     plot: str | None = None
-    html: str | None = None
     output: str | None = None
     format: Literal["table", "json"] = "table"
 
@@ -90,12 +93,10 @@ def run_plan(
     """Profile, search, print and write. For the arguments see make_cost_model."""
     given = strategy_settings(strategy)
     asked = _strategy(request, given)
-    if request.output is not None:
-        _refuse_bare_stages(request.output, asked.plan_options)
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
     if "plan" in given:
         _check_given_plan(str(given["plan"]), cost_model)
-    space = _space(request, asked.plan_options, is_plan="plan" in given, num_layers=cost_model.model.num_layers)
+    space = _space(request, asked.plan_options, is_plan="plan" in given, model=cost_model.model)
     sharded = request.sharded_parameters
     asked_sharding = asked.training_options.sharded_parameters if sharded is None else sharded
     result = search_with_sharding(cost_model, space, asked_sharding)
@@ -109,8 +110,6 @@ def run_plan(
             print(f"written: {request.output}, for HolmesStrategy(plan={request.output!r})")
     if request.plot is not None:
         save_timeline_plot([result.best.timeline], request.plot, title=f"{cost_model.model.name}: {result.best.run}")
-    if request.html is not None:
-        save_plan_page(result, cost_model, request.html)
     return result
 
 
@@ -126,8 +125,7 @@ def make_cost_model(
 
     Args:
         given: the strategy's arguments (strategy_settings).
-        build_model: makes the module; called in a context in which parameters take no memory, unless layers are measured or
-            the step reads values.
+        build_model: makes the module; called in a context in which parameters take no memory, unless the step reads values.
         load_batch: returns a training batch of one replica; None if there is no data.
         trainer: the other trainer settings; num_nodes, devices, precision and plugins are read.
     """
@@ -143,7 +141,7 @@ def make_cost_model(
         return module
 
     with _default_dtype(dtype):  # like Lightning's precision plugin, which also converts tensors of other types
-        model = whole() if request.profile == "measure" else _build(whole)
+        model = _build(whole)
     check_module(model, fitting=True, is_pipeline=False)  # refuse modules that no layout supports
 
     def profiled(module: LightningModule) -> tuple[ModelCost, int]:
@@ -157,12 +155,13 @@ def make_cost_model(
                 module,
                 (small, *step_arguments(module, "training_step")),
                 layers=asked.plan_options.layers,
-                mode=request.profile,
                 context=_context(precision),
+                operator_s=0.0 if here is None else here.operator_s,
                 may_run=_size(module) <= LARGEST_RUN,
             )
         return cost, samples
 
+    here = probe_here(KINDS[precision]) if asks_for_here(request.device_type) else None
     with _default_dtype(dtype):
         try:
             cost, samples = profiled(model)
@@ -172,7 +171,7 @@ def make_cost_model(
                     f"{error}. It has {_size(model):,} parameters, and only modules of up to {LARGEST_RUN:,} are run for real here"
                 ) from error
             cost, samples = profiled(whole())
-    devices = find_devices(request.device_type, topology, cost.unit)
+    devices = find_devices(request.device_type, topology, here)
     kind = "half" if cost.parameter_itemsize <= _HALF_BYTES else KINDS[precision]
     devices = tuple(device.at(kind) for device in devices)
     by_host = iter(devices)
@@ -182,7 +181,7 @@ def make_cost_model(
     batch_samples = request.batch_samples
     if batch_samples is None:
         batch_samples = _batch_samples(samples, asked.plan_options, topology)
-    training = _training(request, asked.training_options, cost, model, devices, batch_samples)
+    training = _training(request, asked.training_options, cost, model, devices, batch_samples, here)
     first = [network.cluster_of_host.index(index) for index in range(len(topology.clusters))]
     return CostModel(cost, network, devices=[devices[host] for host in first], host_devices=devices, training=training)
 
@@ -344,26 +343,20 @@ def _training(
     model: LightningModule,
     devices: Sequence[DeviceType],
     batch_samples: int,
+    here: DeviceSpeed | None,
 ) -> Training:
-    """Make the Training of a step from the strategy's arguments, as in a run; times are measured if the plan is for this machine."""
+    """Make the Training of a step from the strategy's arguments, as in a run. ``here``: of this machine, if the plan is for it."""
     if request.sharded_optimizer is not None:
         options = replace(options, sharded_optimizer=request.sharded_optimizer)
-    byte_s = own_s = 0.0
-    update_s_per_byte = max(device.update_s_per_byte for device in devices)
-    here = devices[0].name == THIS_MACHINE
-    if here:
-        device = next(model.parameters()).device
-        update_s_per_byte = time_update(device)
-        operator_s = probe_device(device, seconds=_PROBE_S, dtype=torch.float32).operator_s
-        byte_s, own_s = carried_byte_s(operator_s), own_step_s(operator_s)
+    operator_s = 0.0 if here is None else here.operator_s
     training = make_training(
         options,
         cost,
         batch_samples=batch_samples,
-        device="cpu" if here else "cuda",
-        update_s_per_byte=update_s_per_byte,
-        byte_s=byte_s,
-        own_s=own_s,
+        device="cuda" if here is None else "cpu",
+        update_s_per_byte=max(device.update_s_per_byte for device in devices),
+        byte_s=carried_byte_s(operator_s),
+        own_s=own_step_s(operator_s),
     )
     return replace(training, sequence_parallel=request.sequence_parallel)
 
@@ -446,16 +439,6 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
     )
 
 
-def _refuse_bare_stages(output: str, asked: PlanOptions) -> None:
-    """Refuse to write a plan that has a stage without layers, since no run can use it. Raises ConfigurationError."""
-    counts = () if isinstance(asked.partition, str) else tuple(asked.partition)
-    if 0 in counts:
-        raise ConfigurationError(
-            f"partition={list(counts)}, --output={output!r}: stage {counts.index(0)} has no layer, which is predicted, but no run can have: "
-            "leave --output out, or give every stage at least 1 layer"
-        )
-
-
 def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
     """Samples of a batch over all replicas, as in fit: the loader's samples for each replica of the configured layout."""
     size, tensor = asked.pipeline_parallel_size, asked.tensor_parallel_size
@@ -464,15 +447,15 @@ def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
     return samples * max(1, topology.num_devices // (size * tensor))
 
 
-def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, num_layers: int) -> SearchSpace:
+def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, model: ModelCost) -> SearchSpace:
     """The search space: the choices that the strategy's settings leave open; the plan's own choices if they name a plan file."""
     tensor = (asked.tensor_parallel_size,) if asked.tensor_parallel_size > 1 or is_plan else None
     size = asked.pipeline_parallel_size
     if is_plan and asked.partition == "uniform":  # a plan for a module that is not split, on one stage
-        asked = replace(asked, partition=(num_layers,))
+        asked = replace(asked, partition=(model.num_layers,))
     return space_of(
         asked,
-        across=("pipeline",),
+        splits=can_split(model),
         pipeline=None if size == "auto" else (size,),
         tensor=tensor or request.tensor_parallel_sizes,
         recomputation=(False, True) if request.recomputation else (False,),

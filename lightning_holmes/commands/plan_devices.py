@@ -1,7 +1,7 @@
 """The devices of the hosts of a planned run, and the precision of its matrix products.
 
     precision_of({"precision": "bf16"})                        # "bf16-mixed"
-    find_devices("east:A100-80GB;west:T4", topology, "flops")  # a DeviceType for each host
+    find_devices("east:A100-80GB;west:T4", topology)           # a DeviceType for each host
 
 They are read from the command line, the topology file and the trainer's settings. plan/device_type.py has the speeds of the types.
 """
@@ -12,19 +12,17 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-import psutil
 import torch
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.pipeline.device_speed import typical_local
+from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device
 from lightning_holmes.plan.device_type import DeviceType, find_device_type
 from lightning_holmes.plan.device_type import Precision as Kind
 
-THIS_MACHINE = "this machine's process"
-"""The name of the device type measured by --profile measure, if no device type is given."""
-
+_HERE = "here"
+_PROBE_S = 0.1
 KINDS: dict[str, Kind] = {
     "32-true": "fp32",
     "64-true": "fp64",
@@ -84,15 +82,28 @@ def _plugin_precision(plugin: Any) -> tuple[str, str] | None:
     return kind.__name__, str(arguments.get("precision") or made.precision)
 
 
-def find_devices(device_type: str | None, topology: Topology, unit: str) -> tuple[DeviceType, ...]:
+def asks_for_here(device_type: str | None) -> bool:
+    """Whether --device_type asks for the speed of this machine."""
+    return device_type is not None and device_type.strip().lower() == _HERE
+
+
+def probe_here(kind: Kind) -> DeviceSpeed:
+    """Measure the speed of this machine's processor, for matrix products of this precision."""
+    dtype = {"half": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[kind]
+    return probe_device(torch.device("cpu"), seconds=_PROBE_S, dtype=dtype)
+
+
+def find_devices(
+    device_type: str | None, topology: Topology, here: DeviceSpeed | None = None
+) -> tuple[DeviceType, ...]:
     """Return the device type of each host: the host's in the topology file, or its cluster's.
 
     Args:
         device_type: the value of --device_type.
-        unit: of the model's costs: "flops", or "seconds" on this machine.
+        here: the speed of this machine, if device_type asks for it.
 
     Raises:
-        ConfigurationError: a type is missing, given twice or not known; or types have different speeds and unit is "seconds".
+        ConfigurationError: a type is missing, given twice or not known.
     """
     own = [host.device_type for host in topology.hosts]
     if None not in own:
@@ -100,41 +111,34 @@ def find_devices(device_type: str | None, topology: Topology, unit: str) -> tupl
             raise ConfigurationError(
                 f"device_type={device_type!r}: {topology.described} names the device_type of every host; leave one of the two out"
             )
-        found = [find_device_type(name) for name in own if name is not None]
-    else:
-        by_cluster = _cluster_devices(device_type, topology, unit)
-        found = [
-            by_cluster[index] if host.device_type is None else find_device_type(host.device_type)
-            for index, cluster in enumerate(topology.clusters)
-            for host in cluster.hosts
-        ]
-    if unit == "seconds" and len({device.flops_per_s for device in found}) > 1:
-        names = " and ".join(dict.fromkeys(device.name for device in found))
-        raise ConfigurationError(
-            f"the hosts have devices of unlike speed ({names}), but --profile measure has the speed of this machine alone; leave --profile "
-            "out, which counts FLOPs and divides them by each type's speed, or name one type"
-        )
-    return tuple(found)
+        return tuple(find_device_type(name) for name in own if name is not None)
+    by_cluster = _cluster_devices(device_type, topology, here)
+    return tuple(
+        by_cluster[index] if host.device_type is None else find_device_type(host.device_type)
+        for index, cluster in enumerate(topology.clusters)
+        for host in cluster.hosts
+    )
 
 
-def _cluster_devices(device_type: str | None, topology: Topology, unit: str) -> tuple[DeviceType, ...]:
+def _cluster_devices(device_type: str | None, topology: Topology, here: DeviceSpeed | None) -> tuple[DeviceType, ...]:
     """Return the device type of each cluster."""
     if device_type is None:
-        if unit == "flops":
-            raise ConfigurationError(
-                "which devices the run will have is not known: give --device_type, for example A100-80GB, or by hand "
-                '"speed=100e12,memory=40e9"; for this machine\'s own speed, --profile measure'
-            )
-        most = max(host.devices for cluster in topology.clusters for host in cluster.hosts)
-        here = DeviceType(
-            name=THIS_MACHINE,
-            peak_flops_per_s=1.0,  # not used: work is in seconds
-            memory_bytes=float(psutil.virtual_memory().total) / most,
-            local_bytes_per_s=typical_local("cpu")[0],
-            local_latency_s=typical_local("cpu")[1],
-            efficiency=1.0,
+        raise ConfigurationError(
+            "which devices the run will have is not known: give --device_type, for example A100-80GB, or by hand "
+            '"speed=100e12,memory=40e9"; for the speed of this machine, --device_type here'
         )
-        return (here,) * len(topology.clusters)
+    if here is not None:
+        most = max(host.devices for cluster in topology.clusters for host in cluster.hosts)
+        found = DeviceType(
+            name="this machine's process",
+            peak_flops_per_s=here.flops_per_s,
+            memory_bytes=here.memory_bytes / most,
+            local_bytes_per_s=here.local_bytes_per_s,
+            local_latency_s=here.local_latency_s,
+            efficiency=1.0,
+            efficiency_source="measured",
+        )
+        return (found,) * len(topology.clusters)
     names = [cluster.name for cluster in topology.clusters]
     if ";" not in device_type and ":" not in device_type:
         return (find_device_type(device_type),) * len(names)

@@ -9,7 +9,6 @@ other copies step parts of it separately. If the results are equal, the parts ma
 
 import copy
 import itertools
-import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,28 +102,6 @@ class _Outcome:
 
     value: Tensor
     state: Mapping[str, Any]
-
-
-def step_seconds(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds of a step per element of large parameters, measured on a tensor of 2**20 elements."""
-    group = max(optimizer.param_groups, key=lambda g: sum(p.numel() for p in g["params"]))
-    parameter = nn.Parameter(torch.ones(1024, 1024, dtype=dtype, device=device))
-    vars(parameter).update(marks_of(group["params"][0]))
-    twin = _twin(optimizer, group, [parameter])
-    best = float("inf")
-    for _ in range(3):
-        parameter.grad = torch.ones_like(parameter)
-        _synchronise(device)
-        began = time.perf_counter()
-        type(optimizer).step(twin)
-        _synchronise(device)
-        best = min(best, time.perf_counter() - began)
-    return best / parameter.numel()
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Lightning (AdamW would decay it otherwise).
     buffer.assign_grads(last=True)              # p.grad
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,11 +27,10 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 
-DEFAULT_BUCKET_BYTES = 25 * 2**20
-"""The default of DistributedDataParallel (``bucket_cap_mb=25``, torch 2.13)."""
-NOTES = 2
-"""The number of extra values after the flags, by which ranks signal each other; they are summed over the replicas with the flags."""
-NOTE_LATE, NOTE_DRIFT = range(NOTES)
+LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 2**20, 25 * 2**20
+"""Below the first, the latency of a reduction counts for more than its bytes; the second is DistributedDataParallel's size
+(``bucket_cap_mb=25``, torch 2.13)."""
+_BUCKETS = 8  # so that no more than about an eighth of the reduction is left after the backward
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -66,12 +65,12 @@ class GradBuffer:
         flat: keep flat buckets for reductions. Without them (a single rank, no sharded parameters), gradients
             stay the tensors that autograd made, which costs neither memory nor time.
         data_parallel_size: the length of each bucket is a multiple of it.
-        bucket_bytes: the size at which a bucket is full; a larger parameter has a bucket for itself. May be changed until
-            the buckets are laid out.
+        bucket_bytes: the size at which a bucket is full; a larger parameter has a bucket for itself. None: an eighth of all
+            gradients, from LEAST_BUCKET_BYTES to MOST_BUCKET_BYTES.
         grad_dtype: the type of the buckets; None: the parameter's own. Types of higher precision keep their own.
         stage_of: by name, the stage whose last backward finishes the gradient; no bucket contains parameters of two stages.
         apart: by name, a key; parameters with different keys share no bucket, and buckets with a key come last. Their size does not
-            depend on ``bucket_bytes``, since other pipeline ranks, with another ``bucket_bytes``, must cut them in the same way.
+            depend on ``bucket_bytes``, since other pipeline ranks, with other gradients, must cut them in the same way.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class GradBuffer:
         *,
         flat: bool,
         data_parallel_size: int = 1,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         grad_dtype: torch.dtype | None = torch.float32,
         stage_of: Mapping[str, int] | None = None,
         apart: Mapping[str, Hashable] | None = None,
@@ -88,12 +87,12 @@ class GradBuffer:
         self.parameters = dict(parameters)
         self.flat = flat
         self.data_parallel_size = data_parallel_size
-        self.bucket_bytes = bucket_bytes
+        self._bucket_bytes = bucket_bytes
         self.grad_dtype = grad_dtype
         self.buckets: list[Bucket] = []
         self.flags = torch.zeros(0)
-        """(parameters + NOTES,) fp32, on the host, so that reading them waits for no device: the flags of all buckets, and
-        the notes."""
+        """(parameters + 1,) fp32, on the host, so that reading them waits for no device: the flags of all buckets, and one
+        that is set if gradients came late."""
         self.late: dict[str, Tensor] = {}
         """Gradients that arrived after the reduction of their bucket had begun, by name; not yet summed over replicas."""
         self.generation = 0
@@ -166,20 +165,20 @@ class GradBuffer:
             self.parameters[name].grad = None
 
     def seal(self) -> None:
-        """Set the flags of the parameters that got a gradient, before the flags are summed; sets the notes to zero."""
+        """Set the flags of the parameters that got a gradient, and the one of late gradients, before the flags are summed."""
         if self.buckets:
             reached = [float(n in self._touched) for bucket in self.buckets for n in bucket.names]
-            self.flags.copy_(torch.tensor([*reached, *[0.0] * NOTES]))
+            self.flags.copy_(torch.tensor([*reached, float(bool(self.late))]))
 
     @property
-    def notes(self) -> Tensor:
-        """(NOTES,): the values that are summed over the replicas with the flags."""
-        return self.flags[-NOTES:]
+    def is_late(self) -> bool:
+        """Whether gradients came late on some replica; after :meth:`seal` and the reduction of the flags."""
+        return bool(self.flags[-1])
 
     def reached(self) -> frozenset[str]:
         """Return the parameters that have a gradient on some replica; after :meth:`seal` and the reduction of the flags."""
         names = [n for bucket in self.buckets for n in bucket.names]
-        return frozenset(n for n, flag in zip(names, self.flags[:-NOTES].tolist(), strict=True) if flag)
+        return frozenset(n for n, flag in zip(names, self.flags[:-1].tolist(), strict=True) if flag)
 
     def assign_grads(self, *, last: bool, shown: bool = True) -> None:
         """Set ``p.grad`` to the accumulated gradients; ``last`` closes the window, after :meth:`seal` and reductions.
@@ -234,7 +233,7 @@ class GradBuffer:
         self._trainable = trainable
         self.generation += 1
         parts = self._fill_buckets(trainable)
-        self.flags = torch.zeros(len(trainable) + NOTES)
+        self.flags = torch.zeros(len(trainable) + 1)
         self.buckets, self._bucket_of, first = [], {}, 0
         for names in parts:
             bucket = self._make_bucket(names, self.flags[first : first + len(names)])
@@ -248,10 +247,13 @@ class GradBuffer:
                 hook = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
-    def _fill_buckets(self, trainable: Iterable[str]) -> list[list[str]]:
+    def _fill_buckets(self, trainable: Collection[str]) -> list[list[str]]:
         """Return the names of each bucket, in the order in which buckets become ready; those with an ``apart`` key come last."""
         done: list[list[str]] = []
         filling: dict[Hashable, tuple[list[str], int]] = {}
+        sizes = {n: dtensor.local_part(p).numel() * self._dtype_of(p).itemsize for n, p in self.parameters.items()}
+        eighth = sum(sizes[name] for name in trainable) // _BUCKETS
+        most = self._bucket_bytes or max(LEAST_BUCKET_BYTES, min(eighth, MOST_BUCKET_BYTES))
         ordered = sorted(trainable, key=lambda n: self._apart.get(n) is not None)  # stable
         for name in ordered:
             parameter = self.parameters[name]
@@ -261,9 +263,9 @@ class GradBuffer:
                 tuple(parameter.placements) if dtensor.is_dtensor(parameter) else (),
                 self._apart.get(name, self._stage_of.get(name)),
             )
-            size = dtensor.local_part(parameter).numel() * self._dtype_of(parameter).itemsize
+            size = sizes[name]
             names, total = filling.get(kind, ([], 0))
-            full = self.bucket_bytes if self._apart.get(name) is None else DEFAULT_BUCKET_BYTES
+            full = most if self._apart.get(name) is None else MOST_BUCKET_BYTES
             if not names or total + size > full:
                 names, total = [], 0
                 done.append(names)

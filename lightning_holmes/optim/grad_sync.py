@@ -3,7 +3,7 @@
 A bucket's reduction starts as soon as the last backward of a window has computed the gradients of all its parameters, and runs in
 the queue while the rest of the backward goes on. Buckets are reduced in order, the same on all replicas: a bucket that is ready
 waits for those before it. Gradients that pipeline ranks share are summed over these ranks first, and so their buckets come last.
-After the buckets the flags (which parameters got a gradient) are summed, with the notes of grad_buffer.py.
+After the buckets the flags of grad_buffer.py (which parameters got a gradient) are summed.
 
     sync.open(last=True)                # before the backwards of the last batch of a window
     sync.last_backward(stage)           # called by the runner
@@ -26,8 +26,7 @@ from torch import Tensor
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import SharedGroup
 from lightning_holmes.comm.queue import CommQueue, Work
-from lightning_holmes.optim.grad_buffer import NOTE_DRIFT, NOTE_LATE, Bucket, GradBuffer
-from lightning_holmes.plan.sync_choice import DriftWatch
+from lightning_holmes.optim.grad_buffer import Bucket, GradBuffer
 
 
 class GradSync:
@@ -36,7 +35,7 @@ class GradSync:
     Args:
         buffer: the rank's gradients; they are summed, not averaged, since loss weights already divide by the samples of all
             replicas.
-        collective: sums a bucket over the replicas; None if there is one replica. It may be replaced between windows.
+        collective: sums a bucket over the replicas; None if there is one replica.
         flags_group: a host (CPU) group of the replicas, for the flags; None if there is one replica. If ``queue`` is a thread, only
             that thread may use the group.
         queue: runs the collectives.
@@ -58,13 +57,10 @@ class GradSync:
         stages: Sequence[int] = (0,),
     ) -> None:
         self.collective = collective
-        self.watch = DriftWatch()
         self.overlaps = True
         """Whether reductions may start before the backward has ended."""
         self.shares = False
         """Whether each replica gets the sums of its shard of a bucket only."""
-        self.drifted = False
-        """Whether some replica has seen reduction times drift; the same on all replicas once a window is finished."""
         self._buffer = buffer
         self._group = flags_group
         self._queue = queue
@@ -77,10 +73,9 @@ class GradSync:
         self._unready: list[int] = []
         self._place: dict[str, int] = {}
         self._next = 0
-        self._works: list[tuple[Work, int]] = []
+        self._works: list[Work] = []
         self._flags_work: Work | None = None
         self._shared_works: list[dist.Work] = []
-        self._has_drifted = False
         buffer.on_arrival = self.passed
 
     def open(self, *, last: bool) -> None:
@@ -128,10 +123,9 @@ class GradSync:
         if collective is None:
             return
         self._buffer.launch(bucket)
-        size = bucket.buffer.numel() * bucket.buffer.itemsize
         of = f"of {bucket.names[0]} to {bucket.names[-1]}"
-        work = self._queue.start(_Sum(collective, bucket.buffer, shares=self.shares), "bucket_reduce", of=of)
-        self._works.append((work, size))
+        sums = _Sum(collective, bucket.buffer, shares=self.shares)
+        self._works.append(self._queue.start(sums, "bucket_reduce", of=of))
 
     def start_grad_sync(self) -> None:
         """Start the reductions that have not started; all ranks of the groups must call, once a window."""
@@ -140,8 +134,6 @@ class GradSync:
         buckets = self._buffer.buckets
         if not buckets:
             return
-        self._buffer.notes[NOTE_LATE] = float(bool(self._buffer.late))
-        self._buffer.notes[NOTE_DRIFT] = float(self._has_drifted)
         while self._next < len(buckets) and buckets[self._next].apart is None:
             self._launch(buckets[self._next])
         for bucket in buckets:
@@ -168,16 +160,13 @@ class GradSync:
         if self._shared_works:
             self._launch_rest()
             self._shared_works.clear()
-        for reduction, _ in self._works:
+        for reduction in self._works:
             reduction.wait()
         if self._flags_work is not None:
             self._flags_work.wait()
             self._flags_work = None
-            late, drifted = (bool(note) for note in self._buffer.notes.tolist())
-            self.drifted = drifted
-            if late:
+            if self._buffer.is_late:
                 self._sum_late()
-        self._look_at_times()
         self._works.clear()
 
     def _sum_late(self) -> None:
@@ -194,23 +183,6 @@ class GradSync:
             self._queue.start(_Sum(self.collective, extra, shares=self.shares)).wait()
             bucket.buffer.add_(extra)
         late.clear()
-
-    def _look_at_times(self) -> None:
-        """Record the least seconds per byte of this window: a late replica delays some of the buckets, seldom all."""
-        largest = max((size for _, size in self._works), default=0)
-        rates = [
-            seconds / size
-            for work, size in self._works
-            if 2 * size >= largest > 0 and (seconds := work.seconds()) is not None
-        ]
-        if rates:
-            self._has_drifted = self.watch.note(min(rates))
-
-    def chosen(self, collective: Collective) -> None:
-        """Use ``collective`` from now on, and learn its usual time anew. Call between windows, on all replicas."""
-        self.collective = collective
-        self.watch.reset()
-        self.drifted = self._has_drifted = False
 
 
 class _Sum:

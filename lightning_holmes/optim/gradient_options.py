@@ -8,13 +8,12 @@ strategy/gradients.py uses them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from lightning_holmes.comm.collective_timing import check_collective
 from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.collective_choice import check_collective
 from lightning_holmes.plan.node_routes import ROUTES, several_in_a_cluster
 from lightning_holmes.plan.placement import Placement, cluster_levels
 
@@ -30,16 +29,12 @@ class GradientOptions:
     """
 
     gradient_sync: str = "auto"
-    bucket_bytes: int | Literal["auto"] = "auto"
     grad_dtype: str | None = "fp32"
     compression: str | None = None
 
     def __post_init__(self) -> None:
         if self.gradient_sync not in ROUTES:
             check_collective(self.gradient_sync)
-        size = self.bucket_bytes
-        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise ConfigurationError(f"bucket_bytes={size!r} must be a whole number of at least 1")
         if self.grad_dtype not in GRAD_DTYPES:
             raise ConfigurationError(f'grad_dtype={self.grad_dtype!r} is unknown; use "fp32", "bf16" or None')
         if self.compression is not None and self.compression not in COMPRESSIONS:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_holmes.comm.collective_timing import make_collectives, measure
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
@@ -30,7 +29,6 @@ from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.sync_choice import SyncChoice, choose
 
 
 class LayeredReducer:
@@ -59,8 +57,6 @@ class LayeredReducer:
         collective: Collective | None,
     ) -> None:
         self.shards, self.groups, self.queue = shards, groups, queue
-        self.choices: list[SyncChoice] = []
-        """The collectives that were chosen, on rank 0."""
         self.on_laid_out: Callable[[], None] = lambda: None
         """Called when a batch begins: the sharded or remote optimizer checks for new parameter groups."""
         self._device = device
@@ -280,40 +276,3 @@ def gathered_dtype(part: Part, wanted: torch.dtype | None) -> torch.dtype:
     """Return the type in which a part's gradients accumulate if ``wanted`` is asked for; double precision and complex types stay."""
     own = part.dtype
     return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted
-
-
-def choose_collective(
-    groups: ProcessGroups,
-    queue: CommQueue,
-    device: torch.device,
-    *,
-    asked: str,
-    largest_bytes: int,
-    stages: Sequence[int],
-) -> tuple[Collective | None, SyncChoice | None]:
-    """Choose the collective that reduces and gathers stages over the replicas: the one asked for, or the fastest on a message of the
-    largest stage's size. All replicas must call. None if there is one replica."""
-    sync = groups.gradients
-    if sync is None:
-        return None, None
-    candidates = make_collectives(sync)
-    hierarchical = candidates.pop("hierarchical", None)  # its scatter is a whole sum
-    if asked == "hierarchical" and hierarchical is not None:
-        candidates = {"hierarchical": hierarchical}
-    name, seconds, num_bytes, reason = asked, {}, 0, "asked for"
-    if asked not in candidates:
-        numel = max(1, largest_bytes // 4 // sync.size) * sync.size
-        found = measure(candidates, [torch.zeros(numel, device=device)], sync.whole, queue, shares=True)
-        # reversed: among equally fast ones, the one that sends the least is last in the table
-        name = choose({name: found.seconds[name] for name in reversed(candidates)})
-        seconds, num_bytes, reason = dict(found.seconds), found.num_bytes, "the fastest"
-    choice = SyncChoice(
-        stages=tuple(stages),
-        ranks=sync.ranks,
-        collective=name,
-        seconds=seconds,
-        num_bytes=num_bytes,
-        reason=reason,
-        step=0,
-    )
-    return candidates[name], choice

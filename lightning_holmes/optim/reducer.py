@@ -1,6 +1,6 @@
 """GradientReducer: accumulates a rank's gradients over the microbatches and batches of a window, and reduces them.
 
-It owns the buckets, the collectives that sum them and the choice of the collective. The schedule decides when a stage is reduced
+It owns the buckets, and the collective that sums them. The schedule decides when a stage is reduced
 (comm/parameter_exchange.py), and host.py uses the reduced gradients.
 
     reducer.begin(last=True)                # before a batch's microbatches; last: the last batch of an accumulation window
@@ -9,31 +9,21 @@ It owns the buckets, the collectives that sum them and the choice of the collect
     reducer.finish(last=True)               # gradients are fully reduced
 """
 
-import functools
-import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.collectives import COMPRESSIONS, make_collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import OnRun, make_comm_queue
-from lightning_holmes.comm.sync_board import SyncBoard
-from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES, GradBuffer
+from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
 from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.replicated import check_replicated
-from lightning_holmes.optim.sync_chooser import SyncChooser
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.sync_choice import SyncChoice
-
-_SHARING_TRIALS, _SHARING_BYTES = 3, 4 * 2**20
-_SHARING_BUDGET_S = 0.5  # no further trial after so many seconds
-_LOOK_EVERY = 20  # windows between two reads of the board, where other groups post changes
 
 
 class GradientReducer:
@@ -44,7 +34,7 @@ class GradientReducer:
         stages: the stages of this rank.
         stages_of: for each parameter, the stages of this rank that read it; without an entry, all of them.
         shared: parameters that several pipeline ranks hold: for each set of ranks, the names, in the same order on all ranks.
-        board: where groups post the collectives that they have chosen; None if there are no replicas.
+        collective: the name of the collective that sums the gradients over the replicas, if there are several.
         flat: keep flat buffers even if nothing is reduced.
     """
 
@@ -58,14 +48,13 @@ class GradientReducer:
         stages: Sequence[int],
         stages_of: Mapping[str, Collection[int]],
         shared: Mapping[tuple[int, ...], Sequence[str]],
+        collective: str = "all_reduce",
         options: GradientOptions | None = None,
-        board: SyncBoard | None = None,
         flat: bool = False,
     ) -> None:
         options = options or GradientOptions()
         self.groups = groups
         self._device = device
-        self._board = board
         self._stages = tuple(stages)
         # gradients that are neither reduced nor accumulated in another type may stay the tensors that autograd makes
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values())
@@ -75,58 +64,36 @@ class GradientReducer:
             parameters,
             flat=flat or reduced or split or (low and placement.world_size > 1) or options.grad_dtype != "fp32",
             data_parallel_size=placement.data_parallel_size,
-            bucket_bytes=DEFAULT_BUCKET_BYTES if options.bucket_bytes == "auto" else options.bucket_bytes,
             grad_dtype=GRAD_DTYPES[options.grad_dtype],
             apart={name: ranks for ranks, names in shared.items() for name in names},
             stage_of={name: min(reading) for name, reading in stages_of.items() if reading},
         )
         self.queue = make_comm_queue(device)
         sync_groups = groups.gradients
+        rounded = None if options.compression is None else COMPRESSIONS[options.compression]
         self._sync = GradSync(
             self.buffer,
-            None,
+            None if sync_groups is None else make_collective(collective, sync_groups, rounded),
             None if sync_groups is None else sync_groups.host,
             self.queue,
             shared_groups=join_shared(groups, placement, list(shared)),
             stages_of=stages_of,
             stages=self._stages,
         )
-        self._chooser = None
-        if sync_groups is not None:
-            self._chooser = SyncChooser(
-                self.buffer,
-                self._sync,
-                sync_groups,
-                self.queue,
-                stages=self._stages,
-                collective=options.gradient_sync,
-                compression=options.compression,
-                sizes_buckets=options.bucket_bytes == "auto",
-            )
         self._copies_checked = groups.tensor_parallel is None
         self._unreduced: set[int] = set()  # stages of this batch whose gradients may still grow
-        self._windows = 0
         self.is_last = False
         """Whether the batch that was begun last ends a window."""
         self.on_laid_out: Callable[[], None] | None = None
         """Called in each :meth:`begin`, when the buckets are what they will be in this batch."""
-        self.choices: list[SyncChoice] = []
-        """On rank 0: how each group sums its gradients, and later changes, in the order in which they were posted."""
 
     # a batch
 
     def begin(self, *, last: bool) -> None:
         """Begin a batch: its backwards add to the gradients accumulated so far; ``last``: the last batch of a window."""
-        anew = not self.buffer.is_open
-        if self._chooser is not None:
-            self._chooser.before_window()
         self.buffer.begin()
         if self.on_laid_out is not None:
             self.on_laid_out()
-        if anew and self._chooser is not None:
-            choice = self._chooser.in_empty_window(self._windows)
-            if choice is not None and self._board is not None and self._is_first_member:
-                self._board.post(self._group_name, choice)
         self.is_last = last
         self._unreduced = set(self._stages)
         self._sync.open(last=last and self._copies_checked)
@@ -169,8 +136,6 @@ class GradientReducer:
                 self._sync.start_grad_sync()
         if last:
             self._sync.finish_grad_sync()
-            self._windows += 1
-            self._look_at_board()
 
     # for a sharded optimizer
 
@@ -189,54 +154,6 @@ class GradientReducer:
         """All-gather a flat tensor of which each replica holds its shard. Runs in the queue; all replicas must call."""
         assert self._sync.collective is not None
         self._sync.collective.gather(tensor)
-
-    def measure_sharing(self) -> tuple[float, float, float]:
-        """Return the seconds of an all-reduce, a reduce-scatter and an all-gather of all buckets, on the slowest replica.
-        After :meth:`lay_out`; buckets must hold zeros. All ranks must call."""
-        collective, sync_groups = self._sync.collective, self.groups.gradients
-        buckets = self.buffer.buckets
-        if collective is None or sync_groups is None or not buckets:
-            return 0.0, 0.0, 0.0
-        tensor = max((bucket.buffer for bucket in buckets), key=lambda b: b.numel())
-        most = max(1, _SHARING_BYTES // tensor.itemsize // self.buffer.data_parallel_size)
-        tensor = tensor[: most * self.buffer.data_parallel_size]
-        agreed, group = torch.full((4,), math.inf, device=self._device), sync_groups.whole
-        began = time.perf_counter()
-        for _ in range(_SHARING_TRIALS):
-            for place, function in enumerate((collective.sum, collective.scatter, collective.gather)):
-                work = self.queue.start(functools.partial(function, tensor))
-                work.wait()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
-                agreed[place] = min(float(agreed[place]), work.seconds() or 0.0)
-            agreed[3] = time.perf_counter() - began
-            self.queue.start(lambda: dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)).wait()
-            if float(agreed[3]) > _SHARING_BUDGET_S:
-                break
-        agreed *= sum(bucket.buffer.numel() for bucket in buckets) / max(1, tensor.numel())
-        sum_s, scatter_s, gather_s, _ = agreed.tolist()
-        return sum_s, scatter_s, gather_s
-
-    # reports
-
-    @property
-    def _is_first_member(self) -> bool:
-        return self.groups.data_parallel_rank == 0 and self.groups.tensor_parallel_rank == 0
-
-    @property
-    def _group_name(self) -> str:
-        return str(self.groups.pipeline_rank)
-
-    def _look_at_board(self) -> None:
-        board = self._board
-        if board is None or self.groups.builder.rank != 0:
-            return
-        if board.is_complete and self._windows % _LOOK_EVERY:
-            return
-        for choice in board.read():
-            self.choices.append(choice)
-            when = f"Before batch {choice.step}: " if choice.step else ""
-            print(f"{when}{choice.describe()}", flush=True)
 
     def watch(self, on_run: OnRun | None) -> None:
         """Report when each bucket's gradients were summed, and its parameters gathered; see CommQueue.on_run."""

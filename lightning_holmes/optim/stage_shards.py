@@ -464,9 +464,6 @@ class _Fetch:
         self._work.wait()
         self._arrived()
 
-    def seconds(self) -> float | None:
-        return self._work.seconds()
-
 
 def _small_stages(stage_of: Mapping[str, int], parameters: Mapping[str, nn.Parameter]) -> set[int]:
     """Return the smallest stages that together have at most _SMALL of the largest stage's bytes."""

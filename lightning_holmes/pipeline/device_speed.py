@@ -82,15 +82,15 @@ def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) ->
         for _ in range(3):
             torch.mm(matrix, matrix, out=result)
             tiny + tiny
-        products = rate(
+        products = _rate(
             device, seconds * 2 / 3, 1 if device.type == "cpu" else 10, lambda: torch.mm(matrix, matrix, out=result)
         )
-        operators = rate(device, seconds / 3, _OPERATORS, lambda: tiny + tiny)
+        operators = _rate(device, seconds / 3, _OPERATORS, lambda: tiny + tiny)
     memory = float(psutil.virtual_memory().total)
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     known = _known_type(device)
-    local, latency = typical_local(device.type)
+    local, latency = _LOCAL_BYTES_PER_S[device.type], _LOCAL_LATENCY_S[device.type]
     return DeviceSpeed(
         flops_per_s=2.0 * size**3 * products,
         operator_s=1 / operators,
@@ -101,16 +101,11 @@ def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) ->
     )
 
 
-def typical_local(device: str) -> tuple[float, float]:
-    """Typical bytes per second and latency in seconds, one way between processes of one host, on "cpu" or "cuda"."""
-    return _LOCAL_BYTES_PER_S.get(device, 1e9), _LOCAL_LATENCY_S.get(device, 100e-6)
-
-
 def _known_type(device: torch.device) -> DeviceType | None:
     return type_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def rate(device: torch.device, seconds: float, at_once: int, run: Callable[[], Tensor]) -> float:
+def _rate(device: torch.device, seconds: float, at_once: int, run: Callable[[], Tensor]) -> float:
     """Runs per second, measured for about ``seconds``; at_once: runs between two readings of the clock."""
     count, start = 0, time.perf_counter()
     while True:

@@ -1,4 +1,4 @@
-"""Profile a module: what each layer of a training step costs, counted without running it or measured briefly.
+"""Profile a module: what each layer of a training step costs, counted without running it.
 
 The result is a ModelCost (plan/layer_cost.py). plan/cost_model.py computes the time on a device from it.
 
@@ -6,12 +6,11 @@ The result is a ModelCost (plan/layer_cost.py). plan/cost_model.py computes the 
     cost = profile_step(module, (batch, 0))
     cost.layers[0].forward          # FLOPs of one microbatch
 
-mode="fake" runs one microbatch of the module's own step forward and backward on fake tensors (on the CPU, not meta:
-meta tensors take other paths through many modules). It counts the FLOPs of matrix products, convolutions and
-attention, and the bytes that all other operators read and write; a fixed time may be charged for each operator
-(operator_s). A step that cannot run on fake tensors (because it reads values) is run once for real, and counted.
-mode="measure" runs the real module a few times on the device where it is, and gives seconds. In both modes, a layer's
-backward begins, and the backward of what follows it ends, when a gradient reaches the layer's output.
+It runs one microbatch of the module's own step forward and backward on fake tensors (on the CPU, not meta: meta tensors
+take other paths through many modules), and counts the FLOPs of matrix products, convolutions and attention, and the
+bytes that all other operators read and write; a fixed time may be charged for each operator (operator_s). A step that
+cannot run on fake tensors (because it reads values) is run once for real, and counted. A layer's backward begins, and
+the backward of what follows it ends, when a gradient reaches the layer's output.
 
 trace.py decides whether the step may be split at all. The module itself is not changed: copies run.
 """
@@ -19,11 +18,9 @@ trace.py decides whether the step may be split at all. The module itself is not 
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -35,8 +32,7 @@ from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.layers import candidate_layer_lists
-from lightning_holmes.pipeline.repeats import undisturbed
-from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy, share_layer_memory, with_own_gradients
+from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy, with_own_gradients
 from lightning_holmes.pipeline.step_recorder import Counts, NotTheLayersError, StepRecorder
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
@@ -48,11 +44,6 @@ from lightning_holmes.torch_private import (
     fake_mode_of,
 )
 
-ProfileMode = Literal["fake", "measure"]
-_Seen = TypeVar("_Seen")
-_REPEATS = 5
-_MOST_REPEATS = 40
-_ENOUGH_S = 5.0  # after this time of repeats for each microbatch size, two repeats are enough
 _BACKWARD_OPERATORS = 2.0  # for each operator of the forward; dispatch does not see all of autograd's operators
 
 
@@ -72,13 +63,10 @@ def profile_step(
     *,
     layers: str = "auto",
     structure: ModuleStructure | None = None,
-    mode: ProfileMode = "fake",
     context: Callable[[], AbstractContextManager[Any]] | None = None,
     microbatch_samples: int | None = None,
     operator_s: float = 0.0,
     may_run: bool = True,
-    seconds: float = 0.0,
-    pipeline_parallel_size: int = 1,
 ) -> ModelCost:
     """Profile ``module.training_step(*arguments)`` and return its costs.
 
@@ -87,79 +75,25 @@ def profile_step(
         layers: the list to split along, as in the strategy; if ``structure`` is given, its list is used instead.
         structure: the result of tracing the module, if it was traced: where parameters are read, and forbidden split
             points. Without it, a parameter belongs to where its module is called.
-        mode: "fake" counts FLOPs, "measure" takes seconds.
         context: returns the context manager of a step (precision).
         microbatch_samples: the number of samples in the microbatch, if it cannot be read from the batch.
-        operator_s: seconds that launching an operator takes, charged in a "fake" profile for each operator beside its
-            FLOPs.
+        operator_s: seconds that launching an operator takes, charged for each operator beside its FLOPs.
         may_run: whether a step that does not run on fake tensors may be run for real.
-        seconds: how long "measure" goes on at least, with at least 5 repeats. It stops earlier after 40 repeats, or when it
-            has taken 5 s for each microbatch size and made 2 repeats.
-        pipeline_parallel_size: into how many stages the layers will be split. "measure" then lets all layers share
-            the memory of one stage's layers, because processor caches hold more of few layers than of all.
 
     Raises:
         UnsupportedModuleError: the step calls no list of layers once each and in order.
         ReadsValuesError: the step does not run on fake tensors, and has no real weights or may not be run for real.
     """
     samples = microbatch_samples or BatchSplitter().batch_size(arguments[0])
-    if mode == "measure":
-        return time_in_turn(
-            module,
-            {samples: arguments},
-            layers=layers,
-            structure=structure,
-            context=context,
-            seconds=seconds,
-            pipeline_parallel_size=pipeline_parallel_size,
-        )[0]
-    seen = _with_layers(module, structure, layers, lambda name: _run(module, arguments, name, context, may_run))
-    return _model_cost(module, seen, structure, samples, mode, _tokens(arguments[0]), operator_s)
-
-
-def time_in_turn(
-    module: LightningModule,
-    arguments: Mapping[int, tuple[Any, ...]],
-    *,
-    layers: str = "auto",
-    structure: ModuleStructure | None = None,
-    context: Callable[[], AbstractContextManager[Any]] | None = None,
-    seconds: float = 0.0,
-    pipeline_parallel_size: int = 1,
-) -> list[ModelCost]:
-    """Profile microbatches of several sizes by profile_step(mode="measure"); returns their costs in the given order.
-
-    ``arguments`` maps the number of samples of a microbatch to the step's arguments. The sizes are run in turn, so
-    that a temporary slowdown of the machine affects all of them and their relative costs are right.
-    """
-    if any(fake_mode_of(parameter) is not None for parameter in module.parameters()):
-        raise UnsupportedModuleError(
-            f'{type(module).__name__} has no real weights, so profile="measure" cannot time it; use profile="flops"'
-        )
-    several = list(arguments.values())
-    noted = _with_layers(
-        module,
-        structure,
-        layers,
-        lambda name: _measure(module, several, name, context or nullcontext, seconds, pipeline_parallel_size),
-    )
-    return [
-        _model_cost(module, seen, structure, samples, "measure", _tokens(given[0]), 0.0)
-        for seen, (samples, given) in zip(noted, arguments.items(), strict=True)
-    ]
-
-
-def _with_layers(
-    module: LightningModule, structure: ModuleStructure | None, layers: str, run: Callable[[str], _Seen]
-) -> _Seen:
-    """Return ``run`` of the first list of layers that the step calls once each and in order."""
     candidates = candidate_layer_lists(module, structure.layers if structure is not None else layers)
     reasons = []
-    for candidate in candidates:
+    for candidate in candidates:  # the first list of layers that the step calls once each and in order
         try:
-            return run(candidate.name)
+            seen = _run(module, arguments, candidate.name, context or nullcontext, may_run)
         except NotTheLayersError as reason:
             reasons.append(f"{candidate.name}: {reason}")
+        else:
+            return _model_cost(module, seen, structure, samples, _tokens(arguments[0]), operator_s)
     raise UnsupportedModuleError(
         f"{type(module).__name__}.training_step calls no list of layers once each and in order ({'; '.join(reasons)}); "
         "name another list by layers="
@@ -170,10 +104,9 @@ def _run(
     module: LightningModule,
     arguments: tuple[Any, ...],
     layers: str,
-    context: Callable[[], AbstractContextManager[Any]] | None,
+    context: Callable[[], AbstractContextManager[Any]],
     may_run: bool,
 ) -> StepRecorder:
-    context = context or nullcontext
     has_values = all(fake_mode_of(parameter) is None for parameter in module.parameters())
     fake = next((found for p in module.parameters() if (found := fake_mode_of(p)) is not None), None)
     fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
@@ -211,7 +144,7 @@ def _count(
 ) -> StepRecorder:
     formulas = FlopCounterMode(display=False, custom_mapping=attention_flop_formulas()).flop_registry
     with torch.compiler.set_stance("force_eager"), _OperatorCounter(formulas) as operators:  # see trace.py
-        recorder = StepRecorder(shadow, layers, lambda: float(operators.flops), lambda: operators.counts)
+        recorder = StepRecorder(shadow, layers, lambda: operators.counts)
         recorder.step(arguments, context)
     return recorder
 
@@ -225,7 +158,7 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, formulas: Mapping[Any, Callable[..., int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.formulas, self.flops, self.counts = formulas, 0, Counts()
+        self.formulas, self.counts = formulas, Counts()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -233,10 +166,9 @@ class _OperatorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = self.formulas.get(func.overloadpacket)
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=found)
-            self.flops += flops
-            self.counts += Counts(1, 1, 0, flops if torch.is_grad_enabled() else 0)
+            self.counts += Counts(flops, 1, 1, 0, flops if torch.is_grad_enabled() else 0)
         elif computes(func):
-            self.counts += Counts(1, 0, _moved_bytes(func, (args, kwargs), found), 0)
+            self.counts += Counts(0, 1, 0, _moved_bytes(func, (args, kwargs), found), 0)
         return found
 
 
@@ -256,65 +188,6 @@ def _bytes_of(tensor: Tensor) -> float:
     return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
 
 
-def _measure(
-    module: LightningModule,
-    several: Sequence[tuple[Any, ...]],
-    layers: str,
-    context: Callable[[], AbstractContextManager[Any]],
-    seconds: float,
-    pipeline_parallel_size: int,
-) -> list[StepRecorder]:
-    device = next(module.parameters()).device
-
-    def wall_clock() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    # a host with a share of a core pauses for longer than a layer takes, so where one thread computes, thread time gives the
-    # proportions of the layers, and the wall clock their total
-    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else wall_clock
-    # one copy for all repeats: gradients add up, as over microbatches. The first repeat also records the memory that is held
-    shadow = with_own_gradients(_attached_copy(module))
-    noted = [StepRecorder(shadow, layers, clock) for _ in several]
-    share_layer_memory(shadow, layers, -(-len(noted[0].layer_list) // pipeline_parallel_size))
-    for recorder, arguments in zip(noted, several, strict=True):
-        recorder.step(tree.map_all_tensors(Tensor.clone, arguments), context)
-        recorder.storages.clear()  # the held memory has been summed; the timed rounds need the memory itself
-    rounds: list[list[_Timed]] = []
-    start = time.perf_counter()
-    while True:
-        number, taken = len(rounds), time.perf_counter() - start
-        enough = taken >= _ENOUGH_S * len(several) and number >= 2
-        if (number >= _REPEATS and taken >= seconds) or enough or number >= _MOST_REPEATS:
-            break
-        rounds.append([])
-        for arguments in several:
-            recorder = StepRecorder(shadow, layers, clock)
-            began = clock(), wall_clock()
-            recorder.step(tree.map_all_tensors(Tensor.clone, arguments), context, bare=True)
-            ended = clock(), wall_clock()
-            recorded = math.fsum(recorder.forward) + math.fsum(recorder.backward)
-            whole = recorded * (ended[1] - began[1]) / (ended[0] - began[0])
-            rounds[-1].append(_Timed(recorder.forward, recorder.backward, recorded, whole))
-    kept = undisturbed([math.fsum(timed.whole_s for timed in of_round) for of_round in rounds])
-    for index, recorder in enumerate(noted):
-        mine = [rounds[number][index] for number in kept]
-        scale = math.fsum(timed.whole_s for timed in mine) / math.fsum(timed.recorded_s for timed in mine)
-        recorder.forward = [scale * statistics.fmean(c) for c in zip(*(t.forward for t in mine), strict=True)]
-        recorder.backward = [scale * statistics.fmean(c) for c in zip(*(t.backward for t in mine), strict=True)]
-    return noted
-
-
-class _Timed(NamedTuple):
-    """Seconds of one repeat: of each position and in total by the recorder's clock, and in total by the wall clock."""
-
-    forward: list[float]
-    backward: list[float]
-    recorded_s: float
-    whole_s: float
-
-
 def _make_fake(shadow: LightningModule, mode: FakeTensorMode) -> None:
     """Replace the parameters and buffers of a copy by fake ones."""
     replace_parameters(shadow, lambda p: nn.Parameter(_as_fake(p.detach(), mode), requires_grad=p.requires_grad))
@@ -332,7 +205,6 @@ def _model_cost(
     seen: StepRecorder,
     structure: ModuleStructure | None,
     samples: int,
-    mode: ProfileMode,
     tokens_per_sample: int | None,
     operator_s: float,
 ) -> ModelCost:
@@ -349,23 +221,23 @@ def _model_cost(
     crossing = [*seen.crossing, 0.0]
     costs = [
         LayerCost(
-            forward=seen.forward[position],
-            backward=seen.backward[position],
+            forward=seen.forward[position].flops,
+            backward=seen.backward[position].flops,
             parameter_bytes=weights[position],
             gradient_bytes=trained[position],
             activation_bytes=crossing[position],
             held_bytes=seen.held[position],
-            fixed_forward_s=seen.forward_counts[position].operators * operator_s,
+            fixed_forward_s=seen.forward[position].operators * operator_s,
             # a layer without a backward is frozen
-            fixed_backward_s=seen.forward_counts[position].operators
+            fixed_backward_s=seen.forward[position].operators
             * operator_s
             * _BACKWARD_OPERATORS
-            * (seen.backward[position] > 0),
-            forward_products=seen.forward_counts[position].products,
-            backward_products=seen.backward_counts[position].products,
-            forward_moved_bytes=seen.forward_counts[position].moved_bytes,
-            backward_moved_bytes=seen.backward_counts[position].moved_bytes,
-            recomputed=seen.backward_counts[position].watched_flops,
+            * (seen.backward[position].flops > 0),
+            forward_products=seen.forward[position].products,
+            backward_products=seen.backward[position].products,
+            forward_moved_bytes=seen.forward[position].moved_bytes,
+            backward_moved_bytes=seen.backward[position].moved_bytes,
+            recomputed=seen.backward[position].watched_flops,
             undivided_bytes=None if 0 < position <= size else seen.held[position],
         )
         for position in range(size + 2)
@@ -375,7 +247,6 @@ def _model_cost(
     if structure is not None:
         forbidden = tuple(structure.forbidden_cuts())
     return ModelCost(
-        unit="flops" if mode == "fake" else "seconds",
         microbatch_samples=samples,
         before=costs[0],
         layers=tuple(costs[1:-1]),

@@ -156,7 +156,7 @@ class _Batch:
             start = observer.add("wait_activation", start, stage, microbatch)
         kept = self.kept[microbatch]
         run.beside = {key: _leaf(kept[key]) for key in self.module.reads_beside.get(stage, ()) if key in kept}
-        with self._watching(run, microbatch):
+        with self._checking_split(run, microbatch):
             output = self.module.forward_step(run, lambda: self.microbatches.step(run, microbatch))
         observer.add("forward", start, stage, microbatch)
         kept |= run.kept
@@ -212,7 +212,7 @@ class _Batch:
                 half = self.halves[stage, microbatch] = SplitBackward(roots, gradients, run.received, parameters)
                 half.input(self.exchange.add)
             elif roots:
-                observer.backward(stage, roots, gradients, run.received, parameters, self.exchange.add)
+                torch.autograd.backward(roots, gradients)
         for key, value in run.beside.items():
             if value.grad is not None:
                 sums = self.kept_gradients[microbatch]
@@ -253,31 +253,23 @@ class _Batch:
     def _place(self, action: Action) -> str:
         return f"{self.request.step_name}, stage {action.stage}, microbatch {action.microbatch}"
 
-    def _watching(self, run: StageRun, microbatch: int) -> contextlib.AbstractContextManager[None]:
-        """Context around a forward: refuses what a split backward would break or make slow, and lets the observer time it."""
-        splits = self.request.trains and self.schedule.gradient_op(run.stage) is Op.BACKWARD_INPUT
-        if splits or self.observer.minds_checkpointing:
-            return self._noticing_checkpoints(run, microbatch, splits=splits)
-        return self.observer.forward(run.stage)
-
     @contextlib.contextmanager
-    def _noticing_checkpoints(self, run: StageRun, microbatch: int, *, splits: bool) -> Iterator[None]:
-        schedule, stage, observer = self.schedule, run.stage, self.observer
-        if splits:
-            check_splittable(stage, schedule.name, run.received)
+    def _checking_split(self, run: StageRun, microbatch: int) -> Iterator[None]:
+        """Context around a forward: refuses what a split backward would break or make slow."""
+        schedule, stage = self.schedule, run.stage
+        if not self.request.trains or schedule.gradient_op(stage) is not Op.BACKWARD_INPUT:
+            yield
+            return
+        check_splittable(stage, schedule.name, run.received)
 
         def noticed() -> None:
-            if splits:
-                raise checkpointing_refused(schedule.name, self.module.place_of(run))
-            observer.cannot_split(stage)
+            raise checkpointing_refused(schedule.name, self.module.place_of(run))
 
-        with contextlib.ExitStack() as around:
-            around.enter_context(observer.forward(stage))
-            key = self._spec_key(stage, microbatch)
-            if observer.minds_checkpointing or (splits and key not in self.runner.without_checkpoints):
-                around.enter_context(noticing_checkpoints(noticed))
-                self.runner.without_checkpoints.add(key)
+        key = self._spec_key(stage, microbatch)
+        known = key in self.runner.without_checkpoints
+        with contextlib.nullcontext() if known else noticing_checkpoints(noticed):
             yield
+        self.runner.without_checkpoints.add(key)
 
     # handing over within this rank
 

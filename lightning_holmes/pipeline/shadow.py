@@ -2,7 +2,7 @@
 
 import copy
 import types
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +120,7 @@ def with_own_gradients(shadow: LightningModule) -> LightningModule:
 
 def replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
     """Replace every parameter by what ``make`` returns for it; a tied parameter stays tied."""
-    made: dict[int, nn.Parameter] = {}  # so that tied parameters stay tied
+    made: dict[int, nn.Parameter] = {}
     kept = []
     for submodule in shadow.modules():
         for name, parameter in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
@@ -128,39 +128,3 @@ def replace_parameters(shadow: nn.Module, make: Callable[[nn.Parameter], nn.Para
                 kept.append(parameter)
                 made[id(parameter)] = make(parameter)
             setattr(submodule, name, made[id(parameter)])
-
-
-def share_layer_memory(shadow: LightningModule, layers: str, number: int) -> None:
-    """Let the layers after the first ``number`` ones use the weights and gradients of these.
-
-    A step of the whole copy then reads and writes only the memory of ``number`` layers, as many as a rank has, so
-    that a timed step finds the same in the processor caches as a real run. Parameters that are tied, or have no
-    counterpart in the other layer, keep their memory.
-    """
-    uses = Counter(
-        id(parameter)
-        for _, module in shadow.named_modules(remove_duplicate=False)
-        for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-    )
-    children = list(shadow.get_submodule(layers).children())
-    for index, layer in enumerate(children[number:]):
-        others = dict(children[index % number].named_parameters())
-        for name, parameter in list(layer.named_parameters()):
-            other = others.get(name)
-            if (
-                other is None
-                or other is parameter
-                or uses[id(parameter)] + uses[id(other)] != 2
-                or _kind(parameter) != _kind(other)
-            ):
-                continue
-            shared = nn.Parameter(other.detach(), requires_grad=other.requires_grad)
-            if other.requires_grad:
-                other.grad = torch.zeros_like(other) if other.grad is None else other.grad
-                shared.grad = other.grad
-            owner, _, own_name = name.rpartition(".")
-            setattr(layer.get_submodule(owner), own_name, shared)
-
-
-def _kind(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return parameter.shape, parameter.stride(), parameter.dtype, parameter.device, parameter.requires_grad

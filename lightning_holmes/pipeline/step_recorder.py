@@ -1,8 +1,8 @@
-"""StepRecorder: runs one training step of a copy and reads a clock (or FLOPs) where each layer begins and ends.
+"""StepRecorder: runs one training step of a copy and reads counters where each layer begins and ends.
 
-recorder = StepRecorder(with_own_gradients(shadow_copy(module)), "layers", time.perf_counter)
+recorder = StepRecorder(with_own_gradients(shadow_copy(module)), "layers", lambda: counter.counts)
 recorder.step(arguments, nullcontext)
-recorder.forward[1]                          # seconds of the first layer
+recorder.forward[1].flops                    # of the first layer
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class NotTheLayersError(Exception):
 
 
 class Counts(NamedTuple):
-    """Numbers of operators that compute something and of matrix products among them; bytes that the other operators
-    read and write; and FLOPs that run with gradients enabled, which in a backward are those of a forward that is run
-    again."""
+    """FLOPs of matrix products; numbers of operators that compute something and of matrix products among them; bytes
+    that the other operators read and write; and FLOPs that run with gradients enabled, which in a backward are those of
+    a forward that is run again."""
 
+    flops: float = 0.0
     operators: float = 0.0
     products: float = 0.0
     moved_bytes: float = 0.0
@@ -41,33 +42,23 @@ class Counts(NamedTuple):
 
 
 class StepRecorder:
-    """Runs one step of a copy and records a clock (or counter of FLOPs) and other counts where each layer begins and ends.
+    """Runs one step of a copy and records counts where each layer begins and ends.
 
     The copy has its own parameters (with_own_gradients, or fake ones): the backward leaves gradients on them.
 
-    forward, backward, forward_counts, backward_counts, held: one entry for what is before the layers, one for each
-    layer, and one for what is after them.
+    forward, backward, held: one entry for what is before the layers, one for each layer, and one for what is after them.
 
     Args:
-        counts: returns numbers that only grow; their increments are recorded beside the clock.
+        counts: returns numbers that only grow; their increments are recorded.
     """
 
-    def __init__(
-        self,
-        shadow: LightningModule,
-        layers: str,
-        clock: Callable[[], float],
-        counts: Callable[[], Counts] = Counts,
-    ) -> None:
-        self.shadow, self.layers, self.clock = shadow, layers, clock
-        self.counts = counts
+    def __init__(self, shadow: LightningModule, layers: str, counts: Callable[[], Counts]) -> None:
+        self.shadow, self.layers, self.counts = shadow, layers, counts
         self.layer_list = list(shadow.get_submodule(layers).children())
         size = len(self.layer_list)
-        self.forward = [0.0] * (size + 2)
-        self.backward = [0.0] * (size + 2)
+        self.forward = [Counts()] * (size + 2)
+        self.backward = [Counts()] * (size + 2)
         self.held = [0.0] * (size + 2)
-        self.forward_counts = [Counts()] * (size + 2)
-        self.backward_counts = [Counts()] * (size + 2)
         self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
         self.crossing_elements = 0
         self.called: list[int] = []
@@ -75,17 +66,11 @@ class StepRecorder:
         self.recomputes = False  # the forward is over: what is called now belongs to the backward
         self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
         self.storages: dict[int, tuple[Any, int | None]] = {}
-        self.reached: dict[
-            int, tuple[float, Counts]
-        ] = {}  # backward reached the output of position: clock and counts then
-        self.last = 0.0
-        self.last_counts = Counts()
+        self.reached: dict[int, Counts] = {}  # the counts when the backward reached the output of a position
+        self.last = Counts()
 
-    def step(
-        self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]], *, bare: bool = False
-    ) -> None:
-        """Run the step, forward and backward; ``bare``: record nothing but where layers begin and end, so as not to
-        disturb a clock."""
+    def step(self, arguments: tuple[Any, ...], context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Run the step, forward and backward."""
         shadow = self.shadow
         # on the copy only: a profile logs nothing
         for name in ("log", "log_dict"):
@@ -97,17 +82,15 @@ class StepRecorder:
         gated = [(layer, vars(layer).get("forward")) for layer in {id(x): x for x in self.layer_list}.values()]
         for layer, _ in gated:
             layer.forward = self._gate(places[id(layer)], layer.forward)
-        named = [] if bare else [(name, submodule) for name, submodule in shadow.named_modules() if name]
+        named = [(name, submodule) for name, submodule in shadow.named_modules() if name]
         handles = [submodule.register_forward_pre_hook(self._note(name)) for name, submodule in named]
         for parameter in shadow.parameters():
             self._own(parameter, None)
         try:
             with torch.enable_grad(), ExitStack() as stack:
-                if not bare:
-                    keep = torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor)
-                    stack.enter_context(keep)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor))
                 stack.enter_context(context())
-                self.last = self.clock()
+                self.last = self.counts()
                 output = shadow.training_step(*arguments)
                 self._mark()
             if self.called != list(range(len(self.layer_list))):
@@ -129,23 +112,21 @@ class StepRecorder:
                 f"{type(self.shadow).__name__}.training_step returned no loss that requires a gradient on the profiled microbatch"
             )
         self.recomputes = True
-        began = self.clock(), self.counts()
+        began = self.counts()
         loss.sum().backward()  # type: ignore[no-untyped-call]
-        end = self.clock(), self.counts()
+        end = self.counts()
         for position in range(len(self.layer_list) + 1, -1, -1):
             # if no gradient reached the position before, the rest of the backward ran here: nothing earlier trains
             reached = self.reached.get(position - 1, end)
-            self.backward[position] = reached[0] - began[0]
-            self.backward_counts[position] = reached[1] - began[1]
+            self.backward[position] = reached - began
             if position - 1 not in self.reached:
                 break
             began = reached
 
     def _mark(self) -> None:
-        now, counts = self.clock(), self.counts()
+        now = self.counts()
         self.forward[self.position] += now - self.last
-        self.forward_counts[self.position] += counts - self.last_counts
-        self.last, self.last_counts = now, counts
+        self.last = now
 
     def _note(self, name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -190,7 +171,6 @@ class StepRecorder:
             self.crossing[expected + 1] = self._reach(expected + 1, output)
             if expected == len(self.layer_list) - 1:
                 self.position = len(self.layer_list) + 1
-            self.last = self.clock()
             return output
 
         return gate
@@ -203,7 +183,7 @@ class StepRecorder:
         for tensor in wanting:
 
             def reached(gradient: Tensor) -> None:
-                self.reached[position] = self.clock(), self.counts()  # of several gradients, the last one counts
+                self.reached[position] = self.counts()  # of several gradients, the last one counts
 
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
         self.crossing_elements += sum(tensor.numel() for tensor in (wanting or tensors))

@@ -102,21 +102,14 @@ class ModuleStructure:
         return {layer: sorted(numbers) for layer, numbers in sorted(found.items())}
 
     def check_partition(self, partition: Partition, *, one_rank: bool = False) -> None:
-        """Refuse a partition with a stage that has no layer, or with a split point that loses a value.
+        """Refuse a partition with a split point that loses a value.
 
         Args:
             one_rank: all stages are on one rank.
 
         Raises:
-            UnsupportedModuleError: names the stage, or the value and the split point, and what to change.
+            UnsupportedModuleError: names the value and the split point, and what to change.
         """
-        if partition.bare_stages:
-            raise UnsupportedModuleError(
-                f"partition={list(partition.layer_counts)}: stage {partition.bare_stages[0]} has no layer, which lightning-holmes plan "
-                "predicts, but no run can have: a step is cut where a layer's output is kept and the next layer is called, so neither "
-                "before the first layer nor after the last one, nor twice between two. Give every stage at least 1 layer, or use a "
-                "smaller pipeline_parallel_size"
-            )
         for stage in range(partition.num_stages - 1):
             split_point = partition.layers_of(stage)[-1]
             lost = [b for b in self.bypasses if b.forbids(split_point, one_rank=one_rank)]

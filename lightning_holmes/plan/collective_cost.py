@@ -9,7 +9,8 @@ first (see shared).
 Ring: each member sends (n-1)/n of the bytes in n-1 steps, for reduce-scatter and for all-gather; an all-reduce is
 both (Patarasuk and Yuan 2009). Tree: two binary trees, each over half of the bytes, so that every member
 sends all bytes once up and once down, in log2(n) steps each (Sanders, Speck, Traeff 2009; used by NCCL).
-Hierarchical: reduce-scatter inside each host, all-reduce of the parts across hosts, all-gather inside.
+Hierarchical: reduce-scatter inside each host, all-reduce of the parts across hosts, all-gather inside. In two levels: the same with
+clusters in place of hosts.
 Not modelled: in-network reduction, contention inside a switch, kernel launch.
 """
 
@@ -56,6 +57,14 @@ def hierarchical_all_reduce_s(
         for all_reduce in (ring_all_reduce_s, tree_all_reduce_s)
     ]
     return inside + min(across)
+
+
+def two_level_all_reduce_s(
+    inside_s: float, num_bytes: float, *, num_clusters: int, bandwidth: float, latency: float
+) -> float:
+    """Seconds of a sum in two levels over clusters: ``inside_s`` of an all-reduce inside the slowest cluster (a reduce-scatter and an all-gather),
+    and between them the parts of all members over the clusters, by rings that share ``bandwidth``."""
+    return inside_s + ring_all_reduce_s(num_bytes, size=num_clusters, bandwidth=bandwidth, latency=latency)
 
 
 def all_reduce_s(

@@ -13,7 +13,8 @@ each matrix product, the memory traffic of the other operators, and fixed second
 1909.08053): two all-reduces of a layer's output in its forward and two in its backward, never overlapped, and two more when
 it is recomputed; work and weights are sharded evenly; activations and memory traffic are sharded inside the attention and the
 MLP only, and everywhere with sequence parallelism. Gradients: one all-reduce per stage over its replicas (with a sharded
-optimizer a reduce-scatter, and an all-gather of the parameters). Transfers that use a network card or a link between clusters
+optimizer a reduce-scatter, and an all-gather of the parameters), in two levels if the replicas lie in several clusters and that is
+faster. Transfers that use a network card or a link between clusters
 at the same time share its bandwidth. Bytes that processors carry (sockets) also take the rank's own time. If gradients are
 compressed between clusters, all replicas of a stage that lies in several clusters send them compressed; other options for
 gradients are in training.py. Memory of a rank: parameters, gradients and optimizer states of its stages, and activations held
@@ -32,10 +33,10 @@ from functools import partial
 import numpy as np
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.collective_cost import all_reduce_s
+from lightning_holmes.plan.collective_cost import all_reduce_s, two_level_all_reduce_s
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_number
-from lightning_holmes.plan.layout_facts import Devices, LayoutFacts, StageGroup
+from lightning_holmes.plan.layout_facts import Devices, LayoutFacts, Levels, StageGroup
 from lightning_holmes.plan.memory import RankMemory, stage_in_flight
 from lightning_holmes.plan.node_costs import node_bytes_per_s
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
@@ -43,7 +44,7 @@ from lightning_holmes.plan.route import Channel, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import rank_of_stage, ranks_of_stages, spec_of
 from lightning_holmes.plan.self_adapting import Balance
-from lightning_holmes.plan.sharding_choice import ShardingFacts, choose_sharding
+from lightning_holmes.plan.sharding_choice import ShardingFacts, lack_of_memory
 from lightning_holmes.plan.simulator import StepCosts
 from lightning_holmes.plan.training import Training
 
@@ -54,6 +55,9 @@ NUM_WHOLE = 2
 # tensor parallelism does not divide it: 22 bytes per input element for two norms and two residual sums, against 16 inside (4x as wide)
 _MOVED_WHOLE = 0.58
 
+_SMALL_STATE = 64 * 2**20  # bytes a rank; sharding less is not worth its messages
+_SHARDING_GAIN = 0.1  # the share of reduction and update that a sharded optimizer must save
+
 
 class CostModel:
     """The costs of a model on a topology.
@@ -61,9 +65,7 @@ class CostModel:
     Args:
         devices: the device type of each cluster, in the order of the topology.
         host_devices: the device type of each host, where hosts of one cluster differ.
-        speeds: for a model whose unit is seconds, the speed of each cluster's devices relative to the device that
-            was measured; 1 by default.
-        host_speeds: work per second of each host's devices, in the order of the topology; overrides the speeds of the types.
+        host_speeds: FLOPs per second of each host's devices, in the order of the topology; overrides the speeds of the types.
     """
 
     def __init__(
@@ -73,12 +75,11 @@ class CostModel:
         *,
         devices: Sequence[DeviceType],
         training: Training,
-        speeds: Sequence[float] | None = None,
         host_speeds: Sequence[float] | None = None,
         host_devices: Sequence[DeviceType] | None = None,
     ) -> None:
         clusters = network.topology.clusters
-        if len(devices) != len(clusters) or (speeds is not None and len(speeds) != len(clusters)):
+        if len(devices) != len(clusters):
             raise ConfigurationError(
                 f"{len(devices)} device types for {len(clusters)} clusters; give one for each cluster"
             )
@@ -86,13 +87,8 @@ class CostModel:
         cluster = network.cluster_of_host
         self.host_devices = tuple(host_devices or (devices[index] for index in cluster))
         assert len(self.host_devices) == len(network.hosts), (len(self.host_devices), len(network.hosts))
-        if host_speeds is not None:
-            rates = list(host_speeds)
-        elif model.unit == "flops":
-            rates = [device.flops_per_s for device in self.host_devices]
-        else:
-            rates = [(speeds or [1.0] * len(clusters))[index] for index in cluster]
-        counted = model.unit == "flops" and host_speeds is None
+        counted = host_speeds is None
+        rates = [device.flops_per_s for device in self.host_devices] if host_speeds is None else list(host_speeds)
         self._devices = Devices(
             network,
             speed=[check_number(rate, "a host's speed", positive=True) for rate in rates],
@@ -138,8 +134,9 @@ class CostModel:
         """Work per second of each pipeline rank: that of its slowest device, times the tensor-parallel size."""
         return tuple(speed * layout.tensor for speed in self.facts(layout).speeds)
 
-    def is_dtensor(self, layout: Layout) -> bool:
-        """Whether the optimizer's states are sharded over replicas. "auto" is decided as in a run, for the uniform partition. Cached."""
+    def shards_states(self, layout: Layout) -> bool:
+        """Whether the optimizer's states are sharded over replicas. "auto": if they do not fit otherwise, or the reduction and the update are
+        slower otherwise; for the uniform partition. Cached."""
         if layout not in self._sharded:
             wanted = self.training.sharded_optimizer
             self._sharded[layout] = self._would_shard(layout) if wanted == "auto" else wanted
@@ -227,7 +224,7 @@ class CostModel:
         layout, training = run.layout, self.training
         model, plain = self.microbatch_model(run.microbatch_samples, run.recomputation), self._plain(run)
         facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
-        sharded, memory = self.is_dtensor(layout), self.memory(run)
+        sharded, memory = self.shards_states(layout), self.memory(run)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage, reduce_own, gather_own = [], [], [], [], [], []
         # 1 for the slowest rank; Training's seconds are those of the slowest rank
@@ -292,9 +289,12 @@ class CostModel:
         if tied:  # the tied table is counted before and after the layers, but held once, for the whole step
             static[0] -= memory.static_bytes(table)
             transient[0] += whole_table
+        half = tuple(training.split_ratio / 2 * seconds for seconds in backward)
         return StepCosts(
             forward_s=tuple(forward),
             backward_s=tuple(backward),
+            backward_input_s=half,
+            backward_weight_s=half,
             tensor_forward_s=tuple(tensor_forward),
             tensor_backward_s=tuple(tensor_backward),
             activation_bytes=tuple(activations),
@@ -341,7 +341,7 @@ class CostModel:
             elif group.num_hosts > 1:
                 # out of each host, for each tensor-parallel part there
                 trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
-                out, back = self._carried(group, trained, self.is_dtensor(layout))
+                out, back = self._carried(group, trained, self.shards_states(layout))
                 # frozen parameters are gathered, too; all are gathered twice, except those of a rank's last two stages
                 if self.training.sharded_parameters:
                     held = math.fsum(place.parameter_bytes for place in places) / layout.tensor
@@ -386,7 +386,7 @@ class CostModel:
         return RankMemory(
             training=self.training,
             tensor=layout.tensor,
-            shards=layout.data if self.is_dtensor(layout) else 1,
+            shards=layout.data if self.shards_states(layout) else 1,
             recomputation=run.recomputation,
         )
 
@@ -419,11 +419,16 @@ class CostModel:
             return 0.0, 0.0
         ratio, scatters = self._gradient_ratio(group)
         num_bytes = trained_bytes * ratio
-        whole = _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts)
+        whole, in_levels = (
+            _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts),
+            math.inf,
+        )
+        if group.levels is not None and not self.training.sharded_parameters:
+            in_levels = _two_levels(num_bytes, group, group.levels)
         if not sharded:
-            return whole, 0.0
+            return min(whole, in_levels), 0.0
         # a reduce-scatter and an all-gather take half of an all-reduce each; parameters are gathered in their own type
-        return whole / 2 if scatters else whole, self._gather(group, trained_bytes)
+        return min(whole / 2 if scatters else whole, in_levels), self._gather(group, trained_bytes)
 
     def _gather(self, group: StageGroup, num_bytes: float) -> float:
         """Seconds to all-gather num_bytes: half of an all-reduce. With optimizer nodes: to receive them; half if parameters are kept
@@ -464,23 +469,21 @@ class CostModel:
             return False
         facts, training, model = self.facts(layout), self.training, self.model
         partition = make_uniform_partition(model.num_layers, layout.pipeline)
-        known = []
+        known, whole_s, sharded_s = [], 0.0, 0.0
         for rank in range(layout.pipeline):
             places = [model.layers[index] for index in partition.layers_of(rank)]
             places += [model.before] * (rank == 0) + [model.after] * (rank == layout.pipeline - 1)
             weights = math.fsum(place.parameter_bytes for place in places) / layout.tensor
             trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
             free = facts.memory[rank] / training.memory_share - weights - trained * training.gradient_ratio
+            known.append(ShardingFacts(state_bytes=round(trained * training.state_ratio), free_bytes=round(free)))
             update_s = self._update_s(facts, rank, trained)
-            known.append(
-                ShardingFacts(
-                    state_bytes=round(trained * training.state_ratio),
-                    free_bytes=round(free),
-                    whole_s=self._reduction(facts.groups[rank], trained, False)[0] + update_s,
-                    sharded_s=sum(self._reduction(facts.groups[rank], trained, True)) + update_s / layout.data,
-                )
-            )
-        return choose_sharding(known).on
+            whole_s = max(whole_s, self._reduction(facts.groups[rank], trained, False)[0] + update_s)
+            in_shards = sum(self._reduction(facts.groups[rank], trained, True)) + update_s / layout.data
+            sharded_s = max(sharded_s, in_shards)
+        gains = sharded_s < whole_s * (1 - _SHARDING_GAIN)
+        is_small = max(rank.state_bytes for rank in known) < _SMALL_STATE
+        return lack_of_memory(known) is not None or (gains and not is_small)
 
     def _shared_seconds(self, layout: Layout, facts: LayoutFacts) -> float:
         """Seconds to sum the gradients of tied embeddings between the first and the last pipeline rank."""
@@ -514,6 +517,18 @@ def _all_reduce(num_bytes: float, channel: Channel, local: Channel, local_size: 
     )
 
 
+def _two_levels(num_bytes: float, group: StageGroup, levels: Levels) -> float:
+    local_size = -(-group.local_size * group.num_hosts // (levels.num_clusters * levels.hosts_inside))
+    inside_s = _all_reduce(num_bytes, levels.inside, group.local, local_size, levels.hosts_inside)
+    return two_level_all_reduce_s(
+        inside_s,
+        num_bytes,
+        num_clusters=levels.num_clusters,
+        bandwidth=levels.across_bytes_per_s,
+        latency=group.channel.latency_s,
+    )
+
+
 def _shared_place(model: ModelCost) -> LayerCost:
     """The parameters that are used both before and after the layers (a tied table): their bytes alone, without work."""
     shared = model.shared_bytes
@@ -531,7 +546,7 @@ def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tu
 
 
 def _crossing(model: ModelCost, layers: range) -> LayerCost:
-    """The layer whose output a stage with these layers sends on; ``model.before`` if the stage ends before the first layer."""
+    """The layer whose output a stage with these layers sends on; ``model.before`` if there is none before its end."""
     return model.layers[layers.stop - 1] if layers.stop else model.before
 
 

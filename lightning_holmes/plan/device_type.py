@@ -134,7 +134,14 @@ _TABLE = (
     _known("H200", (989, 67, 67), 141e9 / _GIB, 4800, _NVLINK * 450, "NVIDIA H200 data sheet, SXM5", _HOPPER),
     _known("RTX-3090", (71, 35.6, 0.56), 24, 936, 32, "NVIDIA GA102 white paper, fp32 accumulation; PCIe 4 x16"),
     _known("RTX-4090", (165.2, 82.6, 1.29), 24, 1008, 32, "NVIDIA Ada white paper, fp32 accumulation; PCIe 4 x16"),
-    _known("MI250X", (383, 47.9, 47.9), 128, 3277, 50, "AMD MI250X data sheet, both dies"),
+    _known(
+        "MI250X",
+        (191.5, 23.95, 23.95),
+        64,
+        1638,
+        50,
+        "AMD MI250X data sheet, one of its two dies: torch has a device for each",
+    ),
     _known("MI300X", (1307, 163.4, 163.4), 192, 5300, 64, "AMD MI300X data sheet"),
 )
 DEVICE_TYPES: dict[str, DeviceType] = {entry.name: entry for entry in _TABLE}
@@ -151,6 +158,7 @@ _TOLD_AS = {
     "H100 PCIe": "H100-80GB-PCIe",
     "GeForce RTX 3090": "RTX-3090",
     "GeForce RTX 4090": "RTX-4090",
+    "AMD Instinct MI250X": "MI250X",
     "AMD Instinct MI300X": "MI300X",
 }
 

@@ -1,14 +1,13 @@
 """LayerCost and ModelCost: the costs of one microbatch, layer by layer. Plain data with checked numbers.
 
-pipeline/profile.py counts or measures the numbers; files and tests give them by hand. cost_model.py converts them to
-seconds on a device.
+pipeline/profile.py counts the numbers; files and tests give them by hand. cost_model.py converts them to seconds on a
+device.
 
     block = LayerCost(forward=6e12, backward=12e12, parameter_bytes=4e8, activation_bytes=3e7, held_bytes=1e9)
-    model = ModelCost(unit="flops", microbatch_samples=1, before=embedding, layers=(block,) * 48, after=head)
+    model = ModelCost(microbatch_samples=1, before=embedding, layers=(block,) * 48, after=head)
     model.for_samples(4).layers[0].forward      # 24e12
 
-"work" is in FLOPs or in seconds, as given by ModelCost.unit. Work in seconds was measured on one device; another device
-takes less or more time according to its relative speed.
+"work" is in FLOPs.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from lightning_holmes.errors import ConfigurationError
 
-WorkUnit = Literal["flops", "seconds"]
 _UNDIVIDED = 4
 
 
@@ -48,7 +46,7 @@ class LayerCost:
     forward, backward: work. parameter_bytes: weights, in the type they are computed with. gradient_bytes: bytes of
     the weights that are trained (all, by default). activation_bytes: bytes sent one way at a split point after the layer.
     held_bytes: activations held from forward to backward. fixed_forward_s, fixed_backward_s: seconds that do not
-    grow with the microbatch (kernel launches, Python), whatever the unit. In addition to counted FLOPs: forward_products,
+    grow with the microbatch (kernel launches, Python). In addition to counted FLOPs: forward_products,
     backward_products: the number of matrix products; forward_moved_bytes, backward_moved_bytes: bytes that all other operators
     read and write in the device's memory. recomputed: the part of backward that is forward work which the module itself runs again.
     undivided_bytes: the part of held_bytes that tensor parallelism does not shard; by default four times activation_bytes (at most
@@ -138,7 +136,6 @@ class ModelCost:
     layer_list: the name of the layer list in the module. num_parameters: of the module, if known.
     """
 
-    unit: WorkUnit
     microbatch_samples: int
     layers: tuple[LayerCost, ...]
     before: LayerCost = NOTHING
@@ -153,8 +150,6 @@ class ModelCost:
     name: str = "model"
 
     def __post_init__(self) -> None:
-        if self.unit not in ("flops", "seconds"):
-            raise ConfigurationError(f'unit={self.unit!r} is not known; write "flops" or "seconds"')
         check_count(self.microbatch_samples, "microbatch_samples")
         check_number(self.shared_bytes, "shared_bytes")
         for name in ("parameter_itemsize", "activation_itemsize"):
@@ -256,7 +251,7 @@ def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(data) - names)
     if unknown:
         raise ConfigurationError(f"{cls.__name__}: unknown key {unknown[0]!r}; allowed: {', '.join(sorted(names))}")
-    needed = {"forward", "backward"} if cls is LayerCost else {"unit", "microbatch_samples", "layers"}
+    needed = {"forward", "backward"} if cls is LayerCost else {"microbatch_samples", "layers"}
     missing = sorted(needed - set(data))
     if missing:
         raise ConfigurationError(f"{cls.__name__}: the key {missing[0]!r} is missing")

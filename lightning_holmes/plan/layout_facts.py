@@ -23,6 +23,16 @@ from lightning_holmes.plan.simulator import Route
 
 
 @dataclass(frozen=True, slots=True)
+class Levels:
+    """The two levels of a sum over clusters: inside each of them, and of the parts across."""
+
+    inside: Channel  # of the slowest cluster
+    hosts_inside: int
+    num_clusters: int
+    across_bytes_per_s: float  # of all rings across together
+
+
+@dataclass(frozen=True, slots=True)
 class StageGroup:
     """The replicas of one pipeline rank, for the cost of a reduction over them."""
 
@@ -32,6 +42,7 @@ class StageGroup:
     num_hosts: int
     cards: tuple[str, ...]
     across: bool = False  # whether the replicas lie in several clusters
+    levels: Levels | None = None  # if they lie in several clusters, as many in each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,16 +118,21 @@ class Devices:
         for own, channel in zip(hosts, channels, strict=True):
             distinct = np.unique(own[:, 0])
             cards: tuple[str, ...] = ()
+            levels = None
             if len(distinct) > 1:
                 sharers = max(rings[host] for host in distinct.tolist())
                 rates = [shared(channel.card_bytes_per_s, sharers)]
-                rates += [shared(rate, crossing[ends]) for ends, rate in channel.links]
+                links = [shared(rate, crossing[ends]) for ends, rate in channel.links]
+                levels = self._levels(own[:, 0].tolist(), rates[0], links, sharers)
+                rates += links
                 cards = tuple(f"{channel.transport} {distinct[0]} {way}" for way in ("out", "in"))
                 cards += tuple(_link(way) for ends, _ in channel.links for way in (ends, ends[::-1]))
                 channel = Channel(channel.transport, min(rates), channel.latency_s)
             across = len({self._network.cluster_of_host[host] for host in distinct.tolist()}) > 1
             local = self._network.local_of(distinct.tolist())
-            groups.append(StageGroup(channel, local, -(-layout.data // len(distinct)), len(distinct), cards, across))
+            groups.append(
+                StageGroup(channel, local, -(-layout.data // len(distinct)), len(distinct), cards, across, levels)
+            )
             together = max((np.unique(row).tolist() for row in own), key=len) if layout.tensor > 1 else [int(own[0, 0])]
             tensors.append((self._network.group(together), len(together), self._network.local_of(together)))
         routes = {}
@@ -135,6 +151,23 @@ class Devices:
             routes=routes,
             ends=self._route(layout, 0, layout.pipeline - 1) if joins_ends else None,
         )
+
+    def _levels(self, hosts: Sequence[int], card: float, links: Sequence[float], sharers: int) -> Levels | None:
+        """The levels of a sum over the replicas on these hosts; ``card``, ``links``: bytes/s of a ring through all of them.
+
+        None unless several clusters have as many replicas, two or more, on as many hosts.
+        """
+        members: dict[int, list[int]] = {}
+        for host in hosts:
+            members.setdefault(self._network.cluster_of_host[host], []).append(host)
+        kinds = {(len(own), len(set(own))) for own in members.values()}
+        if len(members) == 1 or len(kinds) > 1 or len(hosts) == len(members):
+            return None
+        ((_, hosts_inside),) = kinds
+        channels = [self._network.group(sorted(set(own))) for own in members.values()]
+        slowest = min(channels, key=lambda channel: channel.bytes_per_s)
+        inside = Channel(slowest.transport, shared(slowest.bytes_per_s, sharers), slowest.latency_s)
+        return Levels(inside, hosts_inside, len(members), min([card * hosts_inside, *links]))
 
     def _route(
         self, layout: Layout, source: int, target: int, ratio: Callable[[int, int], float] = lambda first, second: 1.0

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.layer_cost import check_number
@@ -27,11 +28,8 @@ PARTITION_NAMES = ("self_adapting", "proportional", "uniform")
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Layers of each stage, in order. layer_counts has one entry per stage.
-
-    A stage may have no layers: it then holds the embedding or the head alone, or only forwards its input. Such a partition can be
-    predicted but not run (see ModuleStructure.check_partition).
-    """
+    """Layers of each stage, in order. layer_counts has one entry per stage. No run has a stage without layers, which make_partition refuses; a
+    published plan that is predicted may have."""
 
     layer_counts: tuple[int, ...]
 
@@ -40,13 +38,7 @@ class Partition:
             raise ConfigurationError("partition: there are no counts; give one per stage")
         for stage, count in enumerate(self.layer_counts):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                raise ConfigurationError(
-                    f"partition={list(self.layer_counts)}: stage {stage} has {count!r} layers; write a whole number"
-                )
-        if not any(self.layer_counts):
-            raise ConfigurationError(
-                f"partition={list(self.layer_counts)} assigns no layer; give counts that add up to all"
-            )
+                raise _wrong_count(self.layer_counts, stage)
 
     @property
     def num_layers(self) -> int:
@@ -59,13 +51,8 @@ class Partition:
         return len(self.layer_counts)
 
     @property
-    def bare_stages(self) -> tuple[int, ...]:
-        """The stages that hold no layer."""
-        return tuple(stage for stage, count in enumerate(self.layer_counts) if count == 0)
-
-    @property
     def split_points(self) -> frozenset[int]:
-        """The layers after which a stage ends and another begins; -1 for a split before the first layer."""
+        """The layers after which a stage ends and another begins."""
         return frozenset(end - 1 for end in itertools.accumulate(self.layer_counts[:-1]))
 
     def layers_of(self, stage: int) -> range:
@@ -148,7 +135,7 @@ def make_partition(
         balance: costs and limits, for "self_adapting".
 
     Raises ConfigurationError for fewer layers than stages (with a rule), an unknown rule, a rule without the argument it needs, the
-    wrong number of counts, a count below zero, and counts whose sum is not num_layers.
+    wrong number of counts, a count below 1, and counts whose sum is not num_layers.
     """
     if isinstance(spec, str):
         _check_enough_layers(num_layers, num_stages)
@@ -157,7 +144,7 @@ def make_partition(
             return make_proportional_partition(num_layers, speeds)
         if spec == "self_adapting" and balance is not None:
             assert (balance.num_layers, balance.num_stages) == (num_layers, num_stages)
-            return Partition(solve(balance).layer_counts)
+            return Partition(solve(balance))
         if spec in PARTITION_NAMES and spec != "uniform":
             needed = "the speeds of the stages" if spec == "proportional" else "the costs of the layers"
             raise ConfigurationError(f'partition={spec!r} needs {needed}, which are not known here; write "uniform"')
@@ -174,6 +161,8 @@ def make_partition(
             "(pipeline_parallel_size x num_chunks); write one count per stage"
         )
     partition = Partition(counts)
+    if 0 in counts:
+        raise _wrong_count(counts, counts.index(0))
     if partition.num_layers != num_layers:
         _check_enough_layers(num_layers, num_stages)
         example = list(make_uniform_partition(num_layers, num_stages).layer_counts)
@@ -182,6 +171,12 @@ def make_partition(
             f"{num_layers}; for example {example} would fit"
         )
     return partition
+
+
+def _wrong_count(counts: Sequence[Any], stage: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"partition={list(counts)}: stage {stage} has {counts[stage]!r} layers; write a whole number, at least 1"
+    )
 
 
 def _check_enough_layers(num_layers: int, num_stages: int) -> None:

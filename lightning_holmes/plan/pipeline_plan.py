@@ -15,6 +15,7 @@ from typing import Literal
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
@@ -104,7 +105,7 @@ def plan_by_costs(
     layout: Layout,
     *,
     not_interleaved: str | None = None,
-    prefers_eager: bool = False,
+    may_split: bool = True,
     sharded_parameters: bool | Literal["auto"] = False,
     why_not_sharded: str | None = None,
     described: str = "",
@@ -113,7 +114,7 @@ def plan_by_costs(
 
     Args:
         not_interleaved: why interleaving must not be chosen, in words; None: it may be chosen.
-        prefers_eager: prefer a schedule that leaves time for transfers if its prediction is as good as another's.
+        may_split: whether a schedule that splits backwards may be chosen, as far as the costs do not tell.
         sharded_parameters: whether parameters are sharded; "auto": the search decides. ``cost_model`` is for unsharded parameters.
         why_not_sharded: why "auto" must not shard parameters, in words; None: it may.
         described: where the costs come from, for the notes.
@@ -125,7 +126,7 @@ def plan_by_costs(
         interleaves=not_interleaved is None,
         layout=layout,
         recomputation=(False,),
-        prefers_eager=prefers_eager,
+        splits=may_split and can_split(cost_model.model),
         is_settled=not options.leaves_open,
     )
     result = search_with_sharding(cost_model, space, sharded_parameters, why_not=why_not_sharded)
@@ -141,6 +142,11 @@ def plan_by_costs(
     )
 
 
+def can_split(model: ModelCost) -> bool:
+    """Whether backwards can be split, as far as costs tell: nothing is run again in them, and every layer trains."""
+    return model.recomputed == 0 and all(layer.backward > 0 for layer in model.layers)
+
+
 def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]) -> Partition:
     """Layers by count, without forbidden split points. If that is impossible, by count alone: a later check names the value that is lost."""
     uniform = make_uniform_partition(num_layers, size * chunks)
@@ -150,7 +156,7 @@ def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]
         seconds=((1.0,) * num_layers,) * size, num_chunks=chunks, forbidden_cuts=tuple(sorted(forbidden_cuts))
     )
     try:
-        return Partition(solve(balance).layer_counts)
+        return Partition(solve(balance))
     except ConfigurationError:
         return uniform
 

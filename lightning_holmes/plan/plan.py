@@ -18,6 +18,7 @@ from pydantic import Field
 
 from lightning_holmes.cluster.record import Text, YamlText, record, to_data
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.collective_choice import Sharding
 from lightning_holmes.plan.made_for import MadeFor
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
@@ -47,7 +48,7 @@ class GroupPlan:
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanFile:
-    """The content of a plan file; the oldest files have no made_for and tensor_parallel_size."""
+    """The content of a plan file; older files lack the last keys."""
 
     pipeline_parallel_size: _Positive
     data_parallel_size: _Positive
@@ -62,6 +63,8 @@ class _PlanFile:
     groups: tuple[GroupPlan, ...]
     notes: tuple[Text, ...]
     tensor_parallel_size: _Positive = 1
+    sharding: Sharding = "none"
+    collectives: tuple[Text, ...] = ()
     made_for: MadeFor | None = None
 
 
@@ -70,8 +73,9 @@ class Plan:
     """The layout of a run: sizes, schedule, partition, placement and process groups.
 
     layers is the name of the layer list in the module. clusters has one entry per pipeline rank: the cluster
-    of its ranks, or several joined by "+". notes explain each automatic choice in one line. made_for: the module and
-    the clusters that the plan was made for, as far as they are known.
+    of its ranks, or several joined by "+". sharding: what is sharded over the replicas of a stage. collectives: for each
+    pipeline rank, how its replicas sum gradients; empty if there is one replica. notes explain each automatic choice in
+    one line. made_for: the module and the clusters that the plan was made for, as far as they are known.
     """
 
     pipeline_parallel_size: int
@@ -87,6 +91,8 @@ class Plan:
     groups: tuple[GroupPlan, ...] = ()
     notes: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
+    sharding: Sharding = "none"
+    collectives: tuple[str, ...] = ()
     made_for: MadeFor | None = None
 
     def __post_init__(self) -> None:
@@ -135,6 +141,10 @@ class Plan:
         """The pipeline rank that holds a stage."""
         return rank_of_stage(self.schedule, stage, pipeline_parallel_size=self.pipeline_parallel_size)
 
+    def collective_of(self, pipeline_rank: int) -> str:
+        """The collective by which the replicas of a pipeline rank sum gradients."""
+        return self.collectives[pipeline_rank] if self.collectives else "all_reduce"
+
     def to_yaml(self) -> str:
         """YAML text that from_yaml_text reads back as an equal plan."""
         data: dict[str, Any] = {
@@ -144,6 +154,7 @@ class Plan:
             "clusters": list(self.clusters),
             "groups": [to_data(group) for group in self.groups],
             "notes": list(self.notes),
+            "collectives": list(self.collectives),
         }
         del data["made_for"]
         if self.made_for is not None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.collective_choice import Sharding
 from lightning_holmes.plan.made_for import MadeFor
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.pipeline_plan import PipelinePlan, plan_by_count
@@ -32,6 +33,8 @@ def make_plan(
     transports: Transports,
     notes: Sequence[str] = (),
     choice: PipelinePlan | None = None,
+    sharding: Sharding = "none",
+    collectives: tuple[str, ...] = (),
     made_for: MadeFor | None = None,
 ) -> Plan:
     """The plan of a run, with a note for each automatic choice.
@@ -44,6 +47,7 @@ def make_plan(
         transports: returns the transport of a group of ranks, in words, and the reason.
         notes: of earlier choices.
         choice: made from costs; None: plan by count.
+        sharding, collectives: what is sharded over replicas, and how they sum gradients.
         made_for: the module and clusters, for the plan's file.
 
     Raises:
@@ -70,6 +74,9 @@ def make_plan(
         across_clusters=len(set(clusters)) > 1,
     )
     notes += choice.notes
+    for name in dict.fromkeys(collectives):
+        ranks = ", ".join(str(rank) for rank, own in enumerate(collectives) if own == name)
+        notes.append(f"gradient_sync: {name}, over the replicas of pipeline rank {ranks}")
     evaluation = 1 if options.eval_num_microbatches == "auto" else options.eval_num_microbatches
     if options.eval_num_microbatches == "auto" and size > 1:
         notes.append("eval_num_microbatches: 1, exact for any evaluation step")
@@ -87,6 +94,8 @@ def make_plan(
         clusters=clusters,
         groups=tuple(_groups(placement, edges, transports, [cluster.name for cluster, _ in topology.places()])),
         notes=tuple(notes),
+        sharding=sharding,
+        collectives=collectives,
         made_for=made_for,
     )
 

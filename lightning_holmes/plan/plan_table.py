@@ -48,18 +48,16 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
     sharded = "parameters" if entry.sharded_parameters else "optimizer" if entry.sharded_optimizer else ""
     again += f"\nsharded {sharded}" if sharded else ""
     again += f"\n{entry.nodes.count} optimizer nodes" if entry.nodes is not None else ""
-    across = "\ndata across" if layout.across == "data" else ""
     tokens = entry.tokens_per_s
-    known = entry.model_flops > 0
     return (
-        f"{layout.pipeline} x {layout.tensor} x {layout.data}{across}",
+        f"{layout.pipeline} x {layout.tensor} x {layout.data}",
         f"{run.schedule.replace('eager_inter', f'eager_{_BREAK}inter')}{chunks}{again}",
         f"{run.num_microbatches} of {run.microbatch_samples}",
         describe_counts(entry.partition.layer_counts),
         format_seconds(entry.step_s),
         f"{tokens:,.0f}" if tokens is not None else f"{entry.samples_per_s:,.1f} samples",
-        f"{entry.flops_per_s_per_device / 1e12:.3g}" if known else "-",
-        f"{entry.mfu:.1%}" if known else "-",
+        f"{entry.flops_per_s_per_device / 1e12:.3g}",
+        f"{entry.mfu:.1%}",
         f"{entry.timeline.bubble_share:.1%}",
         "\n".join(f"{name} {format_bytes(sent)}" for name, sent in sorted(entry.nic_bytes.items())) or "nothing",
         f"{max(entry.memory_bytes) / _GIB:.3g}\nof {min(entry.memory_limits) / _GIB:.3g} GiB",
@@ -149,8 +147,7 @@ def describe_task(cost_model: CostModel) -> str:
     places = ", ".join(
         f"{cluster.name}: "
         + " and ".join(
-            f"{count} x {device.name}"
-            + (f" ({device.efficiency:.2f} of peak, {device.efficiency_source})" if model.unit == "flops" else "")
+            f"{count} x {device.name}" + f" ({device.efficiency:.2f} of peak, {device.efficiency_source})"
             for device, count in types.items()
         )
         for cluster, types in zip(clusters, cost_model.device_types(), strict=True)
@@ -158,7 +155,7 @@ def describe_task(cost_model: CostModel) -> str:
     work = f", {(model.forward + model.backward) / model.microbatch_samples / 1e12:.3g} TFLOPs a sample"
     return (
         f"{model.name}: {model.num_layers} layers, {format_bytes(model.parameter_bytes)} of parameters"
-        f"{work if model.unit == 'flops' else ''}; a batch of {cost_model.training.batch_samples}; {places}"
+        f"{work}; a batch of {cost_model.training.batch_samples}; {places}"
     )
 
 

@@ -20,7 +20,7 @@ class Prediction:
     """The predicted time and memory of a step.
 
     Attributes:
-        model_flops, hardware_flops: of a step, without and with recomputation; 0 if work is in seconds.
+        model_flops, hardware_flops: of a step, without and with recomputation.
         peak_flops_per_s: of all devices.
         nic_bytes: by transport, the bytes that the busiest network card sends in a step.
         memory_bytes, memory_limits: by pipeline rank.
@@ -83,7 +83,6 @@ class Prediction:
             "pipeline_parallel_size": layout.pipeline,
             "tensor_parallel_size": layout.tensor,
             "data_parallel_size": layout.data,
-            "across_clusters": layout.across,
             "schedule": self.run.schedule,
             "num_chunks": self.run.num_chunks,
             "num_microbatches": self.run.num_microbatches,
@@ -113,7 +112,7 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
     model, training = cost_model.model, cost_model.training
     made = model.with_recomputation() if run.recomputation else model
     hardware = made.forward + made.backward
-    samples = training.batch_samples / made.microbatch_samples if model.unit == "flops" else 0.0
+    samples = training.batch_samples / made.microbatch_samples
     flops = [work * samples for work in (hardware - made.recomputed, hardware)]
     return Prediction(
         run=run,
@@ -127,7 +126,7 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
         peak_flops_per_s=cost_model.peak_flops_per_s(),
         nic_bytes=cost_model.nic_bytes(run, partition),
         memory_limits=cost_model.memory_limits(run.layout),
-        sharded_optimizer=cost_model.is_dtensor(run.layout) and not training.optimizer_nodes,
+        sharded_optimizer=cost_model.shards_states(run.layout) and not training.optimizer_nodes,
         sharded_parameters=training.sharded_parameters and not training.optimizer_nodes,
         nodes=node_load(model, training, replicas=run.layout.data),
     )

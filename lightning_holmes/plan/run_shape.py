@@ -8,38 +8,27 @@ run.make_schedule()
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
-from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.schedule import Schedule, make_schedule
-
-Across = Literal["pipeline", "data"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Parallel sizes, and the axis that crosses clusters.
-
-    across="pipeline": pipeline rank s has the devices [s*N/p, (s+1)*N/p) in the order of the topology (Holmes).
-    across="data": replica d has the devices [d*N/D, (d+1)*N/D), so that each pipeline stays together. Devices of
-    a tensor-parallel group are neighbours in both. grid: the devices of each pipeline rank, tensor group by tensor group, if
-    the placement is given; it overrides ``across``.
+    """Parallel sizes. Pipeline rank s has the devices [s*N/p, (s+1)*N/p) in the order of the topology (Holmes), or those that ``grid`` gives
+    each pipeline rank, tensor group by tensor group, if the placement is given. Devices of a tensor-parallel group are neighbours.
     """
 
     pipeline: int
     tensor: int = 1
     data: int = 1
-    across: Across = "pipeline"
     grid: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "data"):
             check_count(getattr(self, name), name)
-        if self.across not in get_args(Across):
-            raise ConfigurationError(f'across={self.across!r} is not known; write "pipeline" or "data"')
 
     @property
     def num_devices(self) -> int:
@@ -50,12 +39,8 @@ class Layout:
         """(data, tensor) devices that hold a pipeline rank's stages, numbered in the order of the topology."""
         if self.grid is not None:
             return np.asarray(self.grid[pipeline_rank]).reshape(self.data, self.tensor)
-        if self.across == "pipeline":
-            each = self.data * self.tensor
-            return np.arange(pipeline_rank * each, (pipeline_rank + 1) * each).reshape(self.data, self.tensor)
-        first = pipeline_rank * self.tensor
-        starts = np.arange(self.data)[:, None] * (self.pipeline * self.tensor) + first
-        return starts + np.arange(self.tensor)[None, :]
+        each = self.data * self.tensor
+        return np.arange(pipeline_rank * each, (pipeline_rank + 1) * each).reshape(self.data, self.tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +67,7 @@ class RunShape:
         layout = self.layout
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         again = ", recomputation" if self.recomputation else ""
-        crossing = ", data across clusters" if layout.across == "data" and layout.data > 1 < layout.pipeline else ""
         return (
             f"pipeline {layout.pipeline} x tensor {layout.tensor} x data {layout.data}, {self.schedule}{chunks}, "
-            f"{self.num_microbatches} microbatches of {self.microbatch_samples}{again}{crossing}"
+            f"{self.num_microbatches} microbatches of {self.microbatch_samples}{again}"
         )

@@ -5,16 +5,14 @@ the stages r, 2P - 1 - r, 2P + r, ... Its load is the seconds of the layers of i
 rank of the first stage and after_seconds on the rank of the last stage.
 The largest load is minimised; among the partitions that reach the minimum, the sum of the squared loads of the stages,
 so that the remaining layers are spread evenly. Memory: the bytes of a rank's layers, plus before_bytes and
-after_bytes, stay within its limit. No split point lies after a forbidden layer. Every stage has a layer, unless
-bare_stages allows stages without layers (one chunk per rank only).
+after_bytes, stay within its limit. No split point lies after a forbidden layer. Every stage has a layer.
 
     balance = Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)
-    solve(balance).layer_counts      # (6, 4)
+    solve(balance)      # (6, 4)
 
 Equal layers: exact, by assigning layer by layer to the rank that finishes first. Unequal layers with one chunk per rank:
-exact, by dynamic programming over split points. Unequal layers with several chunks: a search over the loads of all ranks,
-exact unless it reaches more than _MAX_STATES states at one stage (the problem contains the NP-hard PARTITION problem);
-then the result is the best partition found, and proven is False.
+exact, by dynamic programming over split points. Unequal layers with several chunks (the problem contains the NP-hard PARTITION
+problem): the best that moving single split points from evenly filled stages leads to.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from lightning_holmes.plan.layer_cost import check_count, check_number
 
 Array = npt.NDArray[Any]
 
-_MAX_STATES = 20_000
 _CLOSE = 1.0 + 1e-9  # loads within this factor count as equal, since prefix sums are rounded
 
 
@@ -65,7 +62,6 @@ class Balance:
     limits: tuple[float, ...] | None = None
     forbidden_cuts: tuple[int, ...] = ()
     v_shaped: bool = False
-    bare_stages: bool = False
 
     def __post_init__(self) -> None:
         check_count(self.num_chunks, "num_chunks")
@@ -81,8 +77,7 @@ class Balance:
             assert len(self.layer_bytes) == self.num_stages and len(self.limits) == self.num_ranks
             for limit in self.limits:
                 check_number(limit, "a memory limit")
-        assert self.num_chunks == 1 or not self.bare_stages
-        if self.num_layers < self.num_stages and not self.bare_stages:
+        if self.num_layers < self.num_stages:
             raise ConfigurationError(
                 f"{self.num_layers} layers cannot fill {self.num_stages} stages (pipeline_parallel_size x num_chunks); "
                 f"use at most {self.num_layers} stages"
@@ -136,26 +131,19 @@ class Balance:
         return sums
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Balanced:
-    """The result: layers of each stage, the load of the slowest rank, and whether the result is proven to be optimal."""
-
-    layer_counts: tuple[int, ...]
-    slowest_seconds: float
-    proven: bool
-
-
-def solve(balance: Balance) -> Balanced:
-    """Find the best partition. Raises NothingFitsError if none fits the memory, ConfigurationError if none avoids the forbidden split points."""
-    if _all_alike(balance) and not balance.bare_stages:
-        counts, proven = _solve_alike(balance), True
+def solve(balance: Balance) -> tuple[int, ...]:
+    """Return the layers of each stage of the best partition. Raises NothingFitsError if none fits the memory, ConfigurationError if none avoids the
+    forbidden split points."""
+    if _all_alike(balance):
+        counts = _solve_alike(balance)
     elif balance.num_chunks == 1:
-        counts, proven = _solve_one_chunk(balance), True
+        counts = _solve_one_chunk(balance)
     else:
-        counts, proven = _search(balance)
+        counts = _improve(balance, _start(balance))
+        counts = None if counts is None or _excess(balance, counts)[0] > 0 else counts
     if counts is None:
         raise _nothing_fits(balance)
-    return Balanced(layer_counts=counts, slowest_seconds=max(balance.loads(counts)), proven=proven)
+    return counts
 
 
 # unequal layers, one chunk per rank
@@ -173,13 +161,13 @@ def _segments(balance: Balance, stage: int) -> tuple[Array, Array]:
         done = np.concatenate(([0.0], np.cumsum(balance.layer_bytes[stage])))
         used = done[None, :] - done[:, None]
         used += (balance.before_bytes if stage == 0 else 0.0) + (balance.after_bytes if stage == last else 0.0)
-    allowed = np.triu(np.ones((size + 1, size + 1), dtype=bool), 0 if balance.bare_stages else 1)
+    allowed = np.triu(np.ones((size + 1, size + 1), dtype=bool), 1)
     for cut in balance.forbidden_cuts:
         allowed[cut + 1, :] = allowed[:, cut + 1] = False
     return np.where(allowed, seconds, np.inf), used
 
 
-def _fill_buckets(costs: Sequence[Array], *, add: bool) -> tuple[int, ...] | None:
+def _cut_layers(costs: Sequence[Array], *, add: bool) -> tuple[int, ...] | None:
     """Layer counts that minimise the largest (with ``add`` the summed) segment cost; None if every cost is infinite."""
     size = costs[0].shape[0]
     best = np.full(size, np.inf)
@@ -205,11 +193,11 @@ def _solve_one_chunk(balance: Balance) -> tuple[int, ...] | None:
         if balance.limits is not None:
             seconds = np.where(used <= balance.limits[stage] * _CLOSE, seconds, np.inf)
         costs.append(seconds)
-    counts = _fill_buckets(costs, add=False)
+    counts = _cut_layers(costs, add=False)
     if counts is None:
         return None
     slowest = max(balance.loads(counts)) * _CLOSE
-    even = _fill_buckets([np.where(cost <= slowest, cost, np.inf) ** 2 for cost in costs], add=True)
+    even = _cut_layers([np.where(cost <= slowest, cost, np.inf) ** 2 for cost in costs], add=True)
     return even or counts
 
 
@@ -286,27 +274,9 @@ def _spread(balance: Balance, rank: int, number: int) -> list[int]:
 # unequal layers, several chunks
 
 
-def _search(balance: Balance) -> tuple[tuple[int, ...] | None, bool]:
-    """The best partition found, and whether it is proven to be the best."""
-    start = _improve(balance, _start(balance))
-    fits = start is not None and _excess(balance, start)[0] <= 0
-    bound = max(balance.loads(start)) if start is not None and fits else math.inf
-    counts, complete = _walk(balance, bound)
-    found = counts if counts is not None else (start if fits else None)
-    if found is not None and max(balance.loads(found)) <= _lower_bound(balance) * _CLOSE:
-        complete = True
-    return found, complete
-
-
-def _lower_bound(balance: Balance) -> float:
-    """A lower bound of the largest load: every layer at the speed of its fastest rank, spread evenly over all ranks."""
-    fastest = np.asarray(balance.seconds).min(axis=0).sum()
-    return float((fastest + balance.before_seconds + balance.after_seconds) / balance.num_ranks)
-
-
 def _start(balance: Balance) -> tuple[int, ...] | None:
     """A partition that balances the stages, regardless of which rank they are on; None if forbidden split points leave none."""
-    return _fill_buckets([_segments(balance, stage)[0] for stage in range(balance.num_stages)], add=False)
+    return _cut_layers([_segments(balance, stage)[0] for stage in range(balance.num_stages)], add=False)
 
 
 def _excess(balance: Balance, counts: Sequence[int]) -> tuple[float, int]:
@@ -342,82 +312,6 @@ def _improve(balance: Balance, counts: tuple[int, ...] | None) -> tuple[int, ...
             break
         best, now = min(moves)
     return tuple(now)
-
-
-def _walk(balance: Balance, bound: float) -> tuple[tuple[int, ...] | None, bool]:
-    """Search stage by stage over split points and the reachable loads of all ranks for a partition that beats ``bound``; None if not found.
-
-    States are dropped if they cannot beat bound any more, or if another state at the same split point is no worse in
-    any load. The second value is False if other states had to be dropped, too (_MAX_STATES).
-    """
-    ranks, stages, size = balance.num_ranks, balance.num_stages, balance.num_layers
-    fastest = np.asarray(balance.seconds).min(axis=0)
-    left = np.concatenate((np.cumsum(fastest[::-1])[::-1], [0.0])) + balance.after_seconds
-    limits = np.asarray(balance.limits if balance.limits is not None else [math.inf] * ranks) * _CLOSE
-    cuts = np.zeros(1, dtype=int)
-    loads, used = np.zeros((1, ranks)), np.zeros((1, ranks))
-    trail: list[tuple[Array, Array]] = []
-    complete = True
-    for stage in range(stages):
-        rank = balance.rank_of(stage)
-        seconds, taken = _segments(balance, stage)
-        if stage == stages - 1:
-            states, ends = np.arange(len(cuts)), np.full(len(cuts), size)
-        else:
-            furthest = size - (stages - 1 - stage)
-            widths = np.maximum(furthest - cuts, 0)
-            states = np.repeat(np.arange(len(cuts)), widths)
-            ends = np.concatenate([np.arange(cut + 1, furthest + 1) for cut in cuts] or [np.zeros(0, dtype=int)])
-        own = loads[states, rank] + seconds[cuts[states], ends]
-        bytes_now = used[states, rank] + taken[cuts[states], ends]
-        keep = (own * _CLOSE < bound) & (bytes_now <= limits[rank])
-        if math.isfinite(bound) and stage < stages - 1:  # the remaining layers must fit under the bound, too
-            total = loads[states].sum(axis=1) + seconds[cuts[states], ends]
-            keep &= total + left[ends] < bound * ranks * _CLOSE
-        states, ends, own, bytes_now = states[keep], ends[keep], own[keep], bytes_now[keep]
-        loads, used = loads[states], used[states]
-        loads[:, rank], used[:, rank] = own, bytes_now
-        order = np.lexsort(((loads**2).sum(axis=1), loads.max(axis=1) if len(loads) else own, ends))
-        states, ends, loads, used = states[order], ends[order], loads[order], used[order]
-        kept = _undominated(ends, loads, used if balance.limits is not None else None)
-        if len(kept) > _MAX_STATES:
-            complete = False
-            kept = kept[np.argsort(loads[kept].max(axis=1) / (1 + ends[kept]), kind="stable")[:_MAX_STATES]]
-        cuts, loads, used = ends[kept], loads[kept], used[kept]
-        trail.append((states[kept], cuts))
-        if not len(cuts):
-            return None, complete
-    best = int(loads.max(axis=1).argmin())
-    path = [size]
-    for stage in range(stages - 1, 0, -1):
-        best = int(trail[stage][0][best])
-        path.append(int(trail[stage - 1][1][best]))
-    path.append(0)
-    path.reverse()
-    return tuple(after - before for before, after in itertools.pairwise(path)), complete
-
-
-def _undominated(ends: Array, loads: Array, used: Array | None) -> Array:
-    """Indices of the states that are not dominated by another state at the same split point. ``ends`` is sorted."""
-    if not len(ends):
-        return np.zeros(0, dtype=int)
-    kept: list[Array] = []
-    starts = np.flatnonzero(np.r_[True, ends[1:] != ends[:-1]])
-    for first, last in zip(starts, [*starts[1:], len(ends)], strict=True):
-        group = np.arange(first, last)
-        if len(group) > 2000:  # comparing all pairs would cost more than it saves: drop duplicates only
-            rows = loads[group] if used is None else np.hstack((loads[group], used[group]))
-            kept.append(group[np.sort(np.unique(rows, axis=0, return_index=True)[1])])
-            continue
-        rows = loads[group] if used is None else np.hstack((loads[group], used[group]))
-        alive = np.ones(len(group), dtype=bool)
-        for index in range(len(group)):
-            if alive[index]:
-                worse = (rows >= rows[index]).all(axis=1)
-                worse[index] = False
-                alive &= ~worse
-        kept.append(group[alive])
-    return np.concatenate(kept)
 
 
 def _missing_alike(balance: Balance) -> tuple[float, int]:
@@ -457,7 +351,7 @@ def _nothing_fits(balance: Balance) -> ConfigurationError:
         for stage in range(balance.num_stages):
             seconds, used = _segments(balance, stage)
             costs.append(np.where(np.isinf(seconds), np.inf, used - balance.limits[stage]))
-        counts = _fill_buckets(costs, add=False)
+        counts = _cut_layers(costs, add=False)
     else:
         counts = _improve(balance, counts)
     assert counts is not None

@@ -1,68 +1,31 @@
-"""Decides whether the optimizer is sharded over replicas, for sharded_optimizer="auto". Plain data, no torch.
+"""Decides whether the optimizer is sharded over replicas because its whole state does not fit. Plain data, no torch.
 
-choice = choose_sharding(facts)          # facts: what each rank has measured
-choice.on, choice.reason
+lack = lack_of_memory(facts)          # facts: what each rank knows
+lack                                  # "3.1 GiB of state do not fit the 2.0 GiB that are free on rank 1", or None
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SMALL_BYTES = 64 * 2**20
-"""Sharding less optimizer state than this gains nothing: about the state of a model of 8 M parameters with Adam."""
 _USABLE = 0.9  # of the free memory; activations need some of the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingFacts:
-    """The figures of one rank.
-
-    Attributes:
-        state_bytes: of the optimizer's state for all parameters of the rank.
-        free_bytes: free memory after parameters and gradients are allocated.
-        whole_s: seconds to sum the gradients over replicas and run the optimizer's step for all parameters.
-        sharded_s: seconds to sum the gradients of each rank's shard, run the step for the shard, and all-gather the parameters.
-    """
+    """The figures of one rank: bytes of the optimizer's state for all its parameters, and bytes that are free for it beside parameters and
+    gradients."""
 
     state_bytes: int
     free_bytes: int
-    whole_s: float
-    sharded_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingChoice:
-    """Whether the optimizer is sharded, and the reason in words."""
-
-    on: bool
-    reason: str
-
-    def describe(self) -> str:
-        """The choice in one line."""
-        return f"Sharded optimizer: {'on' if self.on else 'off'}, {self.reason}"
-
-
-def choose_sharding(facts: Sequence[ShardingFacts]) -> ShardingChoice:
-    """Shard if the whole state does not fit on some rank; otherwise if the state is not small and sharding is not slower on the slowest rank."""
-    most = max(fact.state_bytes for fact in facts)
+def lack_of_memory(facts: Sequence[ShardingFacts]) -> str | None:
+    """Return on which rank the whole state does not fit, in words; None if it fits on all."""
     for rank, fact in enumerate(facts):
         if fact.state_bytes > _USABLE * fact.free_bytes:
-            return ShardingChoice(
-                on=True,
-                reason=f"since {_size(fact.state_bytes)} of state do not fit the {_size(fact.free_bytes)} that are free on rank {rank}",
-            )
-    if most < SMALL_BYTES:
-        return ShardingChoice(on=False, reason=f"since its state is only {_size(most)} a rank")
-    whole, shares = max(f.whole_s for f in facts), max(f.sharded_s for f in facts)
-    times = (
-        f"measured {1e3 * shares:.1f} ms for its share of a step with gradients and parameters sent, {1e3 * whole:.1f} ms "
-        f"for the whole step with gradients sent"
-    )
-    return ShardingChoice(on=shares <= whole, reason=times)
-
-
-def needs_times(facts: Sequence[ShardingFacts]) -> bool:
-    """Whether the choice depends on times, since memory and size alone do not decide."""
-    return choose_sharding(facts).reason.startswith("measured")
+            state, free = _size(fact.state_bytes), _size(max(0, fact.free_bytes))
+            return f"{state} of state do not fit the {free} that are free on rank {rank}"
+    return None
 
 
 def _size(num_bytes: float) -> str:

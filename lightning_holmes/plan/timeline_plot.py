@@ -68,12 +68,6 @@ def save_timeline_plot(
         raise ConfigurationError(f"plot {str(path)!r} cannot be written: {error}") from error
 
 
-def timeline_svg(timelines: Sequence[Timeline], *, title: str = "") -> str:
-    """The picture as the text of an <svg> element, for an HTML page."""
-    text = _draw(timelines, title, "svg").decode("utf-8")
-    return text[text.index("<svg") :]
-
-
 def _draw(timelines: Sequence[Timeline], title: str, file_format: str, ranks: Sequence[Sequence[int]] = ()) -> bytes:
     try:
         import matplotlib

@@ -19,6 +19,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.layer_cost import ModelCost, check_count, check_number
 
 _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # seconds of a rank's own time to start a transfer
+_SPLIT_RATIO = {"cpu": 1.2, "cuda": 1.1}
 _STATES = 2.0  # numbers that AdamW keeps for each parameter
 _FP32, _HALF = 4.0, 2.0  # bytes
 
@@ -65,6 +66,7 @@ class Training:
         byte_s: seconds of the slowest rank's own time for each byte that it sends to or receives from another host, if
             processors carry them (sockets).
         own_s: seconds of the slowest rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
+        split_ratio: seconds of a split backward for each second of a whole one. From GPT blocks: 1.0 to 1.24 on CPUs; assumed on GPUs.
         blocking_sends: a rank waits until the tensor that it sends has arrived (other trainers; this package's runner does not wait).
         sequence_parallel: activations between tensor-parallel parts are sharded, too (Korthikanti et al. 2022).
         memory_share: share of a device's memory that a plan may use.
@@ -86,6 +88,7 @@ class Training:
     message_s: float = 0.0
     byte_s: float = 0.0
     own_s: float = 0.0
+    split_ratio: float = 1.0
     blocking_sends: bool = False
     sequence_parallel: bool = False
     memory_share: float = 0.92
@@ -146,6 +149,7 @@ def make_training(
         overlap_reduce=True,
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),
+        split_ratio=_SPLIT_RATIO.get(device, 1.0),
         message_s=_MESSAGE_S.get(device, _MESSAGE_S["cpu"]),
         byte_s=byte_s,
         own_s=own_s,

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +19,6 @@ from torch.optim import Optimizer
 from lightning_holmes import checkpoint
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.label import labelled
-from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.errors import CheckpointDamagedError, UnsupportedModuleError
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
@@ -30,7 +28,7 @@ from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
-from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
+from lightning_holmes.pipeline.observer import UNOBSERVED
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.strategy import admission, sharding
@@ -53,10 +51,8 @@ from lightning_holmes.strategy.lost_values import note_lost
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
-from lightning_holmes.strategy.split_trial import SplitTrial
 from lightning_holmes.strategy.tripwires import refusing_reads
 from lightning_holmes.strategy.user_hooks import looks_at_checkpoints, takes_part_in_update
-from lightning_holmes.torch_private import default_store
 
 _T = TypeVar("_T")
 
@@ -84,7 +80,6 @@ class Fit(Run):
         self.accumulates = False
         self._has_stepped = False  # whether the training step has run for this batch
         self._clock: StepClock | None = None
-        self._trial: SplitTrial | None = None
         self.gradients: Gradients
         self.has_gradients = False
         self.shards: OwnedStates | None = None
@@ -148,7 +143,7 @@ class Fit(Run):
         assert self.planned is not None
         if options.optimizer_nodes:
             self.gradients = self._make_remote_gradients(self._found, scaler)
-        elif self.planned.sharded_parameters:
+        elif self.plan.sharding == "parameters":
             self.gradients = self._make_layered_gradients(self._found, scaler)
         else:
             self.gradients = make_gradients(
@@ -157,9 +152,8 @@ class Fit(Run):
                 self.plan,
                 job.connection.device,
                 scaler=scaler,
-                shard=lambda reducer: self._shard_optimizer(self._found, reducer),
+                shard=self._shard_optimizer,
                 options=options.gradient_options,
-                board=self._make_board(),
                 flat=options.sharding_options.master_weights,
             )
         self.has_gradients = True
@@ -181,9 +175,6 @@ class Fit(Run):
         self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:
             self.gradients.reducer.watch(self._clock.add_beside)
-        measures = not torch.are_deterministic_algorithms_enabled()
-        if job.groups.pipeline is not None and options.chooses_schedule and measures:
-            self._trial = SplitTrial(self.plan, self.driver, job.connection.device)
 
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
         is_new = self.context.builder.waits and self.context.resting.of(self.module) is None
@@ -248,9 +239,9 @@ class Fit(Run):
         refusal = sharding.refusal_of_shards(found, optimizer, self.trainer, self.known.structure)
         if refusal:
             raise UnsupportedModuleError(f"sharded_parameters=True: {refusal}; use sharded_parameters=False")
-        sync, groups = options.gradient_options.gradient_sync, self.job.groups
+        groups = self.job.groups
         if self.sharing is None:
-            self.sharing = make_sharing(self.pipeline, groups, self.plan, connection.device, gradient_sync=sync)
+            self.sharing = make_sharing(self.pipeline, groups, self.plan, connection.device)
         return make_layered_gradients(
             self.pipeline,
             groups,
@@ -263,7 +254,6 @@ class Fit(Run):
             found=found,
             options=options.gradient_options,
             master_weights=sharding.keeps_masters(options.sharding_options, self.module),
-            all_gather=connection.all_gather,
         )
 
     def _make_remote_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
@@ -353,34 +343,30 @@ class Fit(Run):
         if self._averages is not None:
             self._averages.abandon()
 
-    def _shard_optimizer(self, found: Separability | None, reducer: GradientReducer) -> ShardedOptimizer | None:
-        """Shard the optimizer over the replicas, if that is asked for or better."""
-        if found is None:
-            return None
+    def _shards_optimizer(self, names: set[str], predicted: bool) -> tuple[bool, str]:
+        if self._found is None:
+            return False, ""
         connection, (optimizer,) = self.job.connection, self.trainer.strategy.optimizers
-        shards, choice = sharding.shard_optimizer(
+        return sharding.choose_sharding(
             self.options.sharding_options,
-            found,
+            self._found,
             optimizer,
-            self._local_group_names(optimizer),
-            reducer,
             self.trainer,
+            names,
+            predicted=predicted,
             data_parallel_size=self.job.placement.data_parallel_size,
             device=connection.device,
             gather=connection.all_gather,
         )
-        if connection.rank == 0:
-            print(choice.describe(), flush=True)
-        return shards
 
-    def _make_board(self) -> SyncBoard | None:
-        """Make the board on which groups of replicas tell rank 0 how they sum their gradients; None if there is one replica."""
-        placement = self.job.placement
-        if placement.data_parallel_size == 1:
-            return None
-        store = default_store()
-        run = store.add(f"holmes_gradient_sync_runs/{self.job.connection.rank}", 1)  # the same number on all ranks
-        return SyncBoard(store, run=run, groups=[str(s) for s in range(placement.pipeline_parallel_size)])
+    def _shard_optimizer(self, reducer: GradientReducer) -> ShardedOptimizer:
+        """Shard the optimizer over the replicas."""
+        assert self._found is not None
+        (optimizer,) = self.trainer.strategy.optimizers
+        names = self._local_group_names(optimizer)
+        return sharding.shard_optimizer(
+            self.options.sharding_options, self._found, optimizer, names, reducer, self.trainer
+        )
 
     def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup | None) -> None:
         """Let averages of weights cover all stages and shards, and norms of gradients all stages."""
@@ -440,7 +426,7 @@ class Fit(Run):
             self.plan.num_microbatches,
             (0, step),
             loss_scales=self._start_loss_scales,
-            observer=self._observer(),
+            observer=self._clock or UNOBSERVED,
         )
         self.gradients.reducer.end()
         if (
@@ -448,8 +434,6 @@ class Fit(Run):
         ):  # Lightning then calls no backward; the optimizer still gets the gradients that earlier batches have accumulated
             self.hand_over(skipped=True)
             self.absorb()
-        if self._trial is not None:
-            self.plan = self._trial.after_batch(self.plan)
         if self.job.connection.world_size > 1:
             loss_of(output, "training_step")
         self.unchanged.note()
@@ -463,15 +447,6 @@ class Fit(Run):
     def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float | Tensor]]:
         reducer, host = self.gradients.reducer, self.gradients.host
         return reducer.start_loss_scales(weights, self.trainer.accumulate_grad_batches, host.loss_factor)
-
-    def _observer(self) -> StepObserver:
-        """Return the observer of a training step: the clock of a monitored run, the meter of the split trial, both, or none."""
-        observer = self._clock or UNOBSERVED
-        meter = None if self._trial is None else self._trial.meter
-        if meter is None:
-            return observer
-        meter.other = observer
-        return meter
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         if self.has_gradients:  # some torch modules evaluate on another code path while parameters are watched

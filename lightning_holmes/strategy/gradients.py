@@ -8,16 +8,15 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from lightning_holmes.comm.collectives import Collective
+from lightning_holmes.comm.collectives import Collective, make_collective
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.comm.queue import ThreadQueue, make_comm_queue
-from lightning_holmes.comm.sync_board import SyncBoard
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.exchange import Layered, Replicated, ShardedStates
 from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
-from lightning_holmes.optim.layered import LayeredReducer, choose_collective
+from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import describe_optimizer
 from lightning_holmes.optim.node_route import choose_route
 from lightning_holmes.optim.reducer import GradientReducer
@@ -29,7 +28,6 @@ from lightning_holmes.pipeline.parameters import StageParameters
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.placement import clusters_of_stages
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.strategy.optimizer_nodes import OptimizerNodes
 from lightning_holmes.strategy.sharding import keeps_parameters
 
@@ -57,17 +55,15 @@ def make_gradients(
     device: torch.device,
     *,
     scaler: Any,
-    shard: Callable[[GradientReducer], ShardedOptimizer | None],
+    shard: Callable[[GradientReducer], ShardedOptimizer],
     options: GradientOptions,
-    board: SyncBoard | None,
     flat: bool,
 ) -> Gradients:
     """Make the gradients for whole parameters. All ranks must call.
 
     Args:
         scaler: the GradScaler of ``precision="16-mixed"``, or None.
-        shard: shards the optimizer over the replicas, if that is asked for or better; else returns None.
-        board: the board on which groups of replicas report how they sum gradients; None if there is one replica.
+        shard: shards the optimizer over the replicas; used if the plan says so.
         flat: keep flat buffers even if nothing is reduced.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
@@ -79,11 +75,11 @@ def make_gradients(
         stages=pipeline.stages,
         stages_of=parameters.stages_of,
         shared=parameters.shared,
+        collective=plan.collective_of(groups.pipeline_rank),
         options=options,
-        board=board,
         flat=flat,
     )
-    shards = shard(reducer)
+    shards = shard(reducer) if plan.sharding == "optimizer" else None
     host = LocalHost if shards is None else functools.partial(ShardedHost, shards)
     return Gradients(
         reducer=reducer,
@@ -94,25 +90,17 @@ def make_gradients(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How a rank's parameters are sharded over the replicas: the shards, the collective that reduces and gathers, and why it was chosen."""
+    """How a rank's parameters are sharded over the replicas: the shards, and the collective that reduces and gathers."""
 
     shards: StageShards
     collective: Collective | None
-    choice: SyncChoice | None
 
 
-def make_sharing(
-    pipeline: PipelineModule, groups: ProcessGroups, plan: Plan, device: torch.device, *, gradient_sync: str
-) -> Sharing:
-    """Make the shards of this rank's stages, not laid out yet, and choose the collective. All ranks must call."""
+def make_sharing(pipeline: PipelineModule, groups: ProcessGroups, plan: Plan, device: torch.device) -> Sharing:
+    """Make the shards of this rank's stages, not laid out yet. All ranks must call."""
     parameters = StageParameters.of(pipeline, plan.rank_of)
-    queue = make_comm_queue(device)
-    by_stage = [
-        sum(p.numel() * p.itemsize for p in pipeline.parameters_of(stage).values()) for stage in pipeline.stages
-    ]
-    collective, choice = choose_collective(
-        groups, queue, device, asked=gradient_sync, largest_bytes=max(by_stage), stages=pipeline.stages
-    )
+    sync = groups.gradients
+    collective = None if sync is None else make_collective(plan.collective_of(groups.pipeline_rank), sync)
     shards = StageShards(
         parameters.by_name,
         stages=pipeline.stages,
@@ -120,12 +108,12 @@ def make_sharing(
         shared=parameters.shared,
         size=plan.placement.data_parallel_size,
         rank=groups.data_parallel_rank,
-        queue=queue,
+        queue=make_comm_queue(device),
         gather=lambda tensor: None if collective is None else collective.gather(tensor),
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
     )
-    return Sharing(shards=shards, collective=collective, choice=choice)
+    return Sharing(shards=shards, collective=collective)
 
 
 def make_layered_gradients(
@@ -141,7 +129,6 @@ def make_layered_gradients(
     found: Separability,
     options: GradientOptions,
     master_weights: bool,
-    all_gather: Callable[[Any], list[Any]],
 ) -> Gradients:
     """Make the gradients for sharded parameters. All ranks must call.
 
@@ -150,9 +137,8 @@ def make_layered_gradients(
         scaler: the GradScaler of ``precision="16-mixed"``, or None.
         names: for each of the optimizer's groups, the names of this rank's parameters.
         found: how the optimizer can be sharded.
-        all_gather: all-gathers a Python value over WORLD.
     """
-    stage_shards, choice = sharing.shards, sharing.choice
+    stage_shards = sharing.shards
     shards = ShardedOptimizer(
         optimizer,
         names,
@@ -173,7 +159,6 @@ def make_layered_gradients(
         queue=stage_shards.queue,
         collective=sharing.collective,
     )
-    _tell_choices(reducer, choice, groups, all_gather)
     return Gradients(
         reducer=reducer,
         exchange=Layered(stage_shards, reducer, shards),
@@ -269,14 +254,12 @@ def make_remote_gradients(
     fill(remote)
     route = choose_route(
         options.gradient_sync,
-        links,
         place_of=place_of,
         node_clusters=nodes.clusters_of(by_rank),
         clusters=clusters,
         hosts=hosts,
         placement=plan.placement,
         groups=groups,
-        queue=remote.queue,
         stages=pipeline.stages,
     )
     remote.aggregators = route.aggregators
@@ -292,7 +275,9 @@ def make_remote_gradients(
         collective=None,
         is_eager=is_eager,
     )
-    _tell_choices(reducer, route.choice, groups, all_gather)
+    for told in sorted(filter(None, all_gather(route.told if rank == 0 else ""))):
+        if groups.builder.rank == 0:
+            print(told, flush=True)
     states = RemoteOptimizer(optimizer, names, remote, reducer, num_replicas=size, scales=scaler is not None)
     return Gradients(
         reducer=reducer,
@@ -300,17 +285,6 @@ def make_remote_gradients(
         host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=scaler),
         stage_shards=remote,
     )
-
-
-def _tell_choices(
-    reducer: LayeredReducer, choice: SyncChoice | None, groups: ProcessGroups, all_gather: Callable[[Any], list[Any]]
-) -> None:
-    """Gather the choices of all pipeline ranks into ``reducer.choices`` on all ranks, and print them on rank 0. All ranks must call."""
-    told = [] if choice is None or groups.data_parallel_rank > 0 else [choice]
-    reducer.choices = sorted((c for of_rank in all_gather(told) for c in of_rank), key=lambda c: c.stages)
-    if groups.builder.rank == 0:
-        for made in reducer.choices:
-            print(made.describe(), flush=True)
 
 
 def _about(pipeline: PipelineModule, scaler: Any) -> dict[str, Any]:

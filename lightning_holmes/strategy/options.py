@@ -25,7 +25,6 @@ from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_mo
 from lightning_holmes.checkpoint import read_plan
 from lightning_holmes.cluster.topology import OptimizerHost, Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.optim.grad_buffer import DEFAULT_BUCKET_BYTES
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.node_routes import ROUTES
@@ -37,7 +36,6 @@ from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy.sharding import ShardingOptions
 
-ProfileKind = Literal["auto", "flops", "measure"]
 _View = TypeVar("_View", GradientOptions, ShardingOptions, TrainingOptions)
 
 
@@ -57,7 +55,6 @@ class Options:
     schedule: str
     num_chunks: int | Literal["auto"]
     partition: str | Sequence[int]
-    profile: ProfileKind
     plan: str | None
     layers: str
     broadcast_batch: bool
@@ -66,7 +63,6 @@ class Options:
     snapshot_every_n_steps: int | Literal["auto"] | None
     snapshot_folder: str | None
     gradient_sync: str
-    bucket_bytes: int | Literal["auto"]
     grad_dtype: str | None
     compression: str | None
     activation_dtype: str | None
@@ -101,7 +97,6 @@ class Options:
             schedules=("auto", *SCHEDULE_NAMES),
             partition=self.partition,
         )
-        _check_one_of("profile", self.profile, ("auto", "flops", "measure"))
         _check_one_of("process_group_backend", self.process_group_backend, ("gloo", "nccl", None))
         _check_one_of("activation_dtype", self.activation_dtype, ("bf16", None))
         for name in ("save_distributed_checkpoint", "sharded_optimizer", "sharded_parameters", "keep_parameters"):
@@ -249,26 +244,9 @@ class Options:
         return "breadth_first" if implied else self.schedule
 
     @property
-    def chooses_schedule(self) -> bool:
-        """Whether the schedule is still open: neither an argument nor a plan file decides it."""
-        return self.schedule == "auto" and self.plan is None and not self.is_layered
-
-    @property
     def is_layered(self) -> bool:
         """Whether the arguments decide that parameters are whole only while their stage is computed."""
         return self.sharded_parameters is True or self.optimizer_nodes > 0
-
-    def without_measuring(self) -> Options:
-        """Return a copy in which nothing depends on a measurement, for ``Trainer(deterministic=True)``. Settings that a plan decides are left
-        to runtime_plan.py."""
-        needed = self.master_weights or self.sharded_parameters is True
-        settled = "star" if self.optimizer_nodes else "all_reduce"
-        return dataclasses.replace(
-            self,
-            gradient_sync=settled if self.gradient_sync == "auto" else self.gradient_sync,
-            bucket_bytes=DEFAULT_BUCKET_BYTES if self.bucket_bytes == "auto" else self.bucket_bytes,
-            sharded_optimizer=needed if self.sharded_optimizer == "auto" else self.sharded_optimizer,
-        )
 
     @functools.cached_property
     def gradient_options(self) -> GradientOptions:

@@ -15,20 +15,17 @@ from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy.job_layout import JobLayout
-from lightning_holmes.strategy.options import ProfileKind
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tracing import TraceResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimePlan:
-    """The plan of a run, how it was chosen, the prediction of a step, if costs are known, and whether the parameters are
-    sharded."""
+    """The plan of a run, how it was chosen, and the prediction of a step, if costs are known."""
 
     plan: Plan
     choice: PipelinePlan | None
     num_layers: int
-    sharded_parameters: bool = False
 
     @property
     def prediction(self) -> Prediction | None:
@@ -47,6 +44,9 @@ class PlanRequest:
         context: returns the context manager of a training step (precision).
         former: the plan and choice of the strategy's previous run, whose layout is kept.
         predicts: whether a prediction is wanted even if the options leave nothing to choose.
+        shards_optimizer: given the parameters that this rank will hold, and whether a step is predicted to be faster with a sharded
+            optimizer: whether to shard it, and why; every rank must call it. None: there is none.
+        gradient_sync: how gradients are summed over replicas, as asked.
         why_not_sharded: why parameters cannot live in shards with ``sharded_parameters="auto"``; None: they can.
         topology_given: whether the user has described the clusters and their links.
         measures: whether measurements may decide something.
@@ -60,7 +60,6 @@ class PlanRequest:
     options: PlanOptions
     training: TrainingOptions
     layout: JobLayout
-    profile: ProfileKind
     splitter: BatchSplitter
     device: torch.device
     rank: int
@@ -71,6 +70,8 @@ class PlanRequest:
     former: RuntimePlan | None = None
     predicts: bool = False
     why_not_sharded: str | None = None
+    shards_optimizer: Callable[[set[str], bool], tuple[bool, str]] | None = None
+    gradient_sync: str = "auto"
     topology_given: bool = False
     measures: bool = True
     resumed_microbatches: int | None = None

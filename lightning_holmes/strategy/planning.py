@@ -8,7 +8,7 @@ A plan is chosen by runtime_plan.py and plan/, and carried out by run.py.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,6 @@ from lightning_holmes.plan.report import print_plan
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
-from lightning_holmes.strategy.kept_costs import distrust_costs
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
 from lightning_holmes.strategy.resting import RestingShards
@@ -68,6 +67,7 @@ def plan_run(
     training: StepSample | None,
     *,
     why_not_sharded: str | None = None,
+    shards_optimizer: Callable[[set[str], bool], tuple[bool, str]] | None = None,
 ) -> RuntimePlan:
     """Make the plan of a run of a traced module. Every rank must call.
 
@@ -75,6 +75,7 @@ def plan_run(
         traced: what tracing has found out about the module.
         training: a batch of the training step; None if nothing is trained.
         why_not_sharded: why the parameters cannot live in shards with ``sharded_parameters="auto"``; None if they can.
+        shards_optimizer: see PlanRequest.
 
     Raises:
         HolmesError: the options are refused, on every rank alike.
@@ -84,8 +85,6 @@ def plan_run(
     clusters = [cluster.name for cluster, _ in job.topology.places()]
     fitting = trainer.state.fn == TrainerFn.FITTING
     notes = options.gradient_options.notes(job.placement, clusters) if fitting else []
-    if fitting and connection.watch is not None:
-        connection.watch.stragglers.on_told.append(lambda words: distrust_costs(job.layout.topology))
     options.check_given_plan(job.topology, world_size=connection.world_size, structure=traced.structure, module=module)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return decide(
@@ -96,7 +95,6 @@ def plan_run(
             options=options.plan_options,
             training=options.training_options,
             layout=dataclasses.replace(job.layout, notes=(*job.layout.notes, *notes)),
-            profile=options.profile,
             splitter=context.splitter,
             device=connection.device,
             rank=connection.rank,
@@ -107,6 +105,8 @@ def plan_run(
             former=context.former,
             predicts=bool(options.monitor) or any(isinstance(c, TimelineMonitor) for c in callbacks),
             why_not_sharded=why_not_sharded,
+            shards_optimizer=shards_optimizer,
+            gradient_sync=options.gradient_sync,
             topology_given=options.topology != "auto",
             measures=not torch.are_deterministic_algorithms_enabled(),
             resumed_microbatches=context.resumption.take_num_microbatches() if training is not None else None,

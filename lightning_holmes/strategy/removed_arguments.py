@@ -22,6 +22,8 @@ REMOVED: dict[str, str] = {
     "powersgd_rank": 'use compression="bf16", which learns as fast as no compression',
     "repeat_transfers": "a lost card ends the run with an error that names it, and the restart uses a card that works: "
     "start the job by torchrun --max-restarts, with snapshot_every_n_steps",
+    "profile": "layers are counted in FLOPs, and each host's speed is probed at the start; leave it out",
+    "bucket_bytes": "an eighth of the gradients is summed at once, from 1 to 25 MiB; leave it out",
 }
 
 

@@ -183,7 +183,14 @@ class Run:
             self.known = learn_steps(self.trainer, self.context, self.known, samples)
             training = next((sample for sample in samples if sample.step_name == "training_step"), None)
             why = self._why_not_sharded()
-            planned = plan_run(self.trainer, self.context, self.known, training, why_not_sharded=why)
+            planned = plan_run(
+                self.trainer,
+                self.context,
+                self.known,
+                training,
+                why_not_sharded=why,
+                shards_optimizer=None if training is None else self._shards_optimizer,
+            )
         held = None if self.planned is None else self._held()
         plan, connection = planned.plan, self.job.connection
         self.planned, self.plan = planned, plan
@@ -213,7 +220,7 @@ class Run:
         """Whether a module that was built without memory gets its values in shards: because the plan says so, or because its values are already
         in shards."""
         is_resting = self.context.resting.of(self.module) is not None
-        divides = planned.sharded_parameters or self.options.optimizer_nodes > 0
+        divides = planned.plan.sharding == "parameters" or self.options.optimizer_nodes > 0
         return self.context.builder.defers and (divides or is_resting)
 
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
@@ -228,8 +235,7 @@ class Run:
         """
         context, job = self.context, self.job
         resting = context.resting
-        sync = self.options.gradient_options.gradient_sync
-        self.sharing = make_sharing(self.pipeline, job.groups, self.plan, job.connection.device, gradient_sync=sync)
+        self.sharing = make_sharing(self.pipeline, job.groups, self.plan, job.connection.device)
         self.context.undo.callback(self.sharing.shards.queue.close)
         shards, former = self.sharing.shards, resting.take(self.module)
         if former is not None:
@@ -252,6 +258,15 @@ class Run:
     def _why_not_sharded(self) -> str | None:
         """Return why parameters cannot live in shards with ``sharded_parameters="auto"``; None if they can."""
         return "nothing is trained"
+
+    def _shards_optimizer(self, names: set[str], predicted: bool) -> tuple[bool, str]:
+        """Return whether the optimizer is sharded over the replicas, and why; all ranks must call.
+
+        Args:
+            names: the parameters that this rank will hold.
+            predicted: whether a step is predicted to be faster so.
+        """
+        return False, ""
 
     def _held(self) -> list[set[str]]:
         """Return the names of the parameters that each rank of the pipeline holds by the plan."""

@@ -20,6 +20,7 @@ from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.comm.objects import broadcast_value
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.collective_choice import Sharding, choose_collectives
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.made_for import MadeFor, cluster_facts
@@ -28,11 +29,12 @@ from lightning_holmes.plan.placement import device_grid, make_placement
 from lightning_holmes.plan.plan_making import make_plan
 from lightning_holmes.plan.route import REACHED, SOCKETS, Network
 from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.schedule import stages_of_rank
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import make_training
-from lightning_holmes.strategy.kept_costs import Costs
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
-from lightning_holmes.strategy.profiling import find_costs
+from lightning_holmes.strategy.profiling import Costs, find_costs
+from lightning_holmes.torch_private import is_compiled
 
 _UNKNOWN_BYTES_PER_S = 1.25e9
 
@@ -50,8 +52,8 @@ def decide(request: PlanRequest) -> RuntimePlan:
     if structure is not None:
         costs = None if _kept(request, structure) is not None else find_costs(request, structure)
         choice = _agree(request, functools.partial(_choose, request, structure, costs))
-    layout, asked = request.layout, request.training.sharded_parameters
-    in_shards = asked is True or (choice is not None and choice.sharded_parameters)
+    layout = request.layout
+    sharding, why = _choose_sharding(request, structure, choice)
     plan = make_plan(
         request.options,
         topology=layout.topology,
@@ -61,8 +63,17 @@ def decide(request: PlanRequest) -> RuntimePlan:
         num_layers=num_layers,
         batch_size=request.traced.batch_size,
         transports=layout.transports.describe,
-        notes=(*layout.notes, *_unsaid_of_sharding(request, choice)),
+        notes=(*layout.notes, *_unsaid_of_sharding(request, choice), *why),
         choice=choice,
+        sharding=sharding,
+        collectives=choose_collectives(
+            "auto" if request.training.optimizer_nodes else request.gradient_sync,
+            layout.placement,
+            layout.topology,
+            sharding=sharding,
+            sockets=layout.is_gloo,
+            by_links=layout.num_hosts > 1 and request.measures,
+        ),
         made_for=MadeFor(
             module=type(request.module).__name__,
             num_parameters=sum(p.numel() for p in request.module.parameters()),
@@ -71,7 +82,29 @@ def decide(request: PlanRequest) -> RuntimePlan:
     )
     if structure is not None:
         structure.check_partition(plan.partition, one_rank=layout.placement.pipeline_parallel_size == 1)
-    return RuntimePlan(plan=plan, choice=choice, num_layers=num_layers, sharded_parameters=in_shards)
+    return RuntimePlan(plan=plan, choice=choice, num_layers=num_layers)
+
+
+def _choose_sharding(
+    request: PlanRequest, structure: ModuleStructure | None, choice: PipelinePlan | None
+) -> tuple[Sharding, list[str]]:
+    """Return what is sharded over the replicas, and a note. Every rank must call."""
+    if request.training.optimizer_nodes:
+        return "none", []  # nodes hold everything
+    if request.training.sharded_parameters is True or (choice is not None and choice.sharded_parameters):
+        return "parameters", []
+    if request.shards_optimizer is None:
+        return "none", []
+    names = {name for name, _ in request.module.named_parameters()}
+    predicted = False
+    if choice is not None and structure is not None:
+        size = request.layout.placement.pipeline_parallel_size
+        own, _, _ = request.layout.placement.coordinate(request.rank)
+        stages = stages_of_rank(choice.schedule, own, pipeline_parallel_size=size, num_chunks=choice.num_chunks)
+        names = set().union(*(structure.parameters_of(choice.partition, stage) for stage in stages))
+        predicted = choice.prediction is not None and choice.prediction.sharded_optimizer
+    on, reason = request.shards_optimizer(names, predicted)
+    return "optimizer" if on else "none", [f"sharded_optimizer: {'on' if on else 'off'}, {reason}"] if reason else []
 
 
 def _unsaid_of_sharding(request: PlanRequest, choice: PipelinePlan | None) -> list[str]:
@@ -159,8 +192,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
         plan_by_costs,
         options,
         not_interleaved=_not_interleaved(request, structure),
-        # eager schedules tolerate links that are slower than stated
-        prefers_eager=request.layout.num_hosts > 1 and len(request.layout.topology.clusters) > 1,
+        may_split=not any(map(is_compiled, request.module.modules())),
         sharded_parameters=request.training.sharded_parameters,
         why_not_sharded=request.why_not_sharded,
         described=costs.described,

@@ -1,11 +1,12 @@
 """Sharding the optimizer of a run over its replicas: whether it is possible, whether it is done, and the reasons that are reported.
 
 found = test_optimizer(optimizer, device, all_gather)            # while groups hold the whole module's parameters
-shards, choice = shard_optimizer(options, found, ...)            # shards: None if not sharded
+on, reason = choose_sharding(options, found, ...)                # while the plan is made
+shards = shard_optimizer(options, found, ...)                    # if it is on
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,12 +14,12 @@ import lightning.pytorch as pl
 import psutil
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
-from lightning_holmes.optim.elementwise import Separability, step_seconds, test_separability
+from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.remote import refusal_of_groups
@@ -28,7 +29,7 @@ from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.pipeline.attributes import attribute_tensors
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.tape import is_fake
-from lightning_holmes.plan.sharding_choice import ShardingChoice, ShardingFacts, choose_sharding, needs_times
+from lightning_holmes.plan.sharding_choice import ShardingFacts, lack_of_memory
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
 from lightning_holmes.strategy.user_hooks import BACKWARD_HOOKS, GRADIENT_HOOKS, overridden_hooks, users_callbacks
@@ -103,6 +104,75 @@ def refuse_coupling(found: Separability, pipeline_parallel_size: int) -> None:
 test_optimizer.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
+def choose_sharding(
+    options: ShardingOptions,
+    found: Separability,
+    optimizer: Optimizer,
+    trainer: "pl.Trainer",
+    names: Collection[str],
+    *,
+    predicted: bool,
+    data_parallel_size: int,
+    device: torch.device,
+    gather: Callable[[Any], list[Any]],
+) -> tuple[bool, str]:
+    """Choose whether the optimizer is sharded over the replicas, and say why; the same on all ranks. All ranks must call.
+
+    Args:
+        names: the parameters that this rank will hold.
+        predicted: whether a step is predicted to be faster so.
+        gather: all-gathers a Python value over all ranks.
+
+    Raises:
+        UnsupportedModuleError: sharding is asked for, but is not exact for this optimizer or trainer; the message names the reason.
+    """
+    master_weights = keeps_masters(options, trainer.lightning_module)
+    refusal = refusal_of(found, optimizer, trainer)
+    asked = options.sharded_optimizer is True or master_weights
+    if options.master_weights and not master_weights and data_parallel_size == 1:
+        return False, "there is one replica"
+    if asked and refusal:
+        argument = "master_weights" if master_weights else "sharded_optimizer"
+        raise UnsupportedModuleError(f"{argument}=True: {refusal}; use {argument}=False")
+    if asked:
+        return True, "asked for"
+    if options.sharded_optimizer is False or data_parallel_size == 1:
+        return False, ""
+    facts: list[ShardingFacts] = gather(
+        _memory_facts(found, optimizer, trainer.lightning_module, names, device, gather)
+    )
+    lack = lack_of_memory(facts)
+    if refusal:
+        return False, refusal
+    if lack is not None:
+        return True, lack
+    return predicted, "a step is predicted to be faster so" if predicted else "the whole state fits"
+
+
+def _memory_facts(
+    found: Separability,
+    optimizer: Optimizer,
+    module: torch.nn.Module,
+    names: Collection[str],
+    device: torch.device,
+    gather: Callable[[Any], list[Any]],
+) -> ShardingFacts:
+    """Return the bytes of this rank's optimizer state, and those that will be free for it; all ranks must call."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    released, state, gradients = 0, 0.0, 0
+    for name, parameter in module.named_parameters():
+        local = dtensor.local_part(parameter).detach()
+        has_memory = local.device.type != "meta" and not is_fake(local)
+        if name in names:
+            released -= 0 if has_memory else local.numel() * local.itemsize
+            state += found.state_bytes * local.numel() * (id(parameter) in trained)
+            gradients += max(4, local.itemsize) * local.numel() * (id(parameter) in trained)
+        elif has_memory:
+            released += local.numel() * local.itemsize
+    free = _free_bytes(device, gather) + released - gradients
+    return ShardingFacts(state_bytes=round(state), free_bytes=free)
+
+
 def shard_optimizer(
     options: ShardingOptions,
     found: Separability,
@@ -110,40 +180,13 @@ def shard_optimizer(
     names: Sequence[Sequence[str]],
     reducer: GradientReducer,
     trainer: "pl.Trainer",
-    *,
-    data_parallel_size: int,
-    device: torch.device,
-    gather: Callable[[Any], list[Any]],
-) -> tuple[ShardedOptimizer | None, ShardingChoice]:
-    """Shard ``optimizer`` if that is asked for, or better; all ranks must call.
+) -> ShardedOptimizer:
+    """Shard ``optimizer``; all ranks must call.
 
     Args:
         names: for each group, the names of this rank's parameters.
-        gather: all-gathers a Python value over all ranks.
-
-    Returns:
-        The sharded optimizer, or None, and the choice with its reason.
-
-    Raises:
-        UnsupportedModuleError: sharding is asked for, but is not exact for this optimizer or trainer; the message names the reason.
     """
     module = trainer.lightning_module
-    master_weights = keeps_masters(options, module)
-    if options.master_weights and not master_weights and data_parallel_size == 1:
-        return None, ShardingChoice(on=False, reason="since there is one replica")
-    refusal = refusal_of(found, optimizer, trainer)
-    asked = options.sharded_optimizer is True or master_weights
-    if refusal and asked:
-        argument = "master_weights" if master_weights else "sharded_optimizer"
-        raise UnsupportedModuleError(f"{argument}=True: {refusal}; use {argument}=False")
-    readers = gradient_readers(trainer)
-    choice = ShardingChoice(on=True, reason="asked for")
-    if refusal:
-        choice = ShardingChoice(on=False, reason=refusal)
-    elif not asked:
-        choice = _choose(found, optimizer, names, reducer, device, bool(readers), data_parallel_size, gather)
-    if not choice.on:
-        return None, choice
     reducer.lay_out()
     groups = reducer.groups
     memory = ReplicatedMemory(
@@ -153,6 +196,7 @@ def shard_optimizer(
         gather=reducer.gather,
         lazily=can_gather_lazily(module),
     )
+    readers = gradient_readers(trainer)
     shards = ShardedOptimizer(
         optimizer,
         names,
@@ -160,17 +204,14 @@ def shard_optimizer(
         found,
         replicas=groups.data_parallel,
         whole_gradients=bool(readers),
-        master_weights=master_weights,
+        master_weights=keeps_masters(options, module),
     )
     shards.watch(module)
-    reason = choice.reason
     if found.level == "parameters":
-        reason += f"; by whole parameters, since {found.reason}"
+        rank_zero_info(f"the optimizer is sharded by whole parameters, since {found.reason}")
     elif readers:
-        reason += f"; gradients stay whole on each replica for {readers[0]}"
-    if master_weights:
-        reason += "; with fp32 master weights"
-    return shards, ShardingChoice(on=True, reason=reason)
+        rank_zero_info(f"gradients stay whole on each replica for {readers[0]}")
+    return shards
 
 
 def keeps_masters(options: ShardingOptions, module: torch.nn.Module) -> bool:
@@ -358,38 +399,6 @@ def hidden_in_hooks(shards: OwnedStates | None, *, shards_parameters: bool, opti
         "grad": "the optimizer is sharded, and each replica has the sums of its own share: read it in "
         "on_before_optimizer_step, for which they are kept whole, or use sharded_optimizer=False"
     }
-
-
-def _choose(
-    found: Separability,
-    optimizer: Optimizer,
-    names: Sequence[Sequence[str]],
-    reducer: GradientReducer,
-    device: torch.device,
-    whole_gradients: bool,
-    data_parallel_size: int,
-    gather: Callable[[Any], list[Any]],
-) -> ShardingChoice:
-    """Choose whether to shard by memory, and if that leaves it open, by measured times; the same on all ranks. All ranks must call."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    num_elements = sum(p.numel() for p in parameters)
-    state_bytes = round(found.state_bytes * num_elements)
-    known = ShardingFacts(state_bytes=state_bytes, free_bytes=_free_bytes(device, gather), whole_s=0.0, sharded_s=0.0)
-    facts: list[ShardingFacts] = gather(known)
-    if not needs_times(facts):
-        return choose_sharding(facts)
-    reducer.lay_out()
-    sum_s, scatter_s, gather_s = reducer.measure_sharing()
-    dtype = parameters[0].dtype if parameters else torch.float32
-    step_s = num_elements * step_seconds(optimizer, dtype, device)
-    reduce_s = sum_s if whole_gradients or found.level == "parameters" else scatter_s
-    measured = ShardingFacts(
-        state_bytes=state_bytes,
-        free_bytes=known.free_bytes,
-        whole_s=sum_s + step_s,
-        sharded_s=reduce_s + step_s / data_parallel_size + gather_s,
-    )
-    return choose_sharding(gather(measured))
 
 
 def _free_bytes(device: torch.device, gather: Callable[[Any], list[Any]]) -> int:

@@ -46,7 +46,6 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName
-from lightning_holmes.plan.sync_choice import SyncChoice
 from lightning_holmes.plan.training import TrainingOptions
 from lightning_holmes.strategy import admission, agreement, lightning_collectives
 from lightning_holmes.strategy.building import ModuleBuilder
@@ -58,7 +57,7 @@ from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.launcher import HolmesLauncher
-from lightning_holmes.strategy.options import Options, ProfileKind
+from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.pytorch_lightning import refuse_trainer
 from lightning_holmes.strategy.removed_arguments import refuses_removed
@@ -101,8 +100,7 @@ class HolmesStrategy(ParallelStrategy):
             gradients and weight gradients, and the latter fill the bubble), "eager_zero_bubble", "zero_bubble_v" (the same, with two stages a
             rank, down the ranks and back up), "breadth_first" (all microbatches pass a stage before the next stage starts; with one
             pipeline rank this is layered gradient accumulation), or "auto": interleaved if ``num_chunks`` is above 1; else the schedule with the
-            fastest predicted step, where "breadth_first" is a candidate and "gpipe" is not, and from the third batch on with a split backward if
-            the first two batches show that to be faster.
+            fastest predicted step, where "breadth_first" is a candidate and "gpipe" is not.
         num_chunks: stages of each rank; "auto" is 1 unless a schedule with several stages a rank is chosen. With "breadth_first", "auto" is one
             layer a stage on one pipeline rank, and otherwise the number that is predicted to be the fastest.
         partition: "self_adapting": layers are assigned so that the slowest stage is as fast as possible, from the costs of the
@@ -111,8 +109,6 @@ class HolmesStrategy(ParallelStrategy):
             these speeds; "uniform": by count; or a list, the number of layers of each stage.
         plan: a plan file of another run (its plan.yaml), or a checkpoint of that run. It decides the sizes, the schedule, the chunks and the
             layers of each stage, and is refused if it was made for other clusters or another module.
-        profile: where the layer costs come from: "flops" counts them, "measure" times the layers on every rank; "auto" measures
-            on several hosts without GPUs, and counts elsewhere. Costs are cached for a day; "measure" and "flops" find them anew.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
         broadcast_batch: the first stage of a replica loads its batches and sends them to the other stages,
             for data that does not load identically on several ranks.
@@ -124,15 +120,14 @@ class HolmesStrategy(ParallelStrategy):
             remaining hosts hold together (see docs/faults.md). None: no snapshots.
         snapshot_folder: the folder for snapshots instead of /dev/shm, the same path on every host.
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
-            "auto" measures which is the fastest for each group (see docs/gradient-sync.md). With optimizer nodes: "star" (each worker
+            "auto" chooses for each group by the links between its ranks (see docs/gradient-sync.md). With optimizer nodes: "star" (each worker
             sends its own gradients), or "aggregator" (one worker of each cluster sends the cluster's sum, if the node is in another cluster).
-        bucket_bytes: bytes of gradients that one collective sums while the backward continues; "auto": from a measurement of the link.
         grad_dtype: the dtype in which gradients are accumulated and summed: "fp32", "bf16", or None for the parameters' own dtype. Double
             precision is kept.
         compression: compression of gradients that cross between clusters: "bf16" or "fp16"; not exact.
         activation_dtype: "bf16": activations and their gradients are rounded to bf16 when they cross between clusters; not exact.
         sharded_optimizer: each replica keeps its shard of the optimizer's state, and updates its shard of the parameters.
-            "auto": if the whole state does not fit, or is measured to be slower (see docs/sharded-optimizer.md).
+            "auto": if the whole state does not fit, or is predicted to be slower (see docs/sharded-optimizer.md).
         sharded_parameters: each replica keeps its shard of parameters, gradients and optimizer states; a stage is whole while it is
             computed (see docs/layered.md). The schedule is then "breadth_first". "auto": if nothing else fits the memory, or a step
             is predicted to take 5 % less. It is not the default, since hooks that read parameters or gradients are refused with it, which
@@ -169,7 +164,6 @@ class HolmesStrategy(ParallelStrategy):
         schedule: Literal["auto", ScheduleName] = "auto",
         num_chunks: int | Literal["auto"] = "auto",
         partition: Literal["self_adapting", "proportional", "uniform"] | list[int] = "self_adapting",
-        profile: ProfileKind = "auto",
         plan: str | None = None,
         layers: str = "auto",
         broadcast_batch: bool = False,
@@ -178,7 +172,6 @@ class HolmesStrategy(ParallelStrategy):
         snapshot_every_n_steps: int | Literal["auto"] | None = None,
         snapshot_folder: str | None = None,
         gradient_sync: str = "auto",
-        bucket_bytes: int | Literal["auto"] = "auto",
         grad_dtype: Literal["fp32", "bf16"] | None = "fp32",
         compression: Literal["bf16", "fp16"] | None = None,
         activation_dtype: Literal["bf16"] | None = None,
@@ -335,11 +328,6 @@ class HolmesStrategy(ParallelStrategy):
         return None if self._run is None or self._run.planned is None else self._run.planned.prediction
 
     @property
-    def gradient_sync_choices(self) -> list[SyncChoice]:
-        """On rank 0: how each group of replicas sums its gradients, as far as the groups have reported it; later choices come last."""
-        return list(self._fit.gradients.reducer.choices) if self._fit is not None and self._fit.has_gradients else []
-
-    @property
     def history(self) -> list[Event]:
         """The events of this job on this host: starts, faults, seconds lost; none if the present fit takes no snapshots."""
         return [] if self._snapshots is None else self._snapshots.folder.history.read()
@@ -446,8 +434,7 @@ class HolmesStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._builder = self._builder or self._make_builder()
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        options = self._options.without_measuring() if deterministic else self._options
+        options = self._options
         if self._snapshots is not None and self._snapshots.num_microbatches is not None:
             options = replace(options, num_microbatches=self._snapshots.num_microbatches)
         context = RunContext(

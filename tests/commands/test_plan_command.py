@@ -61,23 +61,22 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
 
 
 def test_the_recipe_is_planned_from_its_own_config(capsys, tmp_path):
-    files = [f"--plot={tmp_path / 'step.png'}", f"--html={tmp_path / 'plan.html'}"]
-    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", *files)
+    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", f"--plot={tmp_path / 'step.png'}")
     assert code == 0, err
     assert "GPT: 4 layers" in out and "a batch of 32; east: 2 x A100-80GB" in out and "Chosen: " in out
-    assert (tmp_path / "step.png").stat().st_size > 1000 and "<svg" in (tmp_path / "plan.html").read_text()
+    assert (tmp_path / "step.png").stat().st_size > 1000
 
 
 def test_what_the_config_fixes_stays_fixed(capsys):
     fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=4", "--trainer.strategy.init_args.schedule=gpipe"]
-    code, out, err = run(capsys, *RECIPE, *fixed, "--profile=measure", "--format=json")
+    code, out, err = run(capsys, *RECIPE, *fixed, "--device_type=here", "--format=json")
     assert code == 0, err
     data = json.loads(out[out.index("{") :])
     found = {
         (e["pipeline_parallel_size"], e["num_microbatches"], e["schedule"]) for e in (data["best"], *data["runners_up"])
     }
     assert found == {(4, 4, "gpipe")}
-    assert data["model"]["unit"] == "seconds" and data["batch_samples"] == 16
+    assert data["batch_samples"] == 16
 
 
 def test_a_topology_with_an_optimizer_host_is_planned_with_it(capsys, tmp_path):
@@ -149,7 +148,7 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], ["--device_type", "A100-80GB", "--profile measure"]),
+        ([], ["--device_type", "A100-80GB", "--device_type here"]),
         (["--device_type=A300"], ["'A300'", "Known are", "speed=100e12,memory=40e9"]),
         (["--device_type=north:A100-80GB"], ["'north'", "east, west"]),
         (["--device_type=east:A100-80GB"], ["no type for the cluster 'west'"]),
@@ -159,10 +158,9 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
             ["--device_type=T4", "--trainer.strategy.init_args.num_microbatches=300"],
             ["num_microbatches=300 is more than the 16 samples of a replica"],
         ),
-        (["--device_type=T4", "--html=/no/such/folder/x.html"], ["--html", "does not exist"]),
+        (["--device_type=T4", "--plot=/no/such/folder/x.png"], ["--plot", "does not exist"]),
         (["--device_type=T4", "--batch_shape=input_ids=0x9"], ["batch_shape", "at least 1"]),
         (["--device_type=T4", "--batch_samples=0"], ["batch_samples=0"]),
-        (["--device_type=east:T4;west:A100-80GB", "--profile=measure"], ["unlike speed", "--profile measure"]),
     ],
 )
 def test_refused(capsys, options, words):
@@ -284,12 +282,11 @@ def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the
     assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
 
 
-@pytest.mark.parametrize("profile", ["fake", "measure"])
-def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path, profile):
+def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path):
     found = {}
     for name in ("Runs", "Late", "SetUp", "AsksARun", "Adapted"):
         path = tmp_path / f"{name}.yaml"
-        options = ["--format=json", f"--profile={profile}", f"--output={path}", f"--model={__name__}.{name}"]
+        options = ["--format=json", f"--output={path}", f"--model={__name__}.{name}"]
         code, out, err = run(capsys, *SMALL, *options)
         assert code == 0, err
         found[name] = json.loads(out[out.index("{") :])["model"]
@@ -301,8 +298,7 @@ def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path, pro
     bytes_of = {name: [layer["parameter_bytes"] for layer in model["layers"]] for name, model in found.items()}
     assert bytes_of["Late"] == bytes_of["SetUp"] == bytes_of["AsksARun"] == bytes_of["Runs"] == [4 * (64 + 8)] * 4
     assert bytes_of["Adapted"] == [4 * (64 + 8 + 64)] * 4
-    if profile == "fake":
-        assert found["Adapted"]["layers"][1]["forward"] == 2 * found["Runs"]["layers"][1]["forward"]
+    assert found["Adapted"]["layers"][1]["forward"] == 2 * found["Runs"]["layers"][1]["forward"]
 
 
 @pytest.mark.parametrize(
@@ -482,43 +478,17 @@ def topology_of(path: Path, *kinds: str) -> str:
     return f"--topology={path}"
 
 
-def test_layers_that_are_timed_here_are_those_of_one_type(capsys, tmp_path):
-    command = [
-        *[entry for entry in SMALL if "device_type" not in entry],
-        f"--model={__name__}.Runs",
-        "--profile=measure",
-    ]
-    unlike = topology_of(tmp_path / "unlike.yaml", "A100-80GB", "T4")
-    code, _, err = run(capsys, *command, unlike)
-    assert code == 2 and "unlike speed (A100-80GB and T4)" in err and "leave --profile out" in err
-    alike = topology_of(tmp_path / "alike.yaml", "A100-80GB", "A100-40GB")
-    code, out, err = run(
-        capsys,
-        *command,
-        alike,
-        "--trainer.strategy=lightning_holmes.HolmesStrategy",
-        "--trainer.strategy.init_args.pipeline_parallel_size=2",
-    )
+def test_types_of_hosts_are_those_of_the_file_and_said_once(capsys, tmp_path):
+    unlike = topology_of(tmp_path / "unlike.yaml", "A100-80GB", "A100-40GB")
+    command = [*[entry for entry in SMALL if "device_type" not in entry], f"--model={__name__}.Runs", unlike]
+    strategy = ["--trainer.strategy=lightning_holmes.HolmesStrategy"]
+    code, out, err = run(capsys, *command, *strategy, "--trainer.strategy.init_args.pipeline_parallel_size=2")
     assert code == 0, err
     data = json.loads(out[out.index("{") :])
-    assert data["clusters"][0]["device_type"] == "A100-80GB and A100-40GB", "and no process of this machine"
+    assert data["clusters"][0]["device_type"] == "A100-80GB and A100-40GB"
     assert [limit / 2**30 for limit in data["best"]["memory_limit_bytes"]] == pytest.approx([0.92 * 80, 0.92 * 40])
-    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Runs", alike)
-    assert code == 2 and "device_type='T4'" in err and "leave one of the two out" in err, (
-        "which the file would overrule"
-    )
-
-
-def test_a_plan_that_no_run_can_have_is_shown_and_not_written(capsys, tmp_path):
-    """tests/strategy/bad_input_cases.py has the same refusal in a run."""
-    path = tmp_path / "plan.yaml"
-    given = ["--trainer.strategy=lightning_holmes.HolmesStrategy", "--trainer.strategy.init_args.partition=[0,4]"]
-    given.append("--trainer.strategy.init_args.pipeline_parallel_size=2")
-    command = ["plan", *given, "--trainer.devices=2", "--device_type=T4", f"--model={__name__}.Runs"]
-    code, out, err = run(capsys, *command, "--format=json")
-    assert code == 0 and json.loads(out[out.index("{") :])["best"]["partition"] == [0, 4], err
-    code, _, err = run(capsys, *command, f"--output={path}")
-    assert code == 2 and "stage 0 has no layer" in err and "no run can have" in err and not path.exists()
+    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Runs", unlike)
+    assert code == 2 and "device_type='T4'" in err and "leave one of the two out" in err
 
 
 HALF, MIXED = "lightning.pytorch.plugins.HalfPrecision", "lightning.pytorch.plugins.MixedPrecision"

@@ -58,7 +58,7 @@ class Run:
         """Return the argument for ``Trainer(strategy=)``."""
         if self.layout == PLAIN:
             return "auto"
-        defaults: dict[str, Any] = {"schedule": "1f1b", "profile": "flops"}
+        defaults: dict[str, Any] = {"schedule": "1f1b"}
         if self.layout == TWO:
             # everything that a plan decides is given, so that nothing is measured for it
             defaults |= {"pipeline_parallel_size": 2, "num_microbatches": self.num_microbatches}

@@ -13,7 +13,6 @@ class Layout:
     num_chunks: int = 1
     num_microbatches: int = 1
     gradient_sync: str = "auto"
-    bucket_bytes: int = 2048
     """Small enough that gradients are reduced in several buckets."""
     sharded_optimizer: bool = False
     sharded_parameters: bool = False

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
+from lightning_holmes.optim import grad_buffer
 
 WORKER_TIMEOUT_S = 400.0  # a fit takes about a second
 
@@ -36,7 +37,7 @@ class Record:
 
     For each batch: ``losses``, ``logs`` (the step's), ``weights`` (samples, or whatever the loss is a mean over). For each
     optimizer step: ``norms``, before clipping. At the end: ``metrics`` (the epoch's), the whole ``state``, and ``syncs``:
-    the collectives of the strategy's gradient_sync_choices. ``seconds`` is the fit's duration.
+    the collectives of the plan. ``seconds`` is the fit's duration.
     """
 
     data_parallel_rank: int = 0
@@ -112,6 +113,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
     pl.seed_everything(5, verbose=False)
     family = (FAMILIES | REFUSED)[fit.family]
     module = family.build(fit.num_layers)
+    grad_buffer.LEAST_BUCKET_BYTES = 2048  # so that small modules have several buckets
     recorder = Recorder()
     strategy: Any = "auto"
     if fit.layout is not None:
@@ -123,7 +125,6 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             schedule=layout.schedule,  # type: ignore[arg-type]
             num_chunks=layout.num_chunks,
             gradient_sync=layout.gradient_sync,
-            bucket_bytes=layout.bucket_bytes,
             topology=crossed(fit) if layout.gradient_sync == "hierarchical" else "auto",
             sharded_optimizer=True if layout.sharded_parameters else layout.sharded_optimizer,
             sharded_parameters=layout.sharded_parameters,
@@ -213,7 +214,7 @@ class Recorder(pl.Callback):
         self.record.logs.append({k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("train_")})
         self.record.weights.append(float(weight(batch)))
         if isinstance(trainer.strategy, HolmesStrategy):
-            self.record.syncs |= {choice.collective for choice in trainer.strategy.gradient_sync_choices}
+            self.record.syncs |= set(trainer.strategy.plan.collectives)
 
     def on_fit_end(self, trainer: Trainer, module: pl.LightningModule) -> None:
         steps = self.record.logs[-1]

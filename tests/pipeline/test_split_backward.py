@@ -13,7 +13,6 @@ import lightning_holmes
 from lightning_holmes.errors import AnomalyError
 from lightning_holmes.pipeline.anomaly import naming_parameters
 from lightning_holmes.pipeline.split_backward import SplitBackward
-from lightning_holmes.pipeline.split_meter import SplitMeter
 
 Graph = Callable[[dict[str, nn.Parameter], list[Tensor]], list[Tensor]]
 
@@ -163,65 +162,6 @@ def test_what_a_split_would_break_is_refused_by_name(schedule: str) -> None:
     refused = lightning_holmes.check(Stack(reentrant=False), batch, **options).refused
     assert refused is not None and "activation checkpointing" in refused and schedule in refused
     assert lightning_holmes.check(Stack(reentrant=False), batch, **(options | {"schedule": "1f1b"})).ok
-
-
-def test_the_meter_gives_the_same_gradients_and_the_seconds_of_both_ways() -> None:
-    torch.manual_seed(1)
-    parameters = {name: nn.Parameter(torch.randn(4, 4)) for name in "ab"}
-    inputs = [torch.randn(3, 4) for _ in range(4)]
-    expected = sum(torch.autograd.grad((x @ parameters["a"]).sum(), parameters["a"])[0] for x in inputs)
-
-    def accumulate(name: str, gradient: Tensor) -> None:
-        parameter = parameters[name]
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-
-    meter = SplitMeter(torch.device("cpu"))
-    for value in inputs:
-        received = value.clone().requires_grad_()
-        with meter.forward(1):
-            root = received @ parameters["a"]
-        meter.backward(1, [root], [torch.ones_like(root)], [received], parameters, accumulate)
-        torch.testing.assert_close(received.grad, torch.ones(3, 4) @ parameters["a"].detach().T)
-    torch.testing.assert_close(parameters["a"].grad, expected)
-    cost = meter.costs()[1]
-    assert cost is not None and min(cost.forward_s, cost.backward_s, cost.input_s, cost.weight_s) > 0
-
-    frozen_before = SplitMeter(torch.device("cpu"))
-    with frozen_before.forward(1):
-        root = inputs[0] @ parameters["a"]
-    frozen_before.backward(1, [root], [torch.ones_like(root)], [inputs[0]], parameters, accumulate)
-    assert frozen_before.costs() == {1: None}
-
-
-class FailsFirst(torch.autograd.Function):
-    """The identity, whose backward fails the first time, like the backward of a compiled function with retain_graph."""
-
-    armed = False
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
-        failing, FailsFirst.armed = FailsFirst.armed, False
-        if failing:
-            raise RuntimeError("donated buffers")
-        return gradient
-
-
-def test_the_meter_goes_on_whole_where_a_split_fails() -> None:
-    weight = nn.Parameter(torch.randn(4, 4))
-    meter = SplitMeter(torch.device("cpu"))
-    for armed in (False, True, False):
-        received = torch.randn(3, 4, requires_grad=True)
-        with meter.forward(1):
-            root = FailsFirst.apply(received) @ weight
-        FailsFirst.armed = armed
-        weight.grad = None
-        meter.backward(1, [root], [torch.ones_like(root)], [received], {"weight": weight}, lambda name, gradient: None)
-        assert weight.grad is not None and received.grad is not None
-    assert meter.costs() == {1: None}
 
 
 def test_an_anomaly_in_the_second_part_names_its_parameter() -> None:

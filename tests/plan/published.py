@@ -217,7 +217,6 @@ def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int
     )
     head, table = 2.0 * sequence * hidden * vocabulary, 2.0 * vocabulary * hidden
     return ModelCost(
-        unit="flops",
         microbatch_samples=1,
         before=LayerCost(forward=0.0, backward=0.0, parameter_bytes=table, activation_bytes=crossing),
         layers=(layer,) * layers,

@@ -65,7 +65,6 @@ def llama_cost() -> ModelCost:
     )
     table = 2.0 * _WORDS * _HIDDEN
     return ModelCost(
-        unit="flops",
         microbatch_samples=1,
         before=LayerCost(forward=0.0, backward=0.0, parameter_bytes=table, activation_bytes=crossing),
         layers=(layer,) * _LAYERS,

@@ -7,8 +7,9 @@ print(format_schedule(make_schedule("1f1b", pipeline_parallel_size=2, num_microb
 
 from __future__ import annotations
 
-from lightning_holmes.plan.schedule import Op, Schedule, start_slots
-from lightning_holmes.plan.schedule.checks import SLOTS
+from schedule_checks import SLOTS, start_slots
+
+from lightning_holmes.plan.schedule import Op, Schedule
 
 
 def format_schedule(schedule: Schedule) -> str:

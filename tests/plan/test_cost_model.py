@@ -33,7 +33,6 @@ links:
 DEVICE = find_device_type("speed=1e12,memory=1e12,local=1e11")
 LAYER = LayerCost(forward=1e12, backward=2e12, parameter_bytes=1e9, activation_bytes=1e7, held_bytes=1e8)
 MODEL = ModelCost(
-    unit="flops",
     microbatch_samples=1,
     before=LayerCost(forward=0, backward=0, parameter_bytes=3e9, activation_bytes=1e7),
     layers=(LAYER,) * 4,
@@ -106,7 +105,8 @@ def test_measured_speeds_count_for_sockets_and_stated_ones_for_rdma() -> None:
 
 def test_layouts() -> None:
     assert Layout(pipeline=2, tensor=2, data=2).devices_of(1).tolist() == [[4, 5], [6, 7]]
-    assert Layout(pipeline=2, tensor=2, data=2, across="data").devices_of(1).tolist() == [[2, 3], [6, 7]]
+    placed = Layout(pipeline=2, tensor=2, data=2, grid=((0, 1, 4, 5), (2, 3, 6, 7)))
+    assert placed.devices_of(1).tolist() == [[2, 3], [6, 7]]
 
 
 def test_step_costs_by_hand() -> None:
@@ -175,9 +175,41 @@ def test_a_link_between_clusters_is_shared_by_all_hosts(link: str, sharers: int)
     transfers = [span.end_s - span.start_s for span in timeline.spans[0] if span.kind == "transfer"]
     assert transfers == pytest.approx([1e7 * sharers / 1.25e9] * 4)
     # gradients of both stages cross it at the same time
-    data = model.step_costs(shape(Layout(pipeline=2, data=16, across="data")), Partition((2, 2)))
-    assert data.reduce_s[0] == pytest.approx(2 * (15 / 16) * 5e9 / (1.25e9 / (2 if sharers > 1 else 1)), rel=1e-3)
+    data = model.step_costs(
+        shape(Layout(pipeline=2, data=16, grid=(tuple(range(0, 32, 2)), tuple(range(1, 32, 2))))), Partition((2, 2))
+    )
+    # in two levels: inside over 25e9, then over the link that both stages share, or over each pair's own
+    inside_s, across_s = 2 * (7 / 8) * 5e9 / 25e9, 5e9 / (1.25e9 / 2 if sharers > 1 else 8 * 1.25e9)
+    assert data.reduce_s[0] == pytest.approx(inside_s + across_s, rel=1e-3)
     assert ("link 0>1" in data.reduce_cards[0]) == (sharers > 1)
+
+
+def test_gradients_across_clusters_are_summed_in_two_levels_where_that_is_faster() -> None:
+    """Four hosts of one device in two clusters sum 4e9 bytes of gradients: a ring through all of them sends 3/4 of the bytes twice over
+    Ethernet; in two levels half of them twice inside, and half of them twice across."""
+    inside, link = 8e9, 1e9
+    hosts = "".join(
+        f"  - {{name: {n}, hosts: [{{name: {n}, count: 2, devices: 1, nics: [{{name: f, kind: {k}, bandwidth: {inside}}}, "
+        f"{{name: e, kind: ethernet, bandwidth: {inside}}}]}}]}}\n"
+        for n, k in (("east", "infiniband"), ("west", "roce"))
+    )
+    text = (
+        f"clusters:\n{hosts}links:\n  - {{ends: [east, west], transport: ethernet, bandwidth: {link}, latency: 0 s}}\n"
+    )
+    layers = (dataclasses.replace(LAYER, parameter_bytes=1e9, gradient_bytes=1e9),) * 4
+    model = ModelCost(microbatch_samples=1, layers=layers)
+
+    def reduce_s(placed: Layout) -> float:
+        network = Network(Topology.from_yaml_text(text), local_bytes_per_s=1e11)
+        costs = CostModel(model, network, devices=(DEVICE,) * 2, training=Training(batch_samples=8))
+        return costs.step_costs(shape(placed), Partition((4 // placed.pipeline,) * placed.pipeline)).reduce_s[0]
+
+    ring, levels = 2 * 3 / 4 * 4e9 / link, 2 * 1 / 2 * 4e9 / inside + 2 * 1 / 2 * 4e9 / link
+    assert reduce_s(Layout(pipeline=1, data=4)) == pytest.approx(levels, rel=1e-3) and levels == 4.5 < ring == 6.0
+    # one replica a cluster: there is no level inside, and two rings share the link
+    assert reduce_s(Layout(pipeline=2, data=2, grid=((0, 2), (1, 3)))) == pytest.approx(
+        2 * 1 / 2 * 2e9 / (link / 2), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -357,8 +389,8 @@ def test_the_slowest_device_sets_a_stages_speed() -> None:
     model = cost_model(devices=(DEVICE, slow))
     run = shape(Layout(pipeline=2, data=4))
     assert model.speeds(run.layout) == (1e12, 5e11)
-    assert solve(model.balance(run)).layer_counts == (3, 1)
-    assert model.speeds(Layout(pipeline=2, data=4, across="data")) == (5e11, 5e11)
+    assert solve(model.balance(run)) == (3, 1)
+    assert model.speeds(Layout(pipeline=2, data=4, grid=((0, 2, 4, 6), (1, 3, 5, 7)))) == (5e11, 5e11)
 
 
 def test_bytes_of_cards() -> None:

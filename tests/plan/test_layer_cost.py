@@ -10,7 +10,6 @@ from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 
 LAYER = LayerCost(forward=6, backward=12, parameter_bytes=40, activation_bytes=5, held_bytes=70, fixed_forward_s=0.5)
 MODEL = ModelCost(
-    unit="flops",
     microbatch_samples=2,
     before=LayerCost(forward=1, backward=2, parameter_bytes=30, activation_bytes=5),
     layers=(LAYER,) * 3,
@@ -54,7 +53,6 @@ def test_numbers_that_are_refused(key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"unit": "watts"}, "unit='watts'"),
         ({"layers": ()}, "at least one layer"),
         ({"microbatch_samples": 0}, "microbatch_samples=0"),
         ({"forbidden_cuts": (2,)}, "another after it"),
@@ -63,7 +61,7 @@ def test_numbers_that_are_refused(key: str, value: object) -> None:
     ],
 )
 def test_models_that_are_refused(change: dict, words: str) -> None:
-    values = {"unit": "flops", "microbatch_samples": 1, "layers": (LAYER,) * 3, **change}
+    values = {"microbatch_samples": 1, "layers": (LAYER,) * 3, **change}
     with pytest.raises(ConfigurationError, match=words):
         ModelCost(**values)
 
@@ -71,9 +69,9 @@ def test_models_that_are_refused(change: dict, words: str) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"unit": "flops", "microbatch_samples": 1, "layer": []}, "unknown key 'layer'"),
-        ({"unit": "flops", "layers": []}, "'microbatch_samples' is missing"),
-        ({"unit": "flops", "microbatch_samples": 1, "layers": [{"forward": 1}]}, "'backward' is missing"),
+        ({"microbatch_samples": 1, "layer": []}, "unknown key 'layer'"),
+        ({"layers": []}, "'microbatch_samples' is missing"),
+        ({"microbatch_samples": 1, "layers": [{"forward": 1}]}, "'backward' is missing"),
     ],
 )
 def test_files_that_are_refused(data: dict, words: str) -> None:

@@ -65,9 +65,7 @@ def test_what_both_ends_share_is_held_once_and_two_stages_are_whole() -> None:
         num_chunks=2,
     )
     for shared, held, whole in ((40.0, 48.0, 2 * 8.0 + 80.0), (0.0, 88.0, 2 * 88.0)):
-        model = ModelCost(
-            unit="flops", microbatch_samples=1, before=end, layers=(layer,) * 2, after=end, shared_bytes=shared
-        )
+        model = ModelCost(microbatch_samples=1, before=end, layers=(layer,) * 2, after=end, shared_bytes=shared)
         costs = CostModel(model, network, devices=(device,), training=training).step_costs(run, Partition((1, 1)))
         assert costs.static_bytes == (held * 4 / 4,)
         assert costs.transient_bytes == (whole,)

@@ -23,7 +23,6 @@ ENDS, LAYER = 3e9, 1e9
 def model(num_layers: int) -> ModelCost:
     layer = LayerCost(forward=1e12, backward=2e12, parameter_bytes=LAYER, activation_bytes=1e7, held_bytes=1e8)
     return ModelCost(
-        unit="flops",
         microbatch_samples=1,
         before=LayerCost(forward=0, backward=0, parameter_bytes=ENDS, activation_bytes=1e7),
         layers=(layer,) * num_layers,

@@ -50,25 +50,18 @@ def test_by_hand() -> None:
     assert (partition.layers_of(0), partition.layers_of(1)) == (range(3), range(3, 4))
 
 
-def test_a_stage_may_have_no_layer() -> None:
-    partition = make_partition([0, 2, 0, 1, 0], 3, 5)
-    assert [list(partition.layers_of(stage)) for stage in range(5)] == [[], [0, 1], [], [2], []]
-    assert partition.bare_stages == (0, 2, 4) and [partition.stage_of(layer) for layer in range(3)] == [1, 1, 3]
-    assert partition.split_points == {-1, 1, 2}
-
-
 @pytest.mark.parametrize(
     ("spec", "num_layers", "num_stages", "words"),
     [
         ([2, 3], 6, 2, ["[2, 3]", "adds up to 5", "has 6", "[3, 3]"]),
         ([2, 2, 2], 6, 2, ["3 counts", "2 stages"]),
-        ([0, 0], 0, 2, ["[0, 0]", "assigns no layer"]),
+        ([0, 0], 0, 2, ["[0, 0]", "stage 0 has 0"]),
         ([7, -1], 6, 2, ["stage 1 has -1"]),
         ([3.0, 3], 6, 2, ["stage 0 has 3.0"]),
         ([True, 5], 6, 2, ["stage 0 has True"]),
         ("unifrom", 6, 2, ["'unifrom'", "uniform", "list of 2"]),
         ("uniform", 3, 4, ["3 layers", "4 stages", "at most 3"]),
-        ([1, 1, 2, 0], 3, 4, ["3 layers", "4 stages"]),
+        ([1, 1, 2, 1], 3, 4, ["3 layers", "4 stages"]),
     ],
 )
 def test_refused(spec: object, num_layers: int, num_stages: int, words: list[str]) -> None:

@@ -103,8 +103,14 @@ def test_a_tensor_group_that_no_host_holds_is_refused() -> None:
 def test_the_pipeline_size_counts_tensor_groups() -> None:
     topology = make_topology(a=4, b=6)
     size, reason = choose_pipeline_size(topology, 2)
-    assert size == 5 and "a stage of 2 ranks" in reason and "no replicas" in reason
+    assert size == 5 and "a stage of 2 ranks" in reason and "no replicas" in reason, "five groups are not two stages"
     assert choose_pipeline_size(make_topology(a=8, b=8), 4) == (2, "2, one for each cluster")
+
+
+def test_clusters_of_nearly_one_size_do_not_make_a_long_pipeline() -> None:
+    size, reason = choose_pipeline_size(make_topology(a=56, b=64))
+    assert size == 2 and "would be 15" in reason
+    assert choose_pipeline_size(make_topology(a=2, b=4))[0] == 3, "no group leaves its cluster"
 
 
 def card(kind: TransportKind, fabric: str, *, up: bool = True) -> Nic:

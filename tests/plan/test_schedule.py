@@ -6,6 +6,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_checks import validate_schedule
 from schedule_picture import format_schedule
 
 from lightning_holmes.errors import ConfigurationError
@@ -21,7 +22,6 @@ from lightning_holmes.plan.schedule import (
     Schedule,
     make_schedule,
     max_in_flight,
-    validate_schedule,
 )
 from lightning_holmes.plan.schedule.schedule import around_stages
 from lightning_holmes.plan.simulator import StepCosts, simulate

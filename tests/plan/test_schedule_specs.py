@@ -3,6 +3,7 @@
 from typing import get_args
 
 import pytest
+from schedule_checks import validate_schedule
 
 from lightning_holmes.plan.memory import stage_in_flight
 from lightning_holmes.plan.schedule import (
@@ -12,7 +13,6 @@ from lightning_holmes.plan.schedule import (
     ScheduleSpec,
     make_schedule,
     max_in_flight,
-    validate_schedule,
 )
 from lightning_holmes.plan.schedule.action import Action
 from lightning_holmes.plan.schedule.orders import RankShape

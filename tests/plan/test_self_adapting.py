@@ -91,26 +91,19 @@ def check_against_all(balance: Balance) -> None:
         with pytest.raises(ConfigurationError):
             solve(balance)
         return
-    answer = solve(balance)
-    assert answer.proven
-    assert sum(answer.layer_counts) == balance.num_layers and min(answer.layer_counts) >= 1
-    assert answer.slowest_seconds == max(balance.loads(answer.layer_counts)) == best
+    counts = solve(balance)
+    assert sum(counts) == balance.num_layers and min(counts) >= 1
+    assert max(balance.loads(counts)) == best
     if balance.limits is not None:
-        used = balance.memory(answer.layer_counts)
+        used = balance.memory(counts)
         assert all(mine <= limit for mine, limit in zip(used, balance.limits, strict=True))
-    ends = set(itertools.accumulate(answer.layer_counts[:-1]))
+    ends = set(itertools.accumulate(counts[:-1]))
     assert not ends & {cut + 1 for cut in balance.forbidden_cuts}
 
 
 @settings(max_examples=1500, deadline=None)
 @given(balances(chunks=1, alike=False))
 def test_one_chunk_equals_trying_everything(balance: Balance) -> None:
-    check_against_all(balance)
-
-
-@settings(max_examples=700, deadline=None)
-@given(st.one_of(balances(chunks=2, alike=False), balances(chunks=3, alike=False)))
-def test_chunks_of_unlike_layers_equal_trying_everything(balance: Balance) -> None:
     check_against_all(balance)
 
 
@@ -122,7 +115,7 @@ def test_chunks_of_alike_layers_equal_trying_everything(balance: Balance) -> Non
 
 def test_what_is_left_over_is_spread_evenly() -> None:
     # the head alone decides the slowest rank; the others share the layers
-    assert solve(Balance(seconds=((1.0,) * 12,) * 4, after_seconds=8.0)).layer_counts in {
+    assert solve(Balance(seconds=((1.0,) * 12,) * 4, after_seconds=8.0)) in {
         (4, 4, 3, 1),
         (4, 3, 4, 1),
         (3, 4, 4, 1),
@@ -130,8 +123,8 @@ def test_what_is_left_over_is_spread_evenly() -> None:
 
 
 def test_the_head_counts_and_speeds_count() -> None:
-    assert solve(Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)).layer_counts == (6, 4)
-    assert solve(Balance(seconds=((1.0,) * 12, (2.0,) * 12))).layer_counts == (8, 4)
+    assert solve(Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)) == (6, 4)
+    assert solve(Balance(seconds=((1.0,) * 12, (2.0,) * 12))) == (8, 4)
 
 
 def test_200_layers_on_64_stages_take_a_call_or_two_for_each_pair() -> None:
@@ -146,18 +139,16 @@ def test_200_layers_on_64_stages_take_a_call_or_two_for_each_pair() -> None:
     )
     chunks = Balance(seconds=((1.0,) * 200,) * 16, num_chunks=4, after_seconds=2.5)
     for problem in (balance, chunks):
-        answer, calls = count_calls(functools.partial(solve, problem))
-        assert answer.proven
+        _, calls = count_calls(functools.partial(solve, problem))
         assert calls < 2 * 200 * 64
 
 
-def test_many_chunks_of_unlike_layers_say_whether_they_are_proven() -> None:
+def test_many_chunks_of_unlike_layers_are_nearly_even() -> None:
     draw = random.Random(5)
     row = tuple(draw.uniform(0.5, 2.0) for _ in range(24))
     balance = Balance(seconds=(row,) * 4, num_chunks=2, after_seconds=1.0)
-    answer = solve(balance)
-    assert answer.slowest_seconds >= (sum(row) + 1.0) / 4 - 1e-9
-    assert answer.slowest_seconds <= 1.1 * (sum(row) + 1.0) / 4
+    slowest = max(balance.loads(solve(balance)))
+    assert (sum(row) + 1.0) / 4 - 1e-9 <= slowest <= 1.1 * (sum(row) + 1.0) / 4
 
 
 @pytest.mark.parametrize(("num_layers", "counts"), [(30, (16, 14)), (48, (26, 22))])

@@ -150,7 +150,6 @@ def _with_nodes(count: int, pipeline: int = 1, **options: Any) -> dict[str, Any]
         "num_chunks": 4 // pipeline,
         "schedule": "auto",
         "gradient_sync": "star",
-        "bucket_bytes": "auto",
         "keep_parameters": False,
     } | options
 

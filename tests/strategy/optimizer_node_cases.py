@@ -333,12 +333,9 @@ def run_eager_and_deferred(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     waits = {"on_before_optimizer_step": lambda trainer, module, optimizer: None}
 
-    def note(trainer: Trainer, module: pl.LightningModule, *_: Any) -> None:
-        found["choices"] = trainer.strategy.gradient_sync_choices  # type: ignore[attr-defined]
-
     for optimizer, route_of_one in (("adamw", "aggregator"), ("muon", "auto")):
         weights = []
-        for hooks, route in (({}, "star"), (waits, "star"), ({"on_train_batch_end": note}, route_of_one)):
+        for hooks, route in (({}, "star"), (waits, "star"), ({}, route_of_one)):
             module, strategy = build(optimizer), with_nodes(2, gradient_sync=route)
             os.environ["HOLMES_CLUSTER"] = "elsewhere" if route == "auto" else ""
             trainer = make_trainer(folder, strategy=strategy, callbacks=[pl.callbacks.LambdaCallback(**hooks)])

@@ -1,7 +1,6 @@
 """Runs whose plan is chosen from costs; each function runs on every rank."""
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -136,16 +135,6 @@ class Whitens(Classifier):
         return super().forward(x - x.mean(0))
 
 
-class Syncs(pl.Callback):
-    """Records the chosen collectives while the fit still has gradients."""
-
-    found: Any = ()
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        choices = trainer.strategy.gradient_sync_choices  # type: ignore[attr-defined]
-        self.found = [(choice.collective, choice.reason) for choice in choices]
-
-
 def settled(payload: Any) -> dict[str, Any]:
     """Return numbers of microbatches that no measurement decides, and what the runs with them give: the smallest exact number,
     the one of deterministic=True, and the one of the resumed run. Runs on four ranks; two stages unless a run says
@@ -160,15 +149,14 @@ def settled(payload: Any) -> dict[str, Any]:
         setting = Setting(folder=folder, holmes=asked, replicas=replicas)
         pl.seed_everything(3, verbose=False)
         module = build(cls)
-        syncs = Syncs()
-        trainer = setting.trainer(max_epochs=max_epochs, callbacks=[syncs], **trainer_options)
+        trainer = setting.trainer(max_epochs=max_epochs, **trainer_options)
         trainer.fit(module, setting.loader(samples(32), 16), ckpt_path=ckpt_path)
         strategy: Any = trainer.strategy
         found[name] = {
             "num_microbatches": strategy.plan.num_microbatches,
             "schedule": strategy.plan.schedule,
             "notes": strategy.plan.notes,
-            "sync": syncs.found,
+            "sync": strategy.plan.collectives,
             "weights": {k: v.detach().clone() for k, v in module.state_dict().items()},
         }
         return trainer
@@ -182,14 +170,6 @@ def settled(payload: Any) -> dict[str, Any]:
     fit("resumed", Drops, schedule="1f1b", ckpt_path=saved)
     fit("resumed without stages", Drops, pipeline_parallel_size=1, sharded_optimizer=False, ckpt_path=saved)
     return found
-
-
-class Wider(Uneven):
-    """The same layers, and one more before them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.insert(0, Wide())
 
 
 class Unknown(TransformerEnginePrecision):
@@ -230,71 +210,4 @@ def precisions(payload: Any) -> list[tuple[str, set[str], str]]:
         trainer.fit(build(Classifier), setting.loader(samples(32), 16))
         strategy: Any = trainer.strategy
         found.append((name, set(seen), " ".join(strategy.plan.notes)))
-    return found
-
-
-def starts(payload: Any) -> list[tuple[str, bool, tuple[str, ...], Any]]:
-    """Return for several starts the name, whether this rank measured, the plan's notes, and the schedule with the layer counts."""
-    counted: list[int] = []
-    probe = profiling.probe_device
-    profiling.probe_device = lambda *args, **kwargs: counted.append(1) or probe(*args, **kwargs)
-    found = []
-
-    def start(name: str, cls: Any = Uneven, profile: str = "auto", batch_size: int = 16) -> None:
-        counted.clear()
-        setting = Setting(folder=Path(payload), holmes={"pipeline_parallel_size": 2, "profile": profile})
-        trainer = setting.trainer(max_steps=1)
-        trainer.fit(build(cls), setting.loader(samples(32), batch_size))
-        strategy: Any = trainer.strategy
-        plan = strategy.plan
-        chosen = plan.schedule, plan.num_chunks, plan.num_microbatches, plan.partition.layer_counts
-        found.append((name, bool(counted), plan.notes, chosen))
-
-    start("first")
-    start("again")
-    start("measured", profile="measure")
-    start("after it was measured")
-    start("counted", profile="flops")
-    start("after it was counted")
-    start("other layers", Wider)
-    start("another batch", batch_size=8)
-    if os.environ["RANK"] == "0":
-        for path in Path(os.environ["HOLMES_CACHE_DIR"]).iterdir():
-            path.write_text('{"measured_at_s": 1e12, "model": {"layers": [')
-    start("a broken file")
-    return found
-
-
-class Tells(pl.Callback):
-    """Reports on rank 0 that a rank has become slow, as the straggler watch does."""
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        strategy: Any = trainer.strategy
-        if trainer.global_rank == 0:
-            for act in strategy._connection.watch.stragglers.on_told:
-                act("rank 1 holds the others up")
-
-
-def slowed(payload: Any) -> list[tuple[bool, float]]:
-    """Return for four starts whether this rank measured, and the kept speed of the last rank relative to the first. The last
-    rank is as fast in the first start and a third as fast from the second on, in which it is reported to be slow."""
-    counted: list[int] = []
-    probe, slowness = profiling.probe_device, 1.0
-
-    def measure(*args: Any, **kwargs: Any) -> Any:
-        counted.append(1)
-        speed = 1e9 / slowness if os.environ["RANK"] == "1" else 1e9
-        return dataclasses.replace(probe(*args, **kwargs), flops_per_s=speed)
-
-    profiling.probe_device = measure
-    found = []
-    for number in range(4):
-        counted.clear()
-        slowness = 3.0 if number else 1.0
-        setting = Setting(folder=Path(payload), holmes={"pipeline_parallel_size": 2})
-        trainer = setting.trainer(max_steps=1, callbacks=[Tells()] if number == 1 else [])
-        trainer.fit(build(Classifier), setting.loader(samples(32), 16))
-        (kept,) = Path(os.environ["HOLMES_CACHE_DIR"]).glob("costs-*.json")
-        ((first, last),) = json.loads(kept.read_text())["speeds"].values()
-        found.append((bool(counted), last / first))
     return found

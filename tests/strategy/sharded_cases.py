@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim import grad_buffer
 
 
 class AdamW(Classifier):
@@ -34,16 +35,6 @@ class Reader(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.under_way += sum(type(p) is not torch.nn.Parameter for p in pl_module.parameters())
         self.sums["batch_end"].append(float(sum(p.detach().sum() for p in pl_module.parameters())))
-
-
-class Choices(pl.Callback):
-    """Records why gradients were summed as they were. It reads no gradient, so that each replica holds the sums of its share only."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.reasons = [choice.reason for choice in getattr(trainer.strategy, "gradient_sync_choices", [])]
 
 
 class Unfreezing(BaseFinetuning):
@@ -97,18 +88,19 @@ def run_all(payload: Any) -> dict[str, Any]:
     """Run all fits, in two replicas, or in one plain process if ``payload`` is None."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    grad_buffer.LEAST_BUCKET_BYTES = 300  # so that a small module has several buckets
     found: dict[str, Any] = {}
 
     def strategy(**options: Any) -> Any:
-        holmes = {"pipeline_parallel_size": 1, "num_microbatches": 1, "sharded_optimizer": True, "bucket_bytes": 300}
+        holmes = {"pipeline_parallel_size": 1, "num_microbatches": 1, "sharded_optimizer": True}
         return "auto" if payload is None else HolmesStrategy(**(holmes | options))
 
     reader = Reader()
     found["read"], _ = run_fit(strategy(), AdamW, callbacks=[reader])
     found["sums"], found["under way"] = reader.sums, reader.under_way
-    choices = Choices()
-    found["shares"], _ = run_fit(strategy(), AdamW, callbacks=[choices])
-    found["choices"] = choices.reasons
+    found["shares"], ran = run_fit(strategy(), AdamW)
+    if payload is not None:
+        found["plan"] = ran.strategy.plan
     found["changed"], _ = run_fit(strategy(), Changing)
     found["accumulated"], _ = run_fit(strategy(), AdamW, accumulate_grad_batches=2, gradient_clip_val=0.1)
     if payload is not None:

@@ -5,8 +5,8 @@ Everything is compared with plain Lightning in one process on the same samples; 
 """
 
 import contextlib
+import dataclasses
 import os
-import types
 import unittest.mock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.plan.search import shard_search
+from lightning_holmes.plan.search import planner, shard_search
 
 BATCH, STEPS = 8, 4
 OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -253,8 +253,13 @@ def run_all(name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def preferring_shards() -> Iterator[None]:
-    """Act as if a step with sharded parameters were always predicted to be faster by enough."""
-    with unittest.mock.patch.object(shard_search, "Preference", lambda: types.SimpleNamespace(sharding_gain=-100.0)):
+    """Act as if nothing fitted without sharded parameters."""
+
+    def search(cost_model: Any, *args: Any) -> Any:
+        found = planner.search(cost_model, *args)
+        return found if cost_model.training.sharded_parameters else dataclasses.replace(found, memory_note="of memory")
+
+    with unittest.mock.patch.object(shard_search, "search", search):
         yield
 
 

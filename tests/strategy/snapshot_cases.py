@@ -199,7 +199,6 @@ def train(
         "schedule": "1f1b",
         "num_microbatches": 2,
         "gradient_sync": "all_reduce",
-        "bucket_bytes": 1 << 20,
     } | options.get("strategy", {})
     workers, steps = options.get("workers", 0), options.get("steps", STEPS)
     checkpoints = options.get("checkpoints")

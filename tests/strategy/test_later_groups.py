@@ -105,7 +105,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shards": {"sharded_parameters": True, "num_chunks": 4},
     "pipeline": {"pipeline_parallel_size": 2},
 }
-MEASURED = {"schedule": "auto", "gradient_sync": "auto", "bucket_bytes": "auto"}
+MEASURED = {"schedule": "auto", "gradient_sync": "auto"}
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of two stages and two replicas with a sharded optimizer; checkpoints are folders."""
-    holmes = STAGED | {"sharded_optimizer": True, "bucket_bytes": 300}
+    holmes = STAGED | {"sharded_optimizer": True}
     payload = {"cases": SHARDED, "folder": str(tmp_path_factory.mktemp("sharded")), "holmes": holmes, "replicas": 2}
     return launch(4, "optimizer_cases:run_cases", payload, timeout_s=300)
 

@@ -37,9 +37,10 @@ def test_hooks_read_parameters_that_were_under_way(runs: Any) -> None:
         assert result["under way"] > 0
 
 
-def test_collectives_are_chosen_by_what_a_divided_optimizer_needs(runs: Any) -> None:
-    whole, shares = runs[1][0]["choices"]
-    assert whole == "the fastest" and "the sums of its share, and gathers the parameters" in shares
+def test_the_plan_says_what_is_sharded_and_how_gradients_are_summed(runs: Any) -> None:
+    for result in runs[1]:
+        assert result["plan"].sharding == "optimizer"
+        assert result["plan"].collectives == ("p2p",), "gloo's reduce_scatter sends twice as much"
 
 
 def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs: Any) -> None:

@@ -122,8 +122,6 @@ class Progress(Callback):
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         for event in getattr(trainer.strategy, "history", []):
             print(f"noted: {event.kind}: {event.words}; {event.lost_s:.1f} s", flush=True)
-        for choice in getattr(trainer.strategy, "gradient_sync_choices", []):
-            print(f"summed by {choice.collective}", flush=True)
 
 
 def train(
@@ -228,7 +226,6 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         if options.get("pipeline") == "hosts"
         else options.get("pipeline", 2),
         num_microbatches=2,
-        profile="flops",  # timing the layers would take seconds in each start
         timeout=timedelta(seconds=options.get("timeout_s", 300)),
         optimizer_nodes=options.get("optimizer_nodes", 0),
         optimizer_states=options.get("optimizer_states", "memory"),

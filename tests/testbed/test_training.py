@@ -27,9 +27,6 @@ WORKER = Path(__file__).with_name("training_worker.py")
 FAST, SLOW = 125e6, 12.5e6  # 1 Gbit/s and 100 Mbit/s
 ETHERNET = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=SLOW)
 
-COUNTED: Mapping[str, Any] = {"profile": "flops"}
-"""These tests check which ranks are where; timing layers would take seconds on each rank. One test uses the defaults."""
-
 
 def cluster(name: str, count: int, *kinds: str) -> Cluster:
     cards = tuple(Nic(name=f"mlx5_{i}", kind=kind, bandwidth_bytes_per_s=FAST) for i, kind in enumerate(kinds))  # type: ignore[arg-type]
@@ -74,7 +71,7 @@ def run(
     prepare: Callable[[Testbed], Any] = lambda bed: None,
     host_env: Callable[[str], Mapping[str, str]] = lambda host: {},
     torchrun: bool = False,
-    strategy: Mapping[str, Any] | None = COUNTED,
+    strategy: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Train on a testbed of ``clusters``, with nodes numbered in ``order``; check losses and weights against one
     process.
@@ -207,7 +204,7 @@ def test_a_fast_card_that_is_down_sends_its_group_to_ethernet_with_a_warning(tmp
         tmp_path,
         order=["roce1", "ib0", "roce0", "ib1"],
         prepare=lambda bed: bed.set_down("ib1.mlx5_0"),
-        strategy={**COUNTED, "save_distributed_checkpoint": False},
+        strategy={"save_distributed_checkpoint": False},
     )
     assert sorted(map(sorted, outcome.stages)) == [["ib0", "ib1"], ["roce0", "roce1"]]
     data = outcome.transports("data_parallel")
@@ -231,7 +228,7 @@ def test_a_topology_file_wins_over_what_is_found(tmp_path: Path) -> None:
     path.write_text(
         "clusters:\n- name: first\n  hosts: [{name: ib1, devices: 1}]\n- name: second\n  hosts: [{name: ib0, devices: 1}]\n"
     )
-    outcome = run(clusters, tmp_path, order=["ib0", "ib1"], strategy={**COUNTED, "topology": str(path)})
+    outcome = run(clusters, tmp_path, order=["ib0", "ib1"], strategy={"topology": str(path)})
     assert outcome.stages == [{"ib1"}, {"ib0"}] and outcome.ranks[0]["clusters"] == ["first", "second"]
 
 
@@ -278,7 +275,7 @@ def test_listeners_keep_to_the_port_range_and_only_pairs_that_talk_are_connected
         bed.run([sys.executable, "-c", code], check=True)
         of_address.update({nic.address: host.name for host in bed.layout.hosts for nic in host.nics})
 
-    outcome = run(clusters, tmp_path, order=order, prepare=narrow, strategy={**COUNTED, "port_range": [21000, 21999]})
+    outcome = run(clusters, tmp_path, order=order, prepare=narrow, strategy={"port_range": [21000, 21999]})
     grid, world = outcome.ranks[0]["grid"], len(order)
     assert len(grid) == 2
     pairs = set()

@@ -35,7 +35,7 @@ specs.py defines the rank of stage s; nothing is sent between stages of one rank
   overlaps these computations (except for the first computations of a rank): gloo and NCCL transfer nothing before both ends
   have started. It is posted no earlier than this and the order require, since its buffer takes memory from then on.
 
-validate_schedule checks the first two.
+tests/plan/schedule_checks.py checks the first two.
 """
 
 from lightning_holmes.plan.schedule.action import (
@@ -49,7 +49,6 @@ from lightning_holmes.plan.schedule.action import (
     Op,
     mark_action,
 )
-from lightning_holmes.plan.schedule.checks import start_slots, validate_schedule
 from lightning_holmes.plan.schedule.schedule import Schedule, make_schedule, max_in_flight, receive_of
 from lightning_holmes.plan.schedule.specs import (
     SCHEDULE_NAMES,
@@ -84,6 +83,4 @@ __all__ = [
     "receive_of",
     "spec_of",
     "stages_of_rank",
-    "start_slots",
-    "validate_schedule",
 ]

@@ -20,7 +20,7 @@ from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.placement import device_grid, is_plain, make_placement
 from lightning_holmes.plan.plan_options import PlanOptions
-from lightning_holmes.plan.run_shape import Across, Layout, RunShape
+from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import spec_of
 
 PLAIN_SCHEDULES = ("1f1b", "eager_1f1b")
@@ -44,24 +44,21 @@ class SearchSpace:
 
     Attributes:
         layout: the devices of each rank, if fixed as in a run; it overrides the sizes.
-        pipeline, tensor, across: values to try; tensor sizes above 1 need a module that calls parallelize_module.
+        pipeline, tensor: values to try; tensor sizes above 1 need a module that calls parallelize_module.
         num_chunks: stages per rank, for schedules that run any number of chunks.
         num_microbatches: by default those of :func:`microbatch_counts`.
         partition: the name of a rule, or layer counts.
-        prefers_eager: of plans of similar speed, prefer those whose schedule leaves time for transfers.
         is_settled: nothing is left to choose, so that a plan that does not fit the memory is taken, with a note.
     """
 
     layout: Layout | None = None
     pipeline: tuple[int, ...] | None = None
     tensor: tuple[int, ...] = (1,)
-    across: tuple[Across, ...] = ("pipeline", "data")
     schedules: tuple[str, ...] = AUTO_SCHEDULES
     num_chunks: tuple[int, ...] | None = None
     num_microbatches: tuple[int, ...] | None = None
     recomputation: tuple[bool, ...] = (False, True)
     partition: str | tuple[int, ...] = "self_adapting"
-    prefers_eager: bool = False
     is_settled: bool = False
     runners_up: int = 5
 
@@ -74,11 +71,12 @@ class SearchSpace:
             raise ConfigurationError(f"partition={self.partition!r} is not known; write one of {known} or layer counts")
 
 
-def space_of(options: PlanOptions, *, interleaves: bool = True, **settings: Any) -> SearchSpace:
+def space_of(options: PlanOptions, *, interleaves: bool = True, splits: bool = False, **settings: Any) -> SearchSpace:
     """Make the SearchSpace of the choices that the strategy's arguments leave open, for a run and for the plan command.
 
     Args:
         interleaves: whether schedules of several stages per rank may be chosen if the arguments do not name one.
+        splits: whether schedules that split backwards may.
         settings: other attributes of the SearchSpace.
     """
     settled = options.num_chunks
@@ -90,6 +88,8 @@ def space_of(options: PlanOptions, *, interleaves: bool = True, **settings: Any)
         schedules = AUTO_SCHEDULES
     elif settled != "auto" and settled > 1:
         schedules = (*INTERLEAVED_SCHEDULES, *LAYERED_SCHEDULES)
+    if options.schedule == "auto" and splits and settled in ("auto", 1):
+        schedules += tuple(variant for name in PLAIN_SCHEDULES if (variant := spec_of(name).split_variant) is not None)
     settings["schedules"] = schedules
     if settled != "auto":
         settings["num_chunks"] = (settled,)
@@ -138,7 +138,6 @@ def make_set_ups(cost_model: CostModel, space: SearchSpace, left_out: Counter[st
 def _layouts(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) -> Iterator[Layout]:
     devices, layers, batch = cost_model.num_devices, cost_model.model.num_layers, cost_model.training.batch_samples
     smallest_host = math.gcd(*(host.devices for host in cost_model.network.hosts))
-    several = len(cost_model.network.topology.clusters) > 1
     for pipeline in space.pipeline or [size for size in range(1, devices + 1) if devices % size == 0]:
         for tensor in space.tensor:
             if devices % (pipeline * tensor):
@@ -150,9 +149,7 @@ def _layouts(cost_model: CostModel, space: SearchSpace, left_out: Counter[str]) 
             elif batch % (data := devices // (pipeline * tensor)):
                 left_out[f"the batch of {batch} cannot be sharded evenly over the replicas"] += 1
             else:
-                for across in space.across if several and pipeline > 1 and data > 1 else space.across[:1]:
-                    layout = Layout(pipeline=pipeline, tensor=tensor, data=data, across=across)
-                    yield layout if across == "data" else _as_placed(cost_model.network.topology, layout)
+                yield _as_placed(cost_model.network.topology, Layout(pipeline=pipeline, tensor=tensor, data=data))
 
 
 def _as_placed(topology: Topology, layout: Layout) -> Layout:
@@ -179,8 +176,8 @@ def _runs(
     model = cost_model.model
     schedules = _schedules(space, layout.pipeline, model.num_layers, model.num_layers - len(set(model.forbidden_cuts)))
     for name, chunks in schedules:
-        if recomputation and spec_of(name).is_split:
-            continue  # the runner refuses this combination
+        if spec_of(name).is_split and (recomputation or layout.tensor > 1):
+            continue  # refused in a run
         for count in counts:
             if chunks > 1 and count < layout.pipeline and len(schedules) > 1 and not spec_of(name).is_layered:
                 continue

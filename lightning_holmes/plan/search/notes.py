@@ -33,7 +33,7 @@ def describe_result(
     if isinstance(options.partition, str) and options.partition != "uniform":
         notes.append(_describe_partition(options.partition, cost_model, best))
     if options.num_microbatches == "auto":
-        notes.append(_describe_microbatches(result, *Preference().microbatch_gain(cost_model.model.unit)))
+        notes.append(_describe_microbatches(result, Preference().microbatch_gain))
     if options.schedule == "auto":
         notes.append(_describe_schedule(result, not_interleaved))
     if result.sharding_note is not None:
@@ -59,7 +59,7 @@ def _describe_partition(rule: str, cost_model: CostModel, best: Prediction) -> s
     return note + f"; by count a step would take {ratio:.2f}x as long"
 
 
-def _describe_microbatches(result: SearchResult, gain: float, why: str) -> str:
+def _describe_microbatches(result: SearchResult, gain: float) -> str:
     best, run = result.unrefined, result.best.run
     others = [
         f"{entry.run.num_microbatches}: {entry.step_s / best.step_s:.2f}x"
@@ -69,7 +69,9 @@ def _describe_microbatches(result: SearchResult, gain: float, why: str) -> str:
     ]
     reason = "the fastest by prediction"
     if any(entry.step_s < best.step_s for entry in result.tried if entry.run.num_microbatches > run.num_microbatches):
-        reason = f"more must save {gain:.0%} by prediction, since {why}"
+        reason = (
+            f"more must save {gain:.0%} by prediction, since counted FLOPs do not know what small microbatches lose"
+        )
     note = f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples"
     separator = ", " if reason.startswith("the fastest") else "; "
     return note + separator + reason + (f" ({', '.join(others)})" if others else "")
@@ -88,7 +90,7 @@ def _describe_schedule(result: SearchResult, not_interleaved: str | None) -> str
     ]
     note = f"schedule: {_name(run.schedule, run.num_chunks)}" + (f" ({', '.join(others)})" if others else "")
     if run.num_chunks == 1 and any(chunks > 1 for _, chunks in fastest):
-        note += f"; interleaving is taken where it saves {100 * Preference().interleaving_gain:.0f} %"
+        note += f"; several stages a rank are taken where they save {100 * Preference().chunks_gain:.0f} %"
     return note + (f"; {not_interleaved}" if not_interleaved is not None else "")
 
 

@@ -13,7 +13,6 @@ fixed, and the plan command choose the same. Of layouts within _NEARLY of each o
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import math
@@ -33,14 +32,14 @@ from lightning_holmes.plan.search.candidates import SearchSpace, SetUp, make_set
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
 from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.search.refine import refine
-from lightning_holmes.plan.self_adapting import NothingFitsError, solve
+from lightning_holmes.plan.self_adapting import NothingFitsError
 
 _SIMULATED = 8  # candidates of all layouts that are simulated at least, in addition to the number of runners-up
 _TRIED = 3  # layouts for which every candidate is tried
-# stages x microbatches, summed over the candidates of a layout; beyond it the candidates with the slowest estimates are not simulated
+# stages x microbatches, summed over the candidates of a layout; beyond it the candidates with the slowest estimates are not simulated, once
+# one that fits is found
 _LARGEST = 2**16
 _NEARLY = 0.002
-_WORTH_TELLING = 0.01
 _NO_MEMORY = "does not fit the memory"
 
 
@@ -133,7 +132,6 @@ class _Search:
         if len(slower) < len(others):
             what = "faster by prediction, but by less than more microbatches or chunks must save"
             self.left_out[what] += len(others) - len(slower)
-        self._look_at_bare_stages(best)
         runners_up = _unlike(sorted(slower, key=_step_s), self.space.runners_up)
         return SearchResult(
             best=replace(best, reason=_why(best, runners_up)),
@@ -144,26 +142,8 @@ class _Search:
             tried=tuple(tried),
         )
 
-    def _look_at_bare_stages(self, best: Prediction) -> None:
-        """Report in ``left_out`` a partition with an empty stage if it would be faster; no run can use it."""
-        run = best.run
-        if self.space.partition != "self_adapting" or run.num_chunks > 1 or run.layout.pipeline == 1:
-            return
-        balance = replace(self.cost_model.balance(run, limit_memory=self.limit_memory), bare_stages=True)
-        with contextlib.suppress(ConfigurationError):  # that nothing fits is reported elsewhere
-            partition = Partition(solve(balance).layer_counts)
-            if partition.bare_stages:
-                ratio = self._predict(run, partition).step_s / best.step_s
-                if ratio < 1 - _WORTH_TELLING:
-                    counts = list(partition.layer_counts)
-                    what = (
-                        f"with the layers {counts}: {ratio:.2f}x the time, but no run can have a stage without a layer"
-                    )
-                    self.left_out[what] += 1
-
     def _pick(self, found: Sequence[Prediction]) -> Prediction:
-        unit = self.cost_model.model.unit
-        return self.preference.pick(found, unit=unit, prefers_eager=self.space.prefers_eager)
+        return self.preference.pick(found)
 
     def _compare_layouts(self) -> list[tuple[SetUp, Prediction]]:
         """Simulate candidates of all layouts in the order of their estimates, until these exceed the fastest step
@@ -198,7 +178,7 @@ class _Search:
         best: dict[SetUp, float] = {}
         for set_up, entry in compared:
             best[set_up] = min(entry.step_s, best.get(set_up, math.inf))
-        most = min(best.values()) * (1 + self.preference.microbatch_gain(self.cost_model.model.unit)[0])
+        most = min(best.values()) * (1 + self.preference.microbatch_gain)
         near = sorted((set_up for set_up, step_s in best.items() if step_s <= most), key=lambda set_up: best[set_up])
         tried = [found for set_up in near[:_TRIED] if (found := self._try_all(set_up))]
         picked = [self._refined(self._pick(found)) for found in tried]
@@ -221,15 +201,15 @@ class _Search:
         """Simulate the candidates of a layout; return those that fit, in the order of the candidates."""
         for runs in (set_up.runs, set_up.smaller):
             looked = self._look(set_up, runs, bound_memory=False)
-            most = _LARGEST
-            if sum(map(_size, looked)) > most:
-                kept: set[RunShape] = set()
-                for entry in sorted(looked, key=lambda entry: entry.estimate_s):
-                    if not kept or (most := most - _size(entry)) > 0:
-                        kept.add(entry.run)
-                looked = [entry for entry in looked if entry.run in kept]
-            if found := self._simulate(looked):
-                return found
+            found: dict[RunShape, Prediction] = {}
+            left = _LARGEST
+            for entry in sorted(looked, key=lambda entry: entry.estimate_s):
+                size = _size(entry)
+                if size <= left or not found:  # however large: until one fits
+                    found |= {made.run: made for made in self._simulate([entry])}
+                    left -= size
+            if found:
+                return [found[entry.run] for entry in looked if entry.run in found]
         return []
 
     def _look(self, set_up: SetUp, runs: Iterable[RunShape], *, bound_memory: bool = True) -> list[_Looked]:

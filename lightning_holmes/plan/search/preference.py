@@ -1,6 +1,6 @@
 """Preference: chooses between several plans of one layout, since predictions leave out some costs.
 
-best = Preference().pick(predictions, unit="flops")
+best = Preference().pick(predictions)
 """
 
 from __future__ import annotations
@@ -9,14 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_holmes.plan.layer_cost import WorkUnit
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import spec_of
-
-_WHY_MORE = {
-    "flops": "counted FLOPs do not know what small microbatches lose",
-    "seconds": "each has its messages, and work around the layers that is not timed",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,39 +18,35 @@ class Preference:
     """The share of the step that an option must save, by prediction, to be chosen.
 
     Attributes:
-        counted_gain, timed_gain: for more microbatches, if FLOPs were counted or layers were timed.
-        interleaving_gain: for interleaving, which has more messages and more work per stage than its costs include. Relative to plans
-            without it, interleaved steps took 0 to 2 % longer than predicted (docs/log.md, 2026-11-23).
-        sharding_gain: for sharded parameters.
+        microbatch_gain: for more microbatches: counted FLOPs do not know what small microbatches lose.
+        chunks_gain: for several stages a rank, which have more messages and more work per stage than their costs include. Relative to plans
+            without them, such steps took 0 to 2 % longer than predicted (docs/log.md, 2026-11-23).
+        split_gain: for split backwards, whose cost depends on the layers.
         nearly: plans are compared in steps of this share; of plans in the same step the simplest is chosen.
     """
 
-    counted_gain: float = 0.08
-    timed_gain: float = 0.03
-    interleaving_gain: float = 0.03
-    sharding_gain: float = 0.05
-    nearly: float = 0.01
+    microbatch_gain: float = 0.08
+    chunks_gain: float = 0.05
+    split_gain: float = 0.05
+    nearly: float = 0.03
 
-    def microbatch_gain(self, unit: WorkUnit) -> tuple[float, str]:
-        """The share of the step that more microbatches must save, and the reason."""
-        return self.counted_gain if unit == "flops" else self.timed_gain, _WHY_MORE[unit]
+    def pick(self, found: Sequence[Prediction]) -> Prediction:
+        """Choose one of several plans of one layout."""
 
-    def pick(self, found: Sequence[Prediction], *, unit: WorkUnit, prefers_eager: bool = False) -> Prediction:
-        """Choose one of several plans of one layout.
+        def needed(entry: Prediction) -> float:
+            split = self.split_gain if spec_of(entry.run.schedule).is_split else 0.0
+            return max(split, self.chunks_gain if entry.run.num_chunks > 1 else 0.0)
 
-        Args:
-            prefers_eager: prefer a schedule that leaves time for transfers if its prediction is as good as another's.
-        """
-        plain = min((p.step_s for p in found if p.run.num_chunks == 1), default=math.inf)
-        kept = [p for p in found if p.run.num_chunks == 1 or p.step_s < plain * (1 - self.interleaving_gain)]
-        limit = min(p.step_s for p in kept or found) * (1 + self.microbatch_gain(unit)[0])
-        count = min(p.run.num_microbatches for p in kept or found if p.step_s <= limit)
-        kept = [p for p in kept or found if p.run.num_microbatches == count]
+        plain = min((p.step_s for p in found if needed(p) == 0), default=math.inf)
+        kept = [p for p in found if needed(p) == 0 or p.step_s < plain * (1 - needed(p))] or list(found)
+        limit = min(p.step_s for p in kept) * (1 + self.microbatch_gain)
+        count = min(p.run.num_microbatches for p in kept if p.step_s <= limit)
+        kept = [p for p in kept if p.run.num_microbatches == count]
         fastest = min(p.step_s for p in kept)
 
-        def rank(entry: Prediction) -> tuple[int, int, bool, bool]:
+        def rank(entry: Prediction) -> tuple[int, int, bool, bool, bool]:
             slower, spec = math.floor((entry.step_s / fastest - 1) / self.nearly), spec_of(entry.run.schedule)
             # of equal plans a layered schedule comes last, since it holds the activations of all microbatches
-            return slower, entry.run.num_chunks, spec.is_layered, spec.is_eager != prefers_eager
+            return slower, entry.run.num_chunks, spec.is_split, spec.is_layered, spec.is_eager
 
         return min(kept, key=rank)

@@ -1,4 +1,4 @@
-"""Decides whether parameters are sharded: compares the best plan with sharded parameters to the best plan without.
+"""Decides whether parameters are sharded: only if nothing fits otherwise.
 
     result = search_with_sharding(cost_model, space, "auto")
     result.best.sharded_parameters, result.sharding_note
@@ -17,15 +17,13 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.schedule import spec_of
 from lightning_holmes.plan.search.candidates import LAYERED_SCHEDULES, SearchSpace
 from lightning_holmes.plan.search.planner import SearchResult, search
-from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.self_adapting import NothingFitsError
 
 
 def search_with_sharding(
     cost_model: CostModel, space: SearchSpace, asked: bool | Literal["auto"], *, why_not: str | None = None
 ) -> SearchResult:
-    """Find the fastest plan that fits, with sharded parameters if ``asked`` is True. "auto": if nothing fits otherwise, or if sharding
-    saves more than Preference.sharding_gain of the step by prediction.
+    """Find the fastest plan that fits, with sharded parameters if ``asked`` is True. "auto": if nothing fits otherwise.
 
     Args:
         why_not: why "auto" must not shard parameters, in words; None: it may.
@@ -49,34 +47,23 @@ def search_with_sharding(
         why_not = "sharded_optimizer is False"
     if why_not is not None or layered is None:
         return replace(search(cost_model, space), sharding_note=f"sharded_parameters: off, since {why_not}")
-    problem: NothingFitsError | None = None
-    whole = parts = None
+    whole = None
     try:
         whole = search(cost_model, space)
+        lack = whole.memory_note
     except NothingFitsError as error:
-        problem = error
+        lack = str(error)
+    if whole is not None and lack is None:
+        return replace(whole, sharding_note="sharded_parameters: off, since it fits without")
     try:
         parts = search(sharded, layered)
     except ConfigurationError:
         if whole is None:
             raise
-    if whole is None:
-        assert parts is not None and problem is not None
-        return replace(parts, sharding_note=f"sharded_parameters: on, since otherwise {problem}")
-    if parts is None or parts.memory_note is not None:
-        return replace(whole, sharding_note="sharded_parameters: off, since no plan with them fits")
-    if whole.memory_note is not None:
-        return replace(parts, sharding_note=f"sharded_parameters: on, since otherwise {whole.memory_note}")
-    ratio, gain = parts.best.step_s / whole.best.step_s, Preference().sharding_gain
-    takes = ratio < 1 - gain and parts.best.run.layout.data > 1
-    what = f"a step takes {ratio:.2f}x as long with them by prediction, and {1 - gain:.2f}x or less is asked for"
-    taken, other = (parts, whole) if takes else (whole, parts)
-    shown = (other.best, *taken.runners_up)[: max(1, space.runners_up)]
-    return replace(
-        taken,
-        runners_up=tuple(sorted(shown, key=lambda entry: entry.step_s)),
-        sharding_note=f"sharded_parameters: {'on' if takes else 'off'}, since {what}",
-    )
+    else:
+        if whole is None or parts.memory_note is None:
+            return replace(parts, sharding_note=f"sharded_parameters: on, since otherwise {lack}")
+    return replace(whole, sharding_note="sharded_parameters: off, since no plan with them fits")
 
 
 def _layered(space: SearchSpace) -> SearchSpace | None:

@@ -40,7 +40,7 @@ def by_run(costs: CostModel, asked: dict[str, Any]) -> Any:
 
 def by_command(costs: CostModel, asked: dict[str, Any]) -> Any:
     options = dataclasses.replace(LEFT_OPEN, **asked, pipeline_parallel_size=2)
-    space = _space(PlanRequest(), options, is_plan=False, num_layers=costs.model.num_layers)
+    space = _space(PlanRequest(), options, is_plan=False, model=costs.model)
     # the command refuses what does not fit even if nothing is left open, a run takes it with a note
     return search(costs, dataclasses.replace(space, is_settled=not options.leaves_open)).best
 
@@ -90,6 +90,6 @@ def test_the_layout_that_the_command_takes_is_used_as_a_run_would() -> None:
         devices=one.host_devices[:1] * 2,
         training=dataclasses.replace(one.training, batch_samples=64),
     )
-    best = search(model, _space(PlanRequest(), LEFT_OPEN, is_plan=False, num_layers=12)).best
+    best = search(model, _space(PlanRequest(), LEFT_OPEN, is_plan=False, model=model.model)).best
     run = plan_by_costs(LEFT_OPEN, model, best.run.layout).prediction
     assert run is not None and (run.run, run.partition, run.step_s) == (best.run, best.partition, best.step_s)

@@ -11,7 +11,7 @@ from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
-from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, WorkUnit
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.pipeline_plan import plan_by_costs, plan_by_count, repeat_plan
 from lightning_holmes.plan.placement import Placement
@@ -36,7 +36,6 @@ def costs(
     head: float = 0.0,
     memory: float = 1e12,
     samples: int = 1,
-    unit: WorkUnit = "flops",
     batch: int = 16,
     **changes: Any,
 ) -> CostModel:
@@ -45,7 +44,6 @@ def costs(
     clusters = tuple(Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(card,)),)) for name in ("east", "west"))
     network = Network(Topology(clusters=clusters), local_bytes_per_s=1e12)
     model = ModelCost(
-        unit=unit,
         microbatch_samples=1,
         layers=(LAYER,) * layers,
         after=LayerCost(forward=head, backward=2 * head),
@@ -90,7 +88,7 @@ def test_the_fastest_candidate_of_all_is_taken() -> None:
         ).prediction.step_s  # type: ignore[union-attr]
         for count, chunks in itertools.product((2, 4, 8, 16), (1, 2, 3))
     )
-    assert choice.prediction.step_s <= best * 1.05 * 1.08 * 1.01, "interleaving must save 5 %, more microbatches 8 %"
+    assert choice.prediction.step_s <= best * 1.05 * 1.08 * 1.03, "several stages must save 5 %, more microbatches 8 %"
     one_chunk = dataclasses.replace(LEFT_OPEN, num_chunks=1)
     chosen = plan_by_costs(one_chunk, costs(), LAYOUT)
     assert chosen.num_microbatches == 8, "16 are 6 % faster by counted FLOPs, which know nothing of small matrices"
@@ -101,16 +99,14 @@ def test_the_fastest_candidate_of_all_is_taken() -> None:
 def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=2)
     fast = plan_by_costs(options, costs(), LAYOUT)
-    assert fast.schedule == "breadth_first" and fast.num_chunks == 6, (
-        "more stages than Megatron-LM's order is tried with"
-    )
+    assert fast.schedule == "interleaved_1f1b" and fast.num_chunks == 4, "more stages save less than 3 %"
     assert fast.partition.num_stages == 2 * fast.num_chunks
     held = plan_by_costs(dataclasses.replace(options, num_chunks=3), costs(), LAYOUT)
     assert held.schedule == "interleaved_1f1b", "as fast with as many stages, and it may hold fewer activations"
     slow = plan_by_costs(options, costs(bandwidth=2e5), LAYOUT)
     assert slow.num_chunks == 1
     more = dataclasses.replace(LEFT_OPEN, num_microbatches=8)
-    hidden = plan_by_costs(more, costs(bandwidth=6e5), LAYOUT)
+    hidden = plan_by_costs(more, costs(bandwidth=6e5), LAYOUT, may_split=False)
     assert hidden.schedule == "eager_interleaved_1f1b", hidden.notes
     refused = plan_by_costs(options, costs(), LAYOUT, not_interleaved="it does not allow them")
     assert refused.num_chunks == 1 and any("it does not allow them" in note for note in refused.notes)
@@ -135,12 +131,26 @@ def test_chunks_of_unlike_layers_are_never_slower_than_by_count() -> None:
 
 def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    slow = plan_by_costs(options, costs(bandwidth=2e5), LAYOUT)
+    slow = plan_by_costs(options, costs(bandwidth=2e5), LAYOUT, may_split=False)
     assert slow.schedule == "eager_1f1b" and any("(1f1b: 1." in note for note in slow.notes)
-    fast = plan_by_costs(options, costs(), LAYOUT)
+    fast = plan_by_costs(options, costs(), LAYOUT, may_split=False)
     assert fast.schedule == "1f1b", "as fast, and holds less"
-    wary = plan_by_costs(options, costs(), LAYOUT, prefers_eager=True)
-    assert wary.schedule == "eager_1f1b"
+
+
+def test_backwards_are_split_where_that_is_predicted_to_save_enough_and_is_possible() -> None:
+    options = dataclasses.replace(LEFT_OPEN, num_microbatches=4, num_chunks=1)
+    assert plan_by_costs(options, costs(), LAYOUT).schedule == "zero_bubble"
+    dear = costs()
+    dear = dear.with_training(dataclasses.replace(dear.training, split_ratio=1.3))
+    assert plan_by_costs(options, dear, LAYOUT).schedule == "1f1b"
+    for layer in (dataclasses.replace(LAYER, recomputed=1.0), dataclasses.replace(LAYER, backward=0.0)):
+        model = costs()
+        model.model = dataclasses.replace(model.model, layers=(layer, *model.model.layers[1:]))
+        assert plan_by_costs(options, model, LAYOUT).schedule == "1f1b", "it runs a forward again, or does not train"
+
+
+def test_a_pipeline_across_clusters_whose_costs_are_not_known_leaves_time_for_transfers() -> None:
+    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
     blind = plan_by_count(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
     assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
 
@@ -148,23 +158,10 @@ def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
 def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
     """Two equal stages, 16 samples: the bubble is 1/(M+1), so 16 microbatches beat 8 by 5 % and 4 by 15 %."""
     options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
-    measured = plan_by_costs(options, costs(unit="seconds"), LAYOUT)
     counted = plan_by_costs(options, costs(), LAYOUT)
-    assert (measured.num_microbatches, counted.num_microbatches) == (16, 8)
+    assert counted.num_microbatches == 8
     (reason,) = (note for note in counted.notes if note.startswith("num_microbatches"))
     assert reason.startswith("num_microbatches: 8 of 2 samples; more must save 8%") and "16: 0.94x" in reason
-
-
-def test_more_microbatches_must_save_more_than_costs_can_tell() -> None:
-    """Two equal stages, 48 samples: the bubble is 1/(M+1), so 24 microbatches save 2 % of the time of 16, and 16 save
-    6 % of the time of 8."""
-    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
-    choice = plan_by_costs(options, costs(unit="seconds", batch=48), LAYOUT)
-    assert choice.num_microbatches == 16
-    (reason,) = (note for note in choice.notes if note.startswith("num_microbatches"))
-    assert reason.startswith(
-        "num_microbatches: 16 of 3 samples; more must save 3% by prediction, since each has its messages"
-    )
 
 
 def test_what_is_said_stays() -> None:

@@ -1,5 +1,4 @@
-"""sharded_parameters="auto": shards if nothing fits otherwise or if the predicted step is faster, and a line that
-gives the reason."""
+"""sharded_parameters="auto": shards if nothing fits otherwise, and a line that gives the reason."""
 
 import dataclasses
 from typing import Any
@@ -31,7 +30,7 @@ def costs(*, memory: float = HUGE, bandwidth: float = 1e12, held: float = 1e3, *
     layer = LayerCost(forward=1.0, backward=2.0, parameter_bytes=1e6, activation_bytes=1e3, held_bytes=held)
     training.setdefault("sharded_optimizer", "auto")
     return CostModel(
-        ModelCost(unit="seconds", microbatch_samples=1, layers=(layer,) * 12),
+        ModelCost(microbatch_samples=1, layers=(layer,) * 12),
         Network(Topology(clusters=(Cluster(name="one", hosts=hosts),)), local_bytes_per_s=1e12),
         devices=(
             DeviceType(name="d", peak_flops_per_s=1.0, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0),
@@ -70,22 +69,10 @@ def test_in_shards_where_nothing_fits_otherwise(layout: Layout, share: float) ->
         assert "on, since otherwise" in note_of(plan)
 
 
-def test_what_fits_and_is_as_fast_stays_whole() -> None:
+def test_what_fits_stays_whole() -> None:
     plan = choose(costs())
-    assert not plan.sharded_parameters and "off, since a step takes 1.0" in note_of(plan)
+    assert not plan.sharded_parameters and "off, since it fits without" in note_of(plan)
     assert plan.schedule == "1f1b"
-
-
-def test_in_shards_where_a_step_is_faster() -> None:
-    """With many microbatches, the gradients of whole parameters are reduced during the last one's backward, those of
-    sharded stages during all backwards; the layered order with whole parameters is compared, too."""
-    slow = costs(bandwidth=1e6, sharded_optimizer=True)
-    plan = choose(slow, num_microbatches=4, schedule="breadth_first")
-    assert plan.prediction is not None
-    whole = search(slow, SearchSpace(layout=FOUR, schedules=("breadth_first",), num_microbatches=(4,))).best
-    saved = plan.prediction.step_s / whole.step_s
-    assert plan.sharded_parameters and saved < 0.95, saved
-    assert plan.schedule == "breadth_first" and f"takes {saved:.2f}x as long" in note_of(plan), note_of(plan)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +93,9 @@ def test_a_whole_optimizer_that_is_asked_for_stays_whole() -> None:
     assert not plan.sharded_parameters and "sharded_optimizer is False" in note_of(plan)
 
 
-def test_asked_for_beside_another_order_is_refused_and_both_kinds_are_compared() -> None:
+def test_asked_for_beside_another_order_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="would gather each stage"):
         search_with_sharding(costs(), SearchSpace(schedules=("1f1b",)), True)
-    found = search_with_sharding(costs(bandwidth=1e7), SearchSpace(), "auto")
-    kinds = {(entry.sharded_parameters, entry.run.schedule) for entry in (found.best, *found.runners_up)}
-    assert {sharded for sharded, _ in kinds} == {False, True}, kinds
-    assert found.sharding_note is not None
 
 
 def test_the_error_names_shards_where_they_make_it_fit() -> None:

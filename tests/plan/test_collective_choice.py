@@ -1,0 +1,54 @@
+"""The collective of each pipeline rank's replicas follows from the links between them."""
+
+import pytest
+
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.plan.collective_choice import choose_collectives
+from lightning_holmes.plan.placement import Placement
+
+FOUR, TWO_STAGES = Placement(((0, 1, 2, 3),)), Placement(((0, 1), (2, 3)))
+
+
+def clusters(inside: str, between: str, *, hosts: int = 2) -> Topology:
+    """Two clusters of ``hosts`` hosts each; rates in Gbit/s, "" if not known."""
+    rate = f", bandwidth: {inside} Gbit/s" if inside else ""
+    nics = f"nics: [{{name: e, kind: ethernet{rate}}}]"
+    text = "".join(f"  - {{name: {n}, hosts: [{{name: {n}, count: {hosts}, devices: 1, {nics}}}]}}\n" for n in "ab")
+    link = (
+        f"links: [{{ends: [a, b], transport: ethernet, bandwidth: {between} Gbit/s, latency: 0.1 ms}}]\n"
+        if between
+        else ""
+    )
+    return Topology.from_yaml_text(f"clusters:\n{text}{link}")
+
+
+@pytest.mark.parametrize(
+    ("inside", "between", "name"),
+    [
+        ("1", "0.1", "hierarchical"),  # half of the bytes twice over the slow link, instead of three quarters
+        ("0.1", "1", "all_reduce"),  # levels inside a cluster would send more over its slow links
+        ("", "", "hierarchical"),  # nothing is known
+    ],
+)
+def test_across_clusters_the_links_decide(inside: str, between: str, name: str) -> None:
+    topology = clusters(inside, between)
+    assert choose_collectives("auto", FOUR, topology, sharding="none", sockets=True) == (name,)
+    assert choose_collectives("auto", TWO_STAGES, topology, sharding="none", sockets=True) == ("all_reduce",) * 2
+    assert choose_collectives("auto", FOUR, topology, sharding="none", sockets=True, by_links=False) == ("all_reduce",)
+    assert choose_collectives("p2p", FOUR, topology, sharding="none", sockets=True) == ("p2p",)
+
+
+def test_shares_are_summed_without_the_rest() -> None:
+    topology = clusters("1", "0.1")
+    for sockets, name in ((True, "p2p"), (False, "reduce_scatter")):
+        for sharding in ("optimizer", "parameters"):
+            found = choose_collectives("auto", TWO_STAGES, topology, sharding=sharding, sockets=sockets)  # type: ignore[arg-type]
+            assert found == (name, name)
+        assert choose_collectives("auto", FOUR, topology, sharding="parameters", sockets=sockets) == (name,)
+    assert (
+        choose_collectives("hierarchical", TWO_STAGES, topology, sharding="none", sockets=True) == ("all_reduce",) * 2
+    )
+    assert (
+        choose_collectives("auto", Placement(((0,), (1,))), clusters("1", "1", hosts=1), sharding="none", sockets=True)
+        == ()
+    )
