@@ -24,6 +24,7 @@ from lightning_holmes.pipeline.profile import profile_step
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.layer_cost import ModelCost
+from lightning_holmes.plan.rounding import rounded
 from lightning_holmes.strategy.plan_request import PlanRequest
 
 _PROBE_S = 0.03
@@ -114,12 +115,6 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         byte_s=carried_byte_s(operator_s),
         own_s=own_step_s(operator_s),
     )
-
-
-def rounded(figure: float, steps: int = 2) -> float:
-    """Return a measured figure, rounded to powers of two and ``steps`` - 1 figures between two of them, so that measuring again gives
-    the same."""
-    return 2.0 ** (round(math.log2(figure) * steps) / steps) if figure > 0 else figure
 
 
 def rounded_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:

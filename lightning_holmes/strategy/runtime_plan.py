@@ -27,6 +27,7 @@ from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.pipeline_plan import PipelinePlan, plan_by_costs, plan_by_count, repeat_plan
 from lightning_holmes.plan.placement import device_grid, make_placement
 from lightning_holmes.plan.plan_making import make_plan
+from lightning_holmes.plan.rounding import rounded_links
 from lightning_holmes.plan.route import REACHED, SOCKETS, Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.schedule import stages_of_rank
@@ -69,7 +70,7 @@ def decide(request: PlanRequest) -> RuntimePlan:
         collectives=choose_collectives(
             "auto" if request.training.optimizer_nodes else request.gradient_sync,
             layout.placement,
-            layout.topology,
+            rounded_links(layout.topology),
             sharding=sharding,
             sockets=layout.is_gloo,
             by_links=layout.num_hosts > 1 and request.measures,
@@ -284,7 +285,7 @@ def _kept(request: PlanRequest, structure: ModuleStructure) -> PipelinePlan | No
 def _cost_model(request: PlanRequest, costs: Costs, forbidden: Sequence[int]) -> tuple[CostModel, Layout, str]:
     """Return the cost model, the layout of the ranks, and a note if links have no known speed, else ""."""
     placement, device = request.layout.placement, request.device.type
-    topology = request.layout.topology
+    topology = rounded_links(request.layout.topology)
     layout = Layout(
         pipeline=placement.pipeline_parallel_size,
         tensor=placement.tensor_parallel_size,
