@@ -90,7 +90,7 @@ def _find(module: str, name: str) -> Any:
     return found
 
 
-def _problem(cls: type) -> str:
+def find_problem(cls: type) -> str:
     """Why objects of a class cannot be made from their attributes; "" if they can."""
     if hasattr(cls, "__del__"):
         return "it has __del__"
@@ -267,7 +267,7 @@ class _Writer:
         return [[kind.__name__ for kind in _MADE].index(cls.__name__), *(self.node(a) for a in arguments)]
 
     def _object(self, value: Any, cls: type) -> list[Any]:
-        problem = _problem(cls)
+        problem = find_problem(cls)
         if problem:
             raise _refusal(cls, problem)
         base = next((base for base in _BASES if isinstance(value, base)), None)
@@ -391,7 +391,7 @@ class _Reader:
 
     def _object(self, number: int, module: str, name: str, content: Any, state: Any) -> Any:
         cls = _class(module, name)
-        problem = _problem(cls)
+        problem = find_problem(cls)
         if problem:
             raise _refusal(cls, problem)
         base = next((base for base in _BASES if issubclass(cls, base)), None)

@@ -1,7 +1,7 @@
 """Watch Python values that a step sets on its module and reads elsewhere: counters, averages, dicts of numbers.
 
-They do not pass through operators, so trace.py watches the attributes themselves: which ones a step changes, and where it
-sets and reads them. Tensors are followed by trace.py; objects of other classes are not looked into.
+They do not pass through operators, so trace.py watches the attributes themselves, and those of objects that the module holds
+(object_state.py): which ones a step changes, and where it sets and reads them. Tensors are followed by trace.py.
 
     before = snapshot(module); step(); changed = changes(before, snapshot(module))
     watch = AttributeWatch(module, changed, here); step(); watch.finish()
@@ -22,6 +22,8 @@ from torchmetrics import Metric
 
 from lightning_holmes.lightning_private import FABRIC, TRAINER, UPDATE_COUNT
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.object_state import Path, attributes_of, each_value, is_looked_into, is_plain
+from lightning_holmes.pipeline.structure import BEFORE
 from lightning_holmes.torch_private import MODULE_REGISTRIES
 
 Place = tuple[int, bool]  # position (see structure.py), whether inside that layer
@@ -50,8 +52,8 @@ class Use:
 
 
 def plain_content(value: Any, depth: int = 0) -> Hashable:
-    """A hashable description of the Python values and NumPy arrays in ``value`` and its containers; tensors and other
-    objects count by their class only."""
+    """A hashable description of the Python values and NumPy arrays in ``value``, its containers and objects; tensors and objects of
+    libraries count by their class only."""
     if isinstance(value, _SCALARS):
         return type(value).__name__, repr(value)
     if isinstance(value, np.ndarray):
@@ -60,22 +62,31 @@ def plain_content(value: Any, depth: int = 0) -> Hashable:
         return tuple((repr(k), plain_content(v, depth + 1)) for k, v in list(value.items())[:_MAX_ENTRIES])
     if depth < 4 and isinstance(value, (list, tuple, deque)):
         return len(value), tuple(plain_content(v, depth + 1) for v in list(value)[-_MAX_ENTRIES:])
+    if depth < 4 and is_looked_into(value):
+        return type(value).__name__, *((k, plain_content(v, depth + 1)) for k, v in attributes_of(value).items())
     return type(value).__name__
 
 
-def snapshot(module: nn.Module) -> dict[tuple[str, str], Hashable]:
-    """The plain content of every attribute of ``module`` and its submodules; for metrics, the update count."""
-    found: dict[tuple[str, str], Hashable] = {}
+def snapshot(module: nn.Module) -> dict[tuple[str, Path], Hashable]:
+    """The plain content of every attribute of ``module`` and its submodules, and of objects that they hold; for metrics, the update count."""
+    found: dict[tuple[str, Path], Hashable] = {}
+    seen: set[int] = set()
     for owner, part in module.named_modules():
         if isinstance(part, Metric):
-            found[owner, UPDATE_COUNT] = part.update_count
+            found[owner, (UPDATE_COUNT,)] = part.update_count
             continue
         if isinstance(part, torch.jit.ScriptModule):
             continue
         for key, value in vars(part).items():
             if key not in _RESERVED:
-                found[owner, key] = plain_content(value)
+                found[owner, (key,)] = _own_content(value)
+                found |= {(owner, path): _own_content(inner) for path, inner in each_value(value, (key,), seen)}
     return found
+
+
+def _own_content(value: Any) -> Hashable:
+    """The content of a value without that of an object's attributes, which are values of their own."""
+    return (type(value).__name__, id(value)) if is_looked_into(value) and not is_plain(value) else plain_content(value)
 
 
 def changes(before: Mapping[Any, Hashable], after: Mapping[Any, Hashable]) -> list[Any]:
@@ -86,34 +97,41 @@ def changes(before: Mapping[Any, Hashable], after: Mapping[Any, Hashable]) -> li
 class AttributeWatch:
     """Records where the attributes ``keys`` of ``module`` are set and read, from now on.
 
-    The submodules that hold them get new classes, so ``module`` must be a copy that nothing else uses.
+    The submodules and objects that hold them get new classes, so ``module`` must be a copy that nothing else uses. An object that the
+    copy shares with ``original``, or that can have no other class, is watched as a whole.
 
     Args:
-        here: returns the current place of the step.
+        here: returns the current place of the step; None outside of it, where reads do not count.
     """
 
-    def __init__(self, module: nn.Module, keys: Iterable[tuple[str, str]], here: Callable[[], Place]) -> None:
+    def __init__(
+        self, module: nn.Module, keys: Iterable[tuple[str, Path]], here: Callable[[], Place | None], original: nn.Module
+    ) -> None:
         self._here = here
         self.uses: list[Use] = []
         self._finishers: list[Callable[[], None]] = []
-        for owner, key in keys:
-            use = Use(owner=owner, key=key)
-            self.uses.append(use)
-            self._watch(module.get_submodule(owner), use)
+        watched: set[tuple[str, Path]] = set()
+        for owner, path in keys:
+            part, length = _holder(module.get_submodule(owner), original.get_submodule(owner), path)
+            if (owner, path[:length]) not in watched:
+                watched.add((owner, path[:length]))
+                use = Use(owner=".".join(filter(None, (owner, *path[: length - 1]))), key=path[length - 1])
+                self.uses.append(use)
+                self._watch(part, use)
 
     def finish(self) -> None:
         """Check the containers a last time, for what was put into them after they were last read."""
         for finisher in self._finishers:
             finisher()
 
-    def _watch(self, part: nn.Module, use: Use) -> None:
+    def _watch(self, part: Any, use: Use) -> None:
         key, values = use.key, vars(part)
-        last: list[Any] = [plain_content(values[key]) if key in values else None, self._here()]
+        last: list[Any] = [plain_content(values[key]) if key in values else None, (BEFORE, False)]
 
         def notice() -> None:
             """If the content has changed, record that the place that last read or set the attribute has changed it."""
             content = plain_content(values.get(key))
-            if content != last[0]:
+            if content != last[0] and last[1] is not None:
                 use.written.add(last[1])
                 use.grew_at.add(last[1])
                 last[0] = content
@@ -121,27 +139,51 @@ class AttributeWatch:
         def read(_: Any) -> Any:
             if key not in values:
                 raise AttributeError(key)
-            value = values[key]
-            notice()
-            use.read.add(self._here())
-            if isinstance(value, Mapping):
-                use.written.add(self._here())
-            last[1] = self._here()
+            value, here = values[key], self._here()
+            if here is not None:
+                notice()
+                use.read.add(here)
+                if isinstance(value, Mapping):
+                    use.written.add(here)
+                last[1] = here
             return value
 
         def write(_: Any, value: Any) -> None:
             notice()
             values[key] = value
-            use.written.add(self._here())
             last[1] = self._here()
+            if last[1] is not None:
+                use.written.add(last[1])
             notice()
 
         def delete(_: Any) -> None:
             values.pop(key, None)
-            use.written.add(self._here())
+            if (here := self._here()) is not None:
+                use.written.add(here)
 
         part.__class__ = type(type(part).__name__, (type(part),), {key: property(read, write, delete)})
         self._finishers.append(notice)
+
+
+def _holder(part: Any, original: Any, path: Path) -> tuple[Any, int]:
+    """The object that holds the value at ``path`` below ``part`` and can be given another class, and the length of its key's path."""
+    for length, key in enumerate(path[:-1], start=1):
+        inner, own = attributes_of(part).get(key), attributes_of(original).get(key)
+        if inner is own or not hasattr(inner, "__dict__") or not _takes_class(inner):
+            return part, length
+        part, original = inner, own
+    return part, len(path)
+
+
+def _takes_class(value: Any) -> bool:
+    """Whether an object can be given a class of another's layout."""
+    kind = type(value)
+    try:
+        value.__class__ = type(kind.__name__, (kind,), {})
+        value.__class__ = kind
+    except TypeError:
+        return False
+    return True
 
 
 def plain_parts(value: Any) -> Any:

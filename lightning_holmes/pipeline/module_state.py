@@ -1,11 +1,12 @@
-"""Synchronise what a step leaves on the module: lists, numbers, tensors and metrics that hooks read later.
+"""Synchronise what a step leaves on the module: lists, numbers, tensors, objects and metrics that hooks read later.
 
 Only the last stage runs a step to its end, so only there does ``self.losses.append(loss)`` append the loss. Before
-hooks that may read such values, the rank that owns an attribute sends it to the other ranks of its pipeline.
+hooks that may read such values, the rank that owns an attribute sends it to the other ranks of its pipeline. An object of
+any class counts by its attributes (object_state.py).
 """
 
 import zlib
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -16,16 +17,19 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.comm.wire import find_problem
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import set_update_count
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.object_state import Path, attributes_of, each_value, is_looked_into, is_plain, merge
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.torch_private import registered_buffers, tensor_version
 
 TOPIC_STATE = 2
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic, Tensor)
-_CONTAINERS = (list, tuple, dict, set, deque, OrderedDict, defaultdict)
 _UNCHANGED = object()
+Key = tuple[str, Path]
+"""A module's name, and the path of a value below it; a buffer's whole name has an empty path."""
 
 
 class ModuleState:
@@ -40,7 +44,7 @@ class ModuleState:
         self._p2p = p2p
         self._device = device
         self._reserved = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "forward"}
-        self._seen: dict[tuple[str, str], Hashable] = {}
+        self._seen: dict[Key, Hashable] = {}
         self._sent: list[Callable[[], None]] = []
         self._awaited: list[int] = []
 
@@ -73,7 +77,7 @@ class ModuleState:
     def receive(self) -> None:
         """Wait for the changes that the other ranks send, if this rank has called :meth:`send`, and set them on the module."""
         p2p, awaited, self._awaited = self._p2p, self._awaited, []
-        arrived: set[tuple[str, str]] = set()
+        arrived: set[Key] = set()
         for rank in awaited:
             assert p2p is not None
             attributes, buffers, metrics = p2p.receive_message(rank, TOPIC_STATE)
@@ -83,22 +87,23 @@ class ModuleState:
         # not what has changed here meanwhile; and after all have arrived, since one object may have two names
         if arrived:
             found = self.attributes()
-            self._seen |= {key: _fingerprint(found[key]) for key in arrived & found.keys()}
+            self._seen |= {key: _fingerprint(value) for key, value in found.items() if _is_below(key, arrived)}
 
     def _finish(self) -> None:
         for wait in self._sent:
             wait()
         self._sent.clear()
 
-    def attributes(self) -> dict[tuple[str, str], Any]:
-        """The plain attributes of the modules that this rank owns, by module and name."""
-        found = {}
+    def attributes(self) -> dict[Key, Any]:
+        """The attributes of the modules that this rank owns, and of objects that they hold, by module and path."""
+        found: dict[Key, Any] = {}
+        seen: set[int] = set()
         for name, module in self._pipeline.local_modules():
             if isinstance(module, Metric):
                 continue
             for key, value in vars(module).items():
-                if key not in self._reserved and _is_plain(value):
-                    found[name, key] = value
+                if key not in self._reserved:
+                    found |= {(name, path): inner for path, inner in each_value(value, (key,), seen)}
         return found
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -106,14 +111,18 @@ class ModuleState:
         pipeline = self._pipeline
         return {n: b for n, b in pipeline.module.named_buffers() if pipeline.owner_stage(n) in pipeline.stages}
 
-    def _changes(self) -> tuple[dict[tuple[str, str], Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
+    def _changes(self) -> tuple[dict[Key, Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
         """The attributes and buffers that have changed since the last call, and all metric states; they count as
         known to all ranks from now on."""
         attributes, buffers, before = self.attributes(), self._buffers(), self._seen
         self._seen = _fingerprints(attributes, buffers)
         changed = {key for key, value in self._seen.items() if before.get(key, _UNCHANGED) != value}
-        attributes = {k: tree.map_tensors(_to_host, v) for k, v in attributes.items() if k in changed}
-        buffers = {name: _to_host(buffer) for name, buffer in buffers.items() if ("", name) in changed}
+        new = {key for key in changed if key in attributes and not is_plain(attributes[key])}
+        for key in new:
+            self._refuse_unsendable(key, attributes[key])
+        changed = {key for key in changed if key in new or not _is_below(key, new)}
+        attributes = {k: tree.map_all_tensors(_to_host, v) for k, v in attributes.items() if k in changed}
+        buffers = {name: _to_host(buffer) for name, buffer in buffers.items() if (name, ()) in changed}
         metrics = {}
         for name, module in self._pipeline.local_modules():
             if isinstance(module, Metric):
@@ -122,31 +131,42 @@ class ModuleState:
 
     def _apply(
         self,
-        attributes: dict[tuple[str, str], Any],
+        attributes: dict[Key, Any],
         buffers: dict[str, Tensor],
         metrics: dict[str, tuple[dict[str, Any], int]],
     ) -> None:
         module = self._pipeline.module
         for name, buffer in buffers.items():
-            path, _, key = name.rpartition(".")
-            registered_buffers(module.get_submodule(path))[key] = self._to_device(buffer)
-        for (name, key), value in attributes.items():
-            owner = module.get_submodule(name)
-            value = tree.map_tensors(self._to_device, value)
-            present = vars(owner).get(key)
-            if type(present) is list and type(value) is list:
-                present[:] = value
-            elif isinstance(present, (dict, set)) and type(present) is type(value):
-                present.clear()
-                present.update(value)
+            owner_name, _, key = name.rpartition(".")
+            registered_buffers(module.get_submodule(owner_name))[key] = self._to_device(buffer)
+        for (name, path), value in attributes.items():
+            owner: Any = module.get_submodule(name)
+            for part in path[:-1]:
+                owner = attributes_of(owner)[part]
+            present = attributes_of(owner).get(path[-1])
+            value = merge(present, tree.map_all_tensors(self._to_device, value))
+            if value is present:
+                continue
+            if isinstance(owner, nn.Module):
+                setattr(owner, path[-1], value)
             else:
-                setattr(owner, key, value)
+                object.__setattr__(owner, path[-1], value)
         for name, (state, count) in metrics.items():
             metric = module.get_submodule(name)
             assert isinstance(metric, Metric)
             for key, value in state.items():
                 setattr(metric, key, tree.map_tensors(self._to_device, value))
             set_update_count(metric, count)
+
+    def _refuse_unsendable(self, key: Key, value: Any) -> None:
+        """Refuse an object that a step has put on the module and that no other rank could be given."""
+        for path, inner in [(key[1], value), *((p, v) for p, v in each_value(value, key[1], set()))]:
+            if is_looked_into(inner) and (problem := find_problem(type(inner))):
+                place = ".".join(filter(None, (key[0], *path)))
+                raise UnsupportedModuleError(
+                    f"a step has put a new object of the class {type(inner).__qualname__} on self.{place}, which cannot be brought to the ranks "
+                    f"of other stages: {problem}. Make the object in __init__ or setup, where every rank does, and let the step change it"
+                )
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
@@ -156,35 +176,29 @@ def _to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, _PLAIN):
-        return not isinstance(value, nn.Parameter)
-    if type(value) in _CONTAINERS:
-        if isinstance(value, dict):
-            return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
-        return all(_is_plain(v) for v in value)
-    return False
+def _is_below(key: Key, others: set[Key]) -> bool:
+    """Whether ``key`` is one of ``others``, or the path of a value below one."""
+    name, path = key
+    return any((name, path[:length]) in others for length in range(len(path) + 1))
 
 
 class _Seen:
-    """A tensor and its version; keeps the tensor alive, so that no other can take its identity."""
+    """A tensor and its version, or an object; keeps it alive, so that no other can take its identity."""
 
-    def __init__(self, tensor: Tensor, version: int) -> None:
-        self._tensor, self._version = tensor, version
+    def __init__(self, value: Any, version: int = 0) -> None:
+        self._value, self._version = value, version
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Seen) and self._tensor is other._tensor and self._version == other._version
+        return isinstance(other, _Seen) and self._value is other._value and self._version == other._version
 
     def __hash__(self) -> int:
-        return hash((id(self._tensor), self._version))
+        return hash((id(self._value), self._version))
 
 
-def _fingerprints(
-    attributes: dict[tuple[str, str], Any], buffers: dict[str, Tensor]
-) -> dict[tuple[str, str], Hashable]:
-    """The fingerprints of attributes by module and name, and of buffers by their whole name."""
+def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dict[Key, Hashable]:
+    """The fingerprints of attributes by module and path, and of buffers by their whole name."""
     found = {key: _fingerprint(value) for key, value in attributes.items()}
-    return found | {("", name): _fingerprint(buffer) for name, buffer in buffers.items()}
+    return found | {(name, ()): _fingerprint(buffer) for name, buffer in buffers.items()}
 
 
 def _fingerprint(value: Any) -> Hashable:
@@ -193,8 +207,13 @@ def _fingerprint(value: Any) -> Hashable:
         return _Seen(value, tensor_version(value))
     if isinstance(value, np.ndarray):
         return "array", value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())
+    if is_looked_into(value) and not is_plain(value):
+        return _Seen(value)  # its attributes have fingerprints of their own
+    inner = tuple((k, _fingerprint(v)) for k, v in attributes_of(value).items()) if is_looked_into(value) else ()
     if isinstance(value, dict):
-        return "dict", tuple((_fingerprint(k), _fingerprint(v)) for k, v in value.items())
-    if isinstance(value, (list, tuple, deque, set)):
-        return type(value).__name__, tuple(_fingerprint(v) for v in value)
+        return "dict", tuple((_fingerprint(k), _fingerprint(v)) for k, v in value.items()), inner
+    if isinstance(value, (list, tuple, deque, set, frozenset)):
+        return type(value).__name__, tuple(_fingerprint(v) for v in value), inner
+    if is_looked_into(value):  # in a container
+        return type(value).__name__, inner
     return type(value).__name__, repr(value) if isinstance(value, float) else value

@@ -103,6 +103,7 @@ class Tracer:
         self.num_layers = len(self.layer_list)
         self.position = BEFORE
         self.inside = False
+        self.is_running = False
         self.called: list[int] = []
         self.sources: list[tuple[str, int, int]] = []  # (kind, position, index or -1), bit = index in this list
         self.parameter_bits: dict[str, int] = {}
@@ -203,7 +204,7 @@ class Tracer:
             buffers = any(key in self.written_at for key in buffer_keys.values())
             if changed or buffers or set(after) != kept or any(self.taint.get(self.key(t)) for t in after.values()):
                 self.stale, self.read_before, self.read_at = len(self.sources), self.read_at, {}
-                watch = AttributeWatch(self.shadow, changed, self._place)
+                watch = AttributeWatch(self.shadow, changed, self._place, self.original)
                 output = self._pass(arguments, context)
                 watch.finish()
                 self.uses = watch.uses
@@ -230,7 +231,11 @@ class Tracer:
         computing = noticing_compute(self.metrics, self.computed_metrics.append)
         around = context() if context is not None else nullcontext()
         with grad, eager, alone, computing, FollowValues(self), FollowPython(self), around:
-            output = step(*arguments)
+            self.is_running = True
+            try:
+                output = step(*arguments)
+            finally:
+                self.is_running = False
         if self.called != list(range(self.num_layers)):
             self._refuse_calls()
         self.read(self.taint_of(tree.tensors_of(output)), self.num_layers)
@@ -240,8 +245,8 @@ class Tracer:
             self.read(taint, self.num_layers if owner is None else owner)
         return output
 
-    def _place(self) -> Place:
-        return self.here, self.inside
+    def _place(self) -> Place | None:
+        return (self.here, self.inside) if self.is_running else None
 
     def _refuse_layers(self) -> None:
         seen: dict[int, int] = {}

@@ -46,7 +46,7 @@ def test_a_new_tensor_in_a_freed_ones_place_is_a_change() -> None:
         for step in range(2):
             module.last = torch.full((), float(epoch * 2 + step))
         attributes, _, _ = state._changes()
-        assert float(attributes["", "last"]) == epoch * 2 + 1
+        assert float(attributes["", ("last",)]) == epoch * 2 + 1
 
 
 def test_arrays_lists_and_buffers_changed_in_place_are_seen_and_nothing_else() -> None:
@@ -58,7 +58,7 @@ def test_arrays_lists_and_buffers_changed_in_place_are_seen_and_nothing_else() -
     module.losses.append(torch.ones(()))
     module.correct += 1
     attributes, buffers, _ = state._changes()
-    assert sorted(key for _, key in attributes) == ["losses", "table"] and list(buffers) == ["correct"]
+    assert sorted(path for _, path in attributes) == [("losses",), ("table",)] and list(buffers) == ["correct"]
 
 
 def test_changes_are_put_on_another_ranks_module() -> None:

@@ -2,6 +2,8 @@
 that are not known when the plan is made. A case returns weights and logged values, which must equal those of plain
 Lightning."""
 
+import collections
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,79 @@ class LowersRate(Callback):
         trainer.optimizers[0].param_groups[0]["lr"] = 0.01
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.count, self.last = 0.0, 0, torch.zeros(())
+
+
+@dataclasses.dataclass(slots=True)
+class Worst:
+    loss: float = 0.0
+    where: list[int] = dataclasses.field(default_factory=list)
+
+
+class KeepsObjects(Net):
+    """The step changes objects of all kinds, and hooks read them: after each batch, and at an epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.worst, self.counts = Meter(), Worst(), collections.Counter()
+        self.by_name = {"train": Meter(), "table": {"sums": [0.0]}}
+        self.recent: collections.deque[float] = collections.deque(maxlen=3)
+        self.records: list[Worst] = []
+        self.helper = self.meter  # of two names
+        self.meter.owner = self  # type: ignore[attr-defined]
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        value = float(loss)
+        self.meter.total, self.meter.count, self.meter.last = (
+            self.meter.total + value,
+            self.meter.count + 1,
+            loss.detach(),
+        )
+        self.counts["steps"] += 1
+        self.counts[f"batch {batch_idx}"] += 1
+        if value > self.worst.loss:
+            self.worst.loss = value
+            self.worst.where.append(batch_idx)
+        self.by_name["train"].count += 1  # type: ignore[attr-defined]
+        self.by_name["table"]["sums"][0] += value  # type: ignore[index]
+        self.recent.append(value)
+        self.records.append(Worst(value, [batch_idx]))
+        self.newest = Worst(value)
+        return loss
+
+    def contents(self) -> list[Any]:
+        by_name: Any = self.by_name
+        assert self.helper is self.meter and isinstance(self.counts, collections.Counter)
+        return [
+            *(self.meter.total, self.meter.count, float(self.meter.last), self.worst.loss, sum(self.worst.where)),
+            *(sum(self.counts.values()), len(self.counts), by_name["train"].count, by_name["table"]["sums"][0]),
+            *(sum(self.recent), len(self.records), sum(record.loss for record in self.records), self.newest.loss),
+        ]
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(self.contents())
+        self.log("average", self.meter.total / self.meter.count)
+
+
+class KeepsObjectsForEachBatch(KeepsObjects):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(self.contents())
+
+
+def objects(setting: Setting) -> Any:
+    """With one microbatch: a step that runs for each of several changes the objects as many times."""
+    if setting.holmes is not None:
+        setting.holmes = setting.holmes | {"num_microbatches": 1}
+    results = []
+    for module in (KeepsObjects(), KeepsObjectsForEachBatch()):
+        results.append((fit(setting, module), module.seen))
+    return results
+
+
 def state_from_hooks(setting: Setting) -> Any:
     return fit(setting, StateFromHooks(), callbacks=[GivesBonus()])
 
@@ -250,6 +325,7 @@ def profiled(setting: Setting) -> Any:
 CASES = {
     case.__name__: case
     for case in (
+        objects,
         state_from_hooks,
         state_from_hooks_of_other_runs,
         rates,

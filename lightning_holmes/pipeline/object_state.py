@@ -1,0 +1,157 @@
+"""The values below a module that a step may change: its attributes, and those of objects that it holds.
+
+    for path, value in each_value(module.meter, ("meter",), set()): ...    # ("meter",), ("meter", "total"), ("meter", "count")
+    merge(module.table, received)                                          # in place: other code may hold the table, too
+
+An object of a class of the user's is looked into, so that ``self.meter = AverageMeter()`` is the same as ``self.total`` and
+``self.count``. Objects of libraries (tokenizers, configurations, loggers, data sets) are not: a step does not change them, and
+some are large.
+"""
+
+import datetime
+import enum
+import pathlib
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_holmes.comm.wire import find_problem
+
+Path = tuple[str, ...]
+
+_VALUES = (datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, enum.Enum)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic, Tensor, *_VALUES)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
+_NOT_LOOKED_INTO = (
+    nn.Module,
+    Tensor,
+    Dataset,
+    DataLoader,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+)
+_LIBRARIES = frozenset(
+    [
+        "torch",
+        "torchvision",
+        "torchaudio",
+        "torchmetrics",
+        "lightning",
+        "pytorch_lightning",
+        "lightning_fabric",
+        "lightning_utilities",
+        "lightning_holmes",
+        "transformers",
+        "tokenizers",
+        "datasets",
+        "peft",
+        "accelerate",
+        "omegaconf",
+        "hydra",
+        "wandb",
+        "tensorboard",
+        "mlflow",
+        "numpy",
+    ]
+)
+_OF_VALUES = ("__main__", "argparse", "collections", "types")
+"""Modules of the standard library whose classes only hold values."""
+_MOST_DEEP = 40
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether ``value`` is a number, text, array or tensor, a container of these, or of objects that can be sent."""
+    if isinstance(value, PLAIN):
+        return not isinstance(value, nn.Parameter)
+    if depth > _MOST_DEEP:
+        return False
+    if type(value) in CONTAINERS:
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        return all(is_plain(v, depth + 1) or _can_be_sent(v, depth + 1) for v in inner)
+    return isinstance(value, (dict, list, set, deque, tuple)) and _can_be_sent(value, depth)
+
+
+def _can_be_sent(value: Any, depth: int) -> bool:
+    """Whether an object can be sent as its class's name and its attributes."""
+    kind = type(value)
+    if _is_of_library(kind) or isinstance(value, _NOT_LOOKED_INTO) or find_problem(kind) or depth > _MOST_DEEP:
+        return False
+    inner = [*attributes_of(value).values()]
+    if isinstance(value, dict):
+        inner += [*dict.keys(value), *dict.values(value)]
+    elif isinstance(value, (list, tuple, set, deque)):
+        inner += [*value]
+    return all(is_plain(v, depth + 1) or _can_be_sent(v, depth + 1) for v in inner)
+
+
+def is_looked_into(value: Any) -> bool:
+    """Whether ``value`` is an object whose attributes count as state of their own."""
+    kind = type(value)
+    if isinstance(value, (*PLAIN, *_NOT_LOOKED_INTO, *CONTAINERS)) or _is_of_library(kind):
+        return False
+    return hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
+
+
+def _is_of_library(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package in _LIBRARIES or (package in sys.stdlib_module_names and package not in _OF_VALUES)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots, too."""
+    found = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            name = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
+
+
+def each_value(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    """``value`` if it is plain; otherwise, if it is an object that is looked into, the object and then its values.
+
+    Args:
+        seen: ids of objects that were looked into; one that is held twice is looked into once.
+    """
+    if is_plain(value):
+        yield path, value
+    elif len(path) <= _MOST_DEEP and is_looked_into(value) and id(value) not in seen:
+        seen.add(id(value))
+        yield path, value
+        for name, attribute in attributes_of(value).items():
+            yield from each_value(attribute, (*path, name), seen)
+
+
+def merge(present: Any, received: Any) -> Any:
+    """The value that takes the place of ``present``: ``present`` itself with the content of ``received`` where it can be changed in
+    place, since other objects may hold it, too; otherwise ``received``."""
+    if type(present) is not type(received) or isinstance(present, PLAIN):
+        return received
+    if isinstance(present, list):
+        both = len(present) == len(received)
+        present[:] = map(merge, present, received) if both else received
+    elif isinstance(present, dict):
+        merged = {key: merge(present[key], value) if key in present else value for key, value in received.items()}
+        present.clear()
+        for key, value in merged.items():
+            present[key] = value
+    elif isinstance(present, set):
+        present.clear()
+        present.update(received)
+    elif isinstance(present, (tuple, frozenset, deque)) or not is_looked_into(present):
+        return received
+    if type(present) not in CONTAINERS:
+        mine = attributes_of(present)
+        for name, value in attributes_of(received).items():
+            object.__setattr__(present, name, merge(mine.get(name), value))
+    return present
