@@ -19,13 +19,16 @@ class ConfigurationError(HolmesError, ValueError):
     """An option or a file is wrong. The message names the value, the place and the fix."""
 
 
-class UnsupportedModuleError(HolmesError, TypeError):
-    """The LightningModule cannot be run as a pipeline with the same numbers as plain Lightning. The message says why."""
+class UnsupportedModuleError(HolmesError, RuntimeError):
+    """The LightningModule cannot be run as a pipeline with the same numbers as plain Lightning. The message says why.
+
+    It is not a TypeError: torch takes one in an operator for "not implemented", so that ``parameter == 1.0`` would be False and
+    ``tensor - parameter`` an error of Python's own."""
 
 
 class AbsentValueError(HolmesError, RuntimeError):
     """A step reads or changes a value that this rank does not hold at that moment, and that was not read at this place when the step was
-    traced on the first batch. It is not a TypeError, because Python's operators replace a TypeError by one of their own."""
+    traced on the first batch."""
 
 
 class RemoteError(HolmesError, RuntimeError):

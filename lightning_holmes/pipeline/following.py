@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_holmes.comm.absent import READ_BY_PYTHON, SET_DATA, TO_PYTHON, VALUE_FREE, depends_on_values
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.own_generators import describe_draw
 from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
 
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -87,10 +88,8 @@ class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"pipeline run different parts of a step, so it would hang; use pipeline_parallel_size=1"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise UnsupportedModuleError(
-                f"{type(tracer.original).__name__}.{tracer.step_name} draws from a torch.Generator of its own, which "
-                f"the stages cannot keep in step; draw from torch's default generator"
-            )
+            place = f"{type(tracer.original).__name__}.{tracer.step_name}"
+            raise UnsupportedModuleError(describe_draw(place, "a torch.Generator", torch.Generator))
         inputs = tree.tensors_of((args, kwargs))
         taint = tracer.taint_of(inputs)
         keys = {tracer.key(t) for t in inputs}

@@ -19,6 +19,7 @@ from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.checksum import Checksum
+from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
 from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepResult
 from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
@@ -88,6 +89,7 @@ class StepDriver:
         self.is_inside_part = False
         """Whether only a part of a step is running: that of one of several pipeline ranks, or of one of several microbatches."""
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
+        self._generators = find_generators(module) if pipeline.num_stages > 1 else {}
 
     @property
     def pipeline_parallel_size(self) -> int:
@@ -151,6 +153,7 @@ class StepDriver:
         self._expect_messages()
         self.is_inside_part = count > 1 or self.pipeline_parallel_size > 1
         guarded = self._metrics if count > 1 else {}
+        generators = states_of(self._generators)
 
         def refuse_compute(metric: str) -> None:
             raise UnsupportedModuleError(describe_compute(f"{type(self.module).__name__}.{request.step_name}", metric))
@@ -165,6 +168,7 @@ class StepDriver:
                 yield from self.runner.run(request, run)
         finally:
             self.is_inside_part = False
+        refuse_draws(f"{type(self.module).__name__}.{request.step_name}", self._generators, generators)
         start = observer.mark()
         for each in unseen:
             yield from self._compare_values(*each)

@@ -45,6 +45,7 @@ from lightning_holmes.pipeline.attributes import (
 )
 from lightning_holmes.pipeline.following import FollowPython, FollowValues
 from lightning_holmes.pipeline.layers import candidate_layer_lists
+from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
 from lightning_holmes.pipeline.whole_steps import describe_logger_folder, noticing_compute, refusing_collectives
@@ -198,7 +199,10 @@ class Tracer:
             if self.step_name != "training_step":
                 self.shadow.eval()
             set_trainer(self.shadow, trainer_of(self.original))
+            generators = find_generators(self.shadow)
+            states = states_of(generators)
             output = self._pass(arguments, context)
+            refuse_draws(self.place, generators, states)
             changed = changes(before, snapshot(self.shadow))
             after = attribute_tensors(self.shadow)
             buffers = any(key in self.written_at for key in buffer_keys.values())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm.absent import Absence, Placeholder, Source, plain
 from lightning_holmes.comm.placeholder import placeholder
-from lightning_holmes.errors import AbsentValueError
+from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
 
 
 def made(like: Tensor, what: str = "it") -> tuple[Absence, Source]:
@@ -127,3 +127,17 @@ def test_classes_of_the_users_own_stay_what_they_are() -> None:
     assert isinstance(parameter, Own) and type(parameter).__name__ == "Own"
     absence.forget(parameter)
     assert type(parameter) is Own
+
+
+@pytest.mark.parametrize("error", [UnsupportedModuleError, AbsentValueError])
+@pytest.mark.parametrize(
+    "operator", [lambda t: t == 1.0, lambda t: torch.ones(2) - t, lambda t: 2 * t, lambda t: t @ t]
+)
+def test_a_refusal_inside_an_operator_is_the_error_that_the_user_sees(error: type[Exception], operator: Any) -> None:
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise error("why")
+
+    with pytest.raises(error, match=r"^why$"):
+        operator(torch.ones(2).as_subclass(Refusing))

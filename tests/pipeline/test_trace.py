@@ -1,8 +1,11 @@
 """What the trace of one microbatch shows: which layers read which parameter, which values cross split points, and where a
 split loses a value."""
 
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -11,6 +14,7 @@ from torchmetrics import MeanMetric
 
 from lightning_holmes.checking.first_step import attached
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.pipeline.own_generators import find_generators, states_of
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition
@@ -156,6 +160,63 @@ def test_state_that_a_step_changes_is_known_by_its_place() -> None:
     assert any("calls" in value for value in found.kept_values)
     with pytest.raises(UnsupportedModuleError, match=r"seen.*with 2 stages on a rank that would happen 2 times"):
         found.check_chunks(2)
+
+
+def test_values_in_objects_are_followed_one_by_one() -> None:
+    class Meter:
+        def __init__(self) -> None:
+            self.early, self.late, self.last = 0, 0, 0.0
+
+    class Keeping(Net):
+        reads = "early"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.meter = Meter()
+
+        def path(self, x: Tensor) -> Tensor:
+            self.meter.early += 1
+            x = super().path(x * (1 + getattr(self.meter, self.reads)))
+            self.meter.late += 1
+            return x
+
+    class ReadingTheLastStep(Keeping):
+        reads = "late"
+
+    found = traced(Keeping())
+    assert found.bypasses == () and sorted(found.kept_values) == ["meter.early", "meter.late"]
+    assert found.early_changes == ("meter.early",)
+    (bypass,) = traced(ReadingTheLastStep()).bypasses
+    assert "meter.late" in bypass.what and "read before the layers of the next step" in bypass.what
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: np.random.default_rng(0), lambda: np.random.RandomState(0), lambda: random.Random(0)],
+    ids=["Generator", "RandomState", "Random"],
+)
+def test_a_step_that_draws_from_a_generator_of_its_own_is_refused(make: Callable[[], Any]) -> None:
+    class Drawing(Net):
+        draws = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = {"of": [make()]}
+
+        def path(self, x: Tensor) -> Tensor:
+            rng = self.noise["of"][0]
+            draw = rng.uniform(0.0, 1.0) if self.draws else 0.5
+            return super().path(x * draw)
+
+    module = Drawing()
+    state = states_of(find_generators(module))
+    with pytest.raises(
+        UnsupportedModuleError, match=r"Drawing.training_step draws from self.noise.of.0, a generator of its own"
+    ):
+        traced(module)
+    assert states_of(find_generators(module)) == state != {}
+    module.draws = False
+    assert traced(module).bypasses == ()
 
 
 def test_the_module_itself_is_left_as_it_was() -> None:
