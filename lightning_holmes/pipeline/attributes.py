@@ -3,8 +3,8 @@
 They do not pass through operators, so trace.py watches the attributes themselves, and those of objects that the module holds
 (object_state.py): which ones a step changes, and where it sets and reads them. Tensors are followed by trace.py.
 
-    before = snapshot(module); step(); changed = changes(before, snapshot(module))
-    watch = AttributeWatch(module, changed, here); step(); watch.finish()
+    before = snapshot(copy); step(); changed = changes(before, snapshot(copy))
+    watch = AttributeWatch(copy, changed, here, module); step(); watch.finish()
     watch.uses[0].written, watch.uses[0].read
 """
 
