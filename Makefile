@@ -17,10 +17,10 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install python demo test oldest bench exhaustive soak lint docs clean
+.PHONY: help install python demo test test-all oldest bench exhaustive soak lint docs clean
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## create .venv and install the package with everything the other targets need
 
@@ -49,7 +49,10 @@ demo: install ## train a small GPT on 4 processes laid out as two clusters (abou
 		$(BIN)/lightning-holmes fit --config recipes/gpt_tiny/config.yaml
 
 # More workers than cores: processes that form a job wait for each other about half of the time, and for what fails.
-test: install ## run what every change must pass; large products of cases pairwise
+test: install ## every promise by at least one fit, in a few minutes; tests/full.py says what is left out
+	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark and not full'
+
+test-all: install ## what every change must pass: all tests but those of speed; large products of cases pairwise
 	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark'
 
 # Left out is what asks nothing of other packages than torch, whose version is one.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from covering import EXHAUSTIVE
+from full import is_full, is_full_file
 from hypothesis import HealthCheck, settings
 from launch import keep_what_is_left, prepare_for_fits
 
@@ -25,6 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+TESTS = Path(__file__).parent
 _caches = itertools.count()
 
 
@@ -87,6 +89,26 @@ class Log:
         counts = ", ".join(f"{number} {outcome}" for outcome, number in sorted(self.counts.items()))
         self.file.write(f"# {counts} in {time.monotonic() - self.began:.0f} s\n")
         self.file.close()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of which no test would be run."""
+    leaves_out = "not full" in config.getoption("markexpr")
+    path = collection_path
+    if leaves_out and path.is_relative_to(TESTS) and is_full_file(path.relative_to(TESTS).as_posix()):
+        return True
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that `make test` leaves out (full.py)."""
+    first: dict[Path, str] = {}
+    for item in items:
+        if item.path.is_relative_to(TESTS):
+            name, _, case = item.name.partition("[")
+            test = f"{item.path.relative_to(TESTS).as_posix()}::{name}"
+            if is_full(test, is_first=first.setdefault(item.path, name) == name, case=case):
+                item.add_marker("full")
 
 
 def pytest_configure(config: pytest.Config) -> None:

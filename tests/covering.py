@@ -62,3 +62,13 @@ def selected(
         return pairwise(rows, cost=cost, needed=needed)
     part, parts = map(int, EXHAUSTIVE.split("/"))
     return list(rows[part - 1 :: parts])
+
+
+def each_value(rows: Sequence[Row]) -> list[Row]:
+    """Return a subset of ``rows`` that contains every value of every axis that occurs in any of them; greedy, like :func:`pairwise`."""
+    missing = {level for row in rows for level in enumerate(row)}
+    chosen: list[Row] = []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(missing & set(enumerate(row)))))
+        missing -= set(enumerate(chosen[-1]))
+    return chosen

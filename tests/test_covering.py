@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from covering import pairwise
+from covering import each_value, pairwise
 
 
 def meets(rows: list[tuple[object, ...]]) -> set[tuple[object, ...]]:
@@ -38,3 +38,11 @@ def test_dear_rows_are_taken_only_for_what_they_alone_have() -> None:
     chosen = pairwise(rows, cost=lambda row: 10.0 if row[2] == "dear" else 1.0)
     assert meets(chosen) == meets(rows)
     assert sum(row[2] == "dear" for row in chosen) == 4  # each of abcd must be the expensive one once
+
+
+def test_each_value_is_in_a_row() -> None:
+    rows = [row for row in product("abcd", "xyz", (1, 2)) if row[:2] != ("a", "x")]
+    chosen = each_value(rows)
+    assert len(chosen) == 4 and [set(column) for column in zip(*chosen, strict=True)] == [
+        set(column) for column in zip(*rows, strict=True)
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import EXHAUSTIVE, pairs_of
+from covering import EXHAUSTIVE, each_value, pairs_of
 from parity_cases import (
     BF16_MIXED,
     BF16_TRUE,
@@ -40,6 +40,10 @@ SMALLEST = {FP32: 1e-3, BF16_MIXED: 0.1, BF16_TRUE: 0.1}
 of attention's keys has only rounding as its gradient, and biases that start at zero hold the noise of three steps alone."""
 pytestmark = pytest.mark.timeout(900)
 FITS_A_LAUNCH = 150
+_rows = set(each_value([case.levels for case in CASES.values() if case.levels]))
+IN_SHORT = {name for name, case in CASES.items() if case.levels in _rows}
+"""What `make test` runs: each value of each axis once."""
+IN_SHORT |= set([name for name, case in CASES.items() if not case.levels][::6])
 
 
 def group_of(family: str) -> str:
@@ -74,10 +78,12 @@ def refused() -> dict[Fit, list[Record]]:
     return run_fits(list(REFUSED_FITS.values()))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.xdist_group(group_of(case.fit.family))) for name, case in CASES.items()],
-)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    group = pytest.mark.xdist_group(group_of(CASES[name].fit.family))
+    return [group] if name in IN_SHORT else [group, pytest.mark.full]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in CASES])
 def test_equals_the_baseline(
     name: str, known: dict[Fit, list[Record]], request: pytest.FixtureRequest, record_property: Any
 ) -> None:

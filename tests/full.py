@@ -1,0 +1,69 @@
+"""Which tests only `make test-all` runs: those that repeat a promise in more layouts, sizes, faults or networks.
+
+`make test` leaves them out, so that it takes a few minutes; each promise is tested by at least one fit there. conftest.py marks
+the tests as ``full``. A test that is named nowhere here is run by both. Paths are relative to tests/; a name whose tests have gone
+does no harm.
+"""
+
+from collections.abc import Collection
+from fnmatch import fnmatch
+from zlib import crc32
+
+FULL = (
+    *("soak/*", "benchmarks/*", "testbed/*"),
+    *("strategy/test_launchers.py", "strategy/test_later_*.py", "strategy/test_optimizer_nodes.py"),
+    *("strategy/test_shards_in_a_pipeline.py", "strategy/test_uneven.py", "strategy/test_whole_steps.py"),
+    *("checkpoint/test_kills.py", "models/test_hf.py::test_other_architectures*"),
+    "commands/test_plan_command.py::*",
+    "test_recipes.py::test_a_*",
+)
+"""Files and tests that are left out whole."""
+
+KEPT = (
+    *("testbed/test_layout.py", "testbed/test_testbed.py::test_torchrun*"),
+    "strategy/test_large_models.py::test_on_optimizer_nodes*",
+)
+"""Of these and the following, what `make test` runs all the same."""
+
+FIRST = (
+    *("testbed/test_training.py", "testbed/test_faults.py", "test_wheel.py"),
+    *("strategy/test_large_models.py", "strategy/test_lightning_features.py", "strategy/test_optimizers.py"),
+    *("strategy/test_sigterm.py", "strategy/test_snapshots.py", "strategy/test_tensor_parallel.py"),
+    *("strategy/test_optimizer_nodes.py", "strategy/test_breadth_first.py", "strategy/test_whole_steps.py"),
+)
+"""Files of which `make test` runs the first test only: that is where the promise stands, in all its cases."""
+
+SAMPLED = {
+    "lightning_contract/test_contract.py::test_holds*": 6,
+    "wild/test_wild_modules.py::test_exact_or_refused*": 3,
+    "wild/test_wild_in_shards.py::test_exact_or_refused_in_shards*": 6,
+    "optim/test_node_store.py::*": 4,
+    "strategy/test_tripwires.py::*": 3,
+}
+"""Tests of many cases, of which `make test` runs one in this many, whichever the order of the cases."""
+
+
+def is_full(test: str, *, is_first: bool, case: str) -> bool:
+    """Return whether only `make test-all` runs a test.
+
+    Args:
+        test: "folder/file.py::name", without the parameters.
+        is_first: no test stands before it in its file.
+        case: the parameters; "" if there are none.
+    """
+    if _matches(test, KEPT) or (is_first and _matches(test, FIRST)):
+        return False
+    if _matches(test, FULL) or _matches(test, FIRST):
+        return True
+    every = next((every for name, every in SAMPLED.items() if fnmatch(test, name)), 1)
+    return case != "" and crc32(case.encode()) % every != 0
+
+
+def is_full_file(path: str) -> bool:
+    """Return whether all tests of a file are left out, so that it need not be imported."""
+    kept = (name.partition("::")[0] for name in (*KEPT, *FIRST))
+    return _matches(path, FULL) and not any(fnmatch(path, name) for name in kept)
+
+
+def _matches(test: str, names: Collection[str]) -> bool:
+    return any(fnmatch(test, name) or fnmatch(test.partition("::")[0], name) for name in names)
