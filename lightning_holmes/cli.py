@@ -120,7 +120,11 @@ class RecordedConfig(SaveConfigCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # a validation must not overwrite the configuration that the run was trained with
-        super().setup(trainer, pl_module, stage)
+        given = {Path(str(path)).resolve() for path in self.config.get("config") or ()}
+        if (
+            Path(trainer.log_dir or ".", self.config_filename).resolve() not in given
+        ):  # without a logger: the working folder
+            super().setup(trainer, pl_module, stage)
         self._record = RunRecord(config=yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

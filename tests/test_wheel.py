@@ -167,14 +167,17 @@ def test_the_commands_run_on_a_pretrained_folder_and_ones_own_data(environment: 
     config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=2, max_position_embeddings=64, **sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "hf.yaml").write_text(CONFIG)
+    (tmp_path / "config.yaml").write_text(CONFIG)
 
     def command(*arguments: str) -> str:
         return run([environment / "lightning-holmes", *arguments], tmp_path)
 
-    command("fit", "--config", "hf.yaml")
-    assert "exact" in command("check", "--config", "hf.yaml")
-    assert "a step" in command("plan", "--config", "hf.yaml", "--device_type", "A100-80GB")
+    command("fit", "--config", "config.yaml")
+    assert (tmp_path / "config.yaml").read_text() == CONFIG, (
+        "a run without a logger saves its own beside it, but not over it"
+    )
+    assert "exact" in command("check", "--config", "config.yaml")
+    assert "a step" in command("plan", "--config", "config.yaml", "--device_type", "A100-80GB")
     assert socket.gethostname() in command("topology")
     command("convert", "saved/last.ckpt", "tuned", "--format", "safetensors")
     assert (tmp_path / "tuned" / "model.safetensors").is_file() and (tmp_path / "tuned" / "config.json").is_file()
