@@ -173,11 +173,9 @@ def test_the_commands_run_on_a_pretrained_folder_and_ones_own_data(environment: 
         return run([environment / "lightning-holmes", *arguments], tmp_path)
 
     command("fit", "--config", "config.yaml")
-    assert (tmp_path / "config.yaml").read_text() == CONFIG, (
-        "a run without a logger saves its own beside it, but not over it"
-    )
+    assert (tmp_path / "config.yaml").read_text() == CONFIG, "a run without a logger must not overwrite it"
     assert "exact" in command("check", "--config", "config.yaml")
-    assert "a step" in command("plan", "--config", "config.yaml", "--device_type", "A100-80GB")
+    assert "candidates" in command("plan", "--config", "config.yaml", "--device_type", "A100-80GB")
     assert socket.gethostname() in command("topology")
     command("convert", "saved/last.ckpt", "tuned", "--format", "safetensors")
     assert (tmp_path / "tuned" / "model.safetensors").is_file() and (tmp_path / "tuned" / "config.json").is_file()
