@@ -24,7 +24,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_holmes.checkpoint.history import Event, summary
 from lightning_holmes.errors import needs_extra
 from lightning_holmes.lightning_private import has_experiment, log_offline, without_anonymous
 from lightning_holmes.plan.plan import Plan
@@ -118,9 +117,7 @@ class RunRecord(Callback):
 
     W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
     their transports; CSVLogger's folder gets plan.yaml (config.yaml is there). `lightning-holmes fit` does this by itself.
-    The plan is known once the first batch has run. If the job was started again, its
-    history is recorded, too: starts, faults, and the seconds lost by them, as `lightning-holmes status` shows them; in CSVLogger's folder
-    as history.txt.
+    The plan is known once the first batch has run.
     """
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:
@@ -131,11 +128,6 @@ class RunRecord(Callback):
         if self._awaits_plan:
             self._awaits_plan = False
             self._record_plan(trainer, getattr(trainer.strategy, "plan", None))
-            self._record_history(trainer, getattr(trainer.strategy, "history", []))
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._record_history(trainer, getattr(trainer.strategy, "history", []))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._awaits_plan = trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
@@ -148,21 +140,6 @@ class RunRecord(Callback):
                 writer: Any = logger.experiment
                 text = yaml.safe_dump(self.config, sort_keys=False)
                 writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
-
-    def _record_history(self, trainer: Trainer, events: list[Event]) -> None:
-        """Record the history of a job that was started again; for any other job do nothing."""
-        lines = [event.line() for event in events]
-        if sum(event.kind == "start" for event in events) < 2:
-            return
-        for logger in trainer.loggers:
-            if isinstance(logger, LightningWandbLogger):
-                logger.experiment.config.update({"history": [summary(events), *lines]}, allow_val_change=True)
-            elif isinstance(logger, TensorBoardLogger):
-                writer: Any = logger.experiment
-                writer.add_text("history", "".join(f"    {line}\n" for line in (summary(events), *lines)))
-            elif isinstance(logger, CSVLogger):
-                Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
-                (Path(logger.log_dir) / "history.txt").write_text("\n".join((summary(events), *lines, "")))
 
     def _record_plan(self, trainer: Trainer, plan: Plan | None) -> None:
         if plan is None:

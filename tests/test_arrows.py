@@ -51,7 +51,7 @@ STRATEGY: tuple[set[str], ...] = (
     {"connection", "job_layout", "job"},
     {"plan_request", "profiling", "runtime_plan", "planning", "tripwires"},
     {"run", "fit"},
-    {"checkpointing", "starting_again"},
+    {"checkpointing"},
     {"strategy", ""},
 )
 # Lightning and torchmetrics import torch themselves.

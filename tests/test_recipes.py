@@ -389,7 +389,6 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "save_distributed_checkpoint": False,
         "async_checkpoint": True,
         "snapshot_every_n_steps": 100,
-        "snapshot_folder": "/mnt/memory",
         "process_group_backend": "gloo",
         "monitor": True,
         "plan": None,

@@ -8,8 +8,8 @@ import lightning_holmes
 
 PLACES = {
     "checkpoint/folder.py: pickle.dumps": "the .metadata for torch's own tools; never read here",
-    "checkpoint/restricted.py: pickle.UnpicklingError": "what torch.load raises",
-    "checkpoint/restricted.py: torch.load": "of files: of plain data only, unless the user says weights_only=False",
+    "checkpoint/torch_file.py: pickle.UnpicklingError": "what torch.load raises",
+    "checkpoint/torch_file.py: torch.load": "of files: of plain data only, unless the user says weights_only=False",
     "models/hf.py: pickle.UnpicklingError": "what torch.load raises",
 }
 _MODULES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")

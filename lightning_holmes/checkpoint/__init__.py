@@ -4,9 +4,10 @@ A checkpoint is one plain Lightning file (plain.py), or a folder of which every 
 The strategy uses CheckpointManager.
 """
 
+from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.loading import read_plan, read_state_dict
-from lightning_holmes.checkpoint.manager import CheckpointManager, Job, is_local
-from lightning_holmes.checkpoint.parts import Deferred, module_part, optimizer_part, owned
+from lightning_holmes.checkpoint.manager import CheckpointManager, is_local
+from lightning_holmes.checkpoint.parts import Item, Value, module_part, optimizer_part, owned, owned_entries
 from lightning_holmes.checkpoint.plain import (
     fill_whole_module,
     keep_local_parameters,
@@ -15,12 +16,13 @@ from lightning_holmes.checkpoint.plain import (
     parameter_group_names,
     whole_on_host,
 )
-from lightning_holmes.checkpoint.restoring import load_module_state, load_optimizer_state, load_whole_state, renames
+from lightning_holmes.checkpoint.state_loading import load_module_state, load_optimizer_state, load_whole_state, renames
 
 __all__ = [
     "CheckpointManager",
-    "Deferred",
+    "Item",
     "Job",
+    "Value",
     "fill_whole_module",
     "is_local",
     "keep_local_parameters",
@@ -32,6 +34,7 @@ __all__ = [
     "optimizer_part",
     "optimizer_state_dict",
     "owned",
+    "owned_entries",
     "parameter_group_names",
     "read_plan",
     "read_state_dict",

@@ -43,32 +43,35 @@ def find_file_systems(folder: Path, rank: int, size: int, all_gather: Callable[[
         CheckpointError: a rank cannot write to the folder.
     """
     of_rank: list[int | None] = [None] * size
-    number = 0
-    while None in of_rank:
-        leader = of_rank.index(None)
-        name = f"{_of_host()}{os.getpid()}-{uuid.uuid4().hex}" if rank == leader else ""
-        problem = ""
+    for number in range(size):
+        if None not in of_rank:
+            break
+        seen = _who_sees(folder, rank, of_rank.index(None), all_gather)
+        of_rank = [number if known is None and sees else known for known, sees in zip(of_rank, seen, strict=True)]
+    return FileSystems(of_rank=tuple(system for system in of_rank if system is not None))
+
+
+def _who_sees(folder: Path, rank: int, leader: int, all_gather: Callable[[Any], list[Any]]) -> list[bool]:
+    """For each rank whether it sees a file that rank ``leader`` makes in ``folder``. All ranks must call."""
+    probe = folder / f"{_of_host()}{os.getpid()}-{uuid.uuid4().hex}"
+    problem = ""
+    try:
         if rank == leader:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 _remove_former(folder)
-                (folder / name).touch()
+                probe.touch()
             except OSError as error:
                 problem = f"rank {rank} cannot write to {folder}: {error}"
-        if size == 1:
-            seen = [True]
-            atomic.delete(folder / name)
-        else:
-            name, problem = all_gather((name, problem))[leader]
-            seen = all_gather(not problem and _sees(folder, name))
-            all_gather(None)  # after this, no rank is still looking for the file
-            if rank == leader and not problem:
-                atomic.delete(folder / name)
-        if problem:
-            raise CheckpointError(f"{problem}; give a dirpath that can be written everywhere")
-        of_rank = [number if o is None and s else o for o, s in zip(of_rank, seen, strict=True)]
-        number += 1
-    return FileSystems(of_rank=tuple(o for o in of_rank if o is not None))
+        name, problem = all_gather((probe.name, problem))[leader]
+        seen: list[bool] = all_gather(not problem and (rank == leader or _sees(folder, name)))
+        all_gather(None)  # after this, no rank is still looking for the file
+    finally:
+        if rank == leader and not problem:
+            atomic.delete(probe)
+    if problem:
+        raise CheckpointError(f"{problem}; give a dirpath that can be written everywhere")
+    return seen
 
 
 def _of_host() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, missing_files
-from lightning_holmes.checkpoint.restricted import is_cut_off
+from lightning_holmes.checkpoint.torch_file import is_cut_off
 
 
 def is_folder(path: Any) -> bool:

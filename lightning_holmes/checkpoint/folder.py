@@ -18,29 +18,24 @@ import torch
 from torch import Tensor
 
 from lightning_holmes.checkpoint.manifest import DTYPES, Manifest, ValueEntry
-from lightning_holmes.checkpoint.parts import Deferred, Value, same_memory
-from lightning_holmes.checkpoint.restricted import load_bytes
+from lightning_holmes.checkpoint.parts import Item, Value
+from lightning_holmes.checkpoint.torch_file import load_bytes
 from lightning_holmes.comm.value_file import ValueFile
 from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
 from lightning_holmes.torch_private import storage_info
 
 
-def part_file(rank: int, number: int = 0) -> str:
-    """The name of the file with a rank's values; with a ``number`` above 0, of a file that another process writes for the rank."""
-    return f"__{rank}_{number}.distcp"
+def part_file(rank: int) -> str:
+    """The name of the file with a rank's values."""
+    return f"__{rank}_0.distcp"
 
 
-def write_part(path: Path, values: Mapping[Value, Any]) -> dict[Value, ValueEntry]:
-    """Write a rank's values to ``path`` and wait until they are on the disk. One tensor under two names is written once."""
+def write_part(path: Path, items: Iterable[Item]) -> dict[Value, ValueEntry]:
+    """Write a rank's values to ``path``, one after the other, and wait until they are on the disk."""
     entries: dict[Value, ValueEntry] = {}
-    known: dict[Any, ValueEntry] = {}
     with ValueFile(path) as file:
-        for name, value in values.items():
-            place = same_memory(name, value)
-            if place not in known:
-                value = value.read() if isinstance(value, Deferred) else value
-                known[place] = ValueEntry(file=path.name, **asdict(file.add(value)))
-            entries[name] = known[place]
+        for names, value in items:
+            entries |= dict.fromkeys(names, ValueEntry(file=path.name, **asdict(file.add(value))))
     return entries
 
 
@@ -130,20 +125,23 @@ class FolderReader:
             (e for e in dict.fromkeys(entries.values()) if e.file in self.present), key=lambda e: (e.file, e.offset)
         )
         for file_name, entries_of_file in itertools.groupby(near, key=lambda e: e.file):
-            assert self.folder is not None
-            with (self.folder / file_name).open("rb") as file:
-                places |= {entry: self._decode(entry, read_at(file, entry)) for entry in entries_of_file}
+            with self._path(file_name).open("rb") as file:
+                places |= {entry: self.decode(entry, read_at(file, entry)) for entry in entries_of_file}
         for entry in far:
             if entry not in fetched:
                 raise self.not_here(entry)
-            places[entry] = self._decode(entry, fetched.pop(entry))
+            places[entry] = self.decode(entry, fetched.pop(entry))
         return {name: places[entry] for name, entry in entries.items()}
 
     def raw(self, entry: ValueEntry) -> bytes:
         """The bytes of a value whose file this rank sees."""
-        assert self.folder is not None
-        with (self.folder / entry.file).open("rb") as file:
+        with self._path(entry.file).open("rb") as file:
             return read_at(file, entry)
+
+    def _path(self, file_name: str) -> Path:
+        """The path of a file in :attr:`present`."""
+        assert self.folder is not None
+        return self.folder / file_name
 
     def not_here(self, entry: ValueEntry) -> CheckpointError:
         """The error for a value whose file this rank does not see."""
@@ -153,7 +151,8 @@ class FolderReader:
             f"there, or start a rank there"
         )
 
-    def _decode(self, entry: ValueEntry, data: bytes) -> Any:
+    def decode(self, entry: ValueEntry, data: bytes) -> Any:
+        """The value that :meth:`raw` returns the bytes of. Raises CheckpointError if it is damaged."""
         source = f"{self.folder or 'checkpoint'}/{entry.file} (bytes {entry.offset} to {entry.offset + entry.length})"
         if len(data) != entry.length or zlib.crc32(data) != entry.crc32:
             raise CheckpointDamagedError(f"{source} is damaged: its checksum differs from the one in the manifest")
@@ -184,7 +183,7 @@ class FolderStateDict(MutableMapping[str, Any]):
         entry = self._entries[name]
         if entry.file not in self._reader.present:
             raise self._reader.not_here(entry)
-        return self._reader._decode(entry, self._reader.raw(entry))
+        return self._reader.decode(entry, self._reader.raw(entry))
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._own[name] = value

@@ -11,45 +11,50 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_holmes.checkpoint import atomic, resume
+from lightning_holmes.checkpoint import atomic, run_state
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderReader, FolderStateDict
+from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.manifest import PLAN, REST, Manifest, ValueEntry
-from lightning_holmes.checkpoint.restricted import damaged_records, load_bytes, load_file
+from lightning_holmes.checkpoint.torch_file import damaged_records, load_bytes, load_file
+from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
 from lightning_holmes.pipeline import tree
 
 
-def load_folder(path: Path, rank: int, all_gather: Callable[[Any], list[Any]], *, weights_only: bool) -> dict[str, Any]:
-    """Return Lightning's checkpoint from a folder; its states are read when they are used. All ranks must call."""
+def load_folder(
+    path: Path, job: Job, apart: Callable[[Job], Job] = lambda job: job, *, weights_only: bool
+) -> dict[str, Any]:
+    """Return Lightning's checkpoint from a folder; its states are read when they are used. All ranks must call.
+
+    Args:
+        apart: returns ``job`` with a gloo group of all ranks; called on all ranks, if one does not see all files.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or torn.
+    """
     found, problem = _find(path)
-    everyone = all_gather((problem, [(m.id, f is not None) for f, m in found], socket.gethostname()))
-    ids = [ids[0][0] for _, ids, _ in everyone if ids]
+    everyone = job.all_gather((problem, [m.id for _, m in found]))
+    ids = [ids[0] for _, ids in everyone if ids]
     if not ids:
-        raise CheckpointError(next(p for p, _, _ in everyone if p))
+        raise CheckpointError(next(p for p, _ in everyone if p))
     # take the first checkpoint of the lowest rank that has one: other ranks may have been killed before they renamed theirs
-    mine = next(((folder, m) for folder, m in found if m.id == ids[0]), None)
-    rest = b""
-    if mine is not None:
-        folder, manifest = mine
-        rest = (folder / REST).read_bytes() if REST in manifest.present_files(folder) else b""
-    holders = all_gather((mine is not None and bool(rest), mine[1].present_files(mine[0]) if mine else frozenset()))
-    provider = next((r for r, (has, _) in enumerate(holders) if has), None)
+    folder, manifest = next(((f, m) for f, m in found if m.id == ids[0]), (None, None))
+    present = frozenset() if folder is None or manifest is None else manifest.present_files(folder)
+    holders = job.all_gather(present)
+    provider = next((rank for rank, files in enumerate(holders) if REST in files), None)
     if provider is None:
         raise CheckpointError(f"{path / REST} is missing or cut off, so that the checkpoint {path} is torn")
-    if not all(has for has, _ in holders):
-        manifest_bytes, rest = all_gather((mine[1].to_bytes(), rest) if rank == provider and mine else None)[provider]
-        if mine is None:
-            mine_folder, manifest = None, Manifest.from_bytes(manifest_bytes, str(path))
-        else:
-            mine_folder, manifest = mine
-    else:
-        assert mine is not None
-        mine_folder, manifest = mine
+    rest = (folder / REST).read_bytes() if folder is not None and REST in present else b""
+    if not all(REST in files for files in holders):
+        sent = (manifest.to_bytes(), rest) if manifest is not None and job.rank == provider else None
+        manifest_bytes, rest = job.all_gather(sent)[provider]
+        manifest = manifest or Manifest.from_bytes(manifest_bytes, str(path))
+    assert manifest is not None  # a rank that has the rest has the manifest
     if zlib.crc32(rest) != manifest.rest_crc32:
         raise CheckpointDamagedError(f"{path / REST} is damaged: its checksum differs from the one in the manifest")
-    providers = _providers(path, manifest, [present for _, present in holders])
-    everywhere = all(present >= set(providers) for _, present in holders)
-    reader = FolderReader(manifest, mine_folder, None if everywhere else NetworkFetch(rank, providers, all_gather))
+    providers = _providers(path, manifest, holders)
+    everywhere = all(files >= set(providers) for files in holders)
+    reader = FolderReader(manifest, folder, None if everywhere else NetworkFetch(apart(job), providers))
     checkpoint: dict[str, Any] = load_bytes(rest, str(path / REST), weights_only=weights_only)
     checkpoint["state_dict"] = FolderStateDict(reader)
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
@@ -65,8 +70,7 @@ def read_state_dict(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """
     if not path.is_dir():
         return dict(load_file(path, weights_only=weights_only)["state_dict"])
-    state = load_folder(path, 0, lambda value: [value], weights_only=weights_only)["state_dict"]
-    assert isinstance(state, FolderStateDict)
+    state: FolderStateDict = load_folder(path, Job(), weights_only=weights_only)["state_dict"]
     return state.read_many(state)
 
 
@@ -78,7 +82,7 @@ def read_plan(path: Path) -> str | None:
     """
     if path.is_dir():
         return (path / PLAN).read_text(encoding="utf-8") if (path / PLAN).is_file() else ""
-    return resume.take_plan(dict(load_file(path))) if zipfile.is_zipfile(path) else None
+    return run_state.take_plan(dict(load_file(path))) if zipfile.is_zipfile(path) else None
 
 
 def _find(path: Path) -> tuple[list[tuple[Path, Manifest]], str]:
@@ -112,32 +116,30 @@ def _providers(path: Path, manifest: Manifest, present: Sequence[frozenset[str]]
 
 
 class NetworkFetch:
-    """Fetches the bytes of values from ranks that see their files; all ranks must call it together."""
+    """Fetches the bytes of values from ranks that see their files; all ranks must call it together.
 
-    def __init__(self, rank: int, providers: dict[str, int], all_gather: Callable[[Any], list[Any]]) -> None:
-        self._rank = rank
-        self._providers = providers
-        self._all_gather = all_gather
+    Args:
+        job: with a gloo group: values are on the host, and WORLD may use NCCL.
+        providers: for each file the rank that sends its values.
+    """
+
+    def __init__(self, job: Job, providers: dict[str, int]) -> None:
+        self._job, self._providers = job, providers
 
     def __call__(self, reader: FolderReader, wanted: Sequence[ValueEntry]) -> dict[ValueEntry, bytes]:
-        requests: list[list[ValueEntry]] = self._all_gather(list(wanted))
-        group = dist.new_group(backend="gloo")  # values are on the host, and WORLD may use NCCL
+        rank, group = self._job.rank, self._job.group
+        requests: list[list[ValueEntry]] = self._job.all_gather(list(wanted))
         fetched: dict[ValueEntry, bytes] = {}
-        try:
-            for receiver, entries in enumerate(requests):
-                for entry in entries:
-                    sender = self._providers[entry.file]
-                    if self._rank == sender:
-                        data = torch.frombuffer(bytearray(reader.raw(entry)), dtype=torch.uint8)
-                        dist.send(data, receiver, group=group)
-                    elif self._rank == receiver:
-                        data = torch.empty(entry.length, dtype=torch.uint8)
-                        dist.recv(data, sender, group=group)
-                        fetched[entry] = data.numpy().tobytes()
-            # a rank without anything to send would close connections that others are still making
-            self._all_gather(None)
-        finally:
-            dist.destroy_process_group(group)
+        for receiver, entries in enumerate(requests):
+            for entry in entries:
+                sender = self._providers[entry.file]
+                if rank == sender:
+                    data = torch.frombuffer(bytearray(reader.raw(entry)), dtype=torch.uint8)
+                    wait_for(dist.isend(data, receiver, group=group), group)
+                elif rank == receiver:
+                    data = torch.empty(entry.length, dtype=torch.uint8)
+                    wait_for(dist.irecv(data, sender, group=group), group)
+                    fetched[entry] = data.numpy().tobytes()
         return fetched
 
 
@@ -151,8 +153,6 @@ def load_plain(path: Path, *, weights_only: bool, check: bool, agree: Callable[[
     damaged = agree(damaged_records(path) if check else [])
     if damaged:
         raise CheckpointError(f"{path} is damaged: the checksum of {', '.join(damaged[:3])} is wrong")
-    checkpoint: dict[str, Any] = load_file(path, weights_only=weights_only)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise CheckpointError(f"{path} is no checkpoint of Lightning's: it has no state_dict")
+    checkpoint = load_file(path, weights_only=weights_only)
     mapped = {"state_dict", "optimizer_states"}
     return {k: v if k in mapped else tree.map_tensors(Tensor.clone, v) for k, v in checkpoint.items()}

@@ -1,74 +1,37 @@
 """CheckpointManager: saves, loads and removes a strategy's checkpoints of either format, and waits for background writes.
 
 manager = CheckpointManager(distributed="auto", background=False)
-manager.save(job, checkpoint, "last.ckpt", ...)
+manager.save_folder(job, checkpoint, "last.ckpt", ...)
 checkpoint = manager.load(job, "last.ckpt", weights_only=None)
 """
 
 import copy
 import functools
 import io
+import itertools
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lightning_holmes.checkpoint import atomic, resume
-from lightning_holmes.checkpoint.elsewhere import split
+from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
+from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.loading import load_folder, load_plain
-from lightning_holmes.checkpoint.meeting import Meeting
-from lightning_holmes.checkpoint.parts import Deferred, PartWriter, Value, made_whole, named_values, share_of
-from lightning_holmes.checkpoint.saving import TOPICS, FolderSave, not_written
+from lightning_holmes.checkpoint.parts import Item, Value, items_of, made_whole, named_values, share_of
+from lightning_holmes.checkpoint.saving import FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
-from lightning_holmes.comm.answer import connect_again
-from lightning_holmes.comm.gloo import has_ended
-from lightning_holmes.comm.objects import all_gather_values, broadcast_value
-from lightning_holmes.comm.value_file import Outlet, save_to
-from lightning_holmes.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    ConnectionLostError,
-)
-from lightning_holmes.optim.joined_steps import JoinedSteps
-from lightning_holmes.torch_private import default_store
+from lightning_holmes.checkpoint.torch_file import save_file
+from lightning_holmes.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
-_TOGETHER = timedelta(seconds=2)  # ranks that end by the same exception arrive within this time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """This rank's position in the job: among all ranks, its replica among the replicas, and its rank in its tensor group."""
-
-    rank: int = 0
-    size: int = 1
-    replica: int = 0
-    num_replicas: int = 1
-    timeout: timedelta = timedelta(minutes=30)
-    tensor_rank: int = 0
-    tensor_size: int = 1
-    host_group: Any = None
-    """The gloo group of all ranks; None: WORLD."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, on all ranks; all ranks must call."""
-        if self.size == 1:
-            return [value]
-        return all_gather_values(value)
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value, on all ranks; all ranks must call."""
-        if self.size == 1:
-            return value
-        return broadcast_value(value)
+_PATIENCE_S = 2.0
+"""How long a rank whose run has failed waits for a write in the background, for which other ranks may be gone."""
 
 
 class CheckpointManager:
@@ -79,20 +42,18 @@ class CheckpointManager:
         background: write in a thread while training continues.
     """
 
+    group_name = "holmes_checkpoints"
+
     def __init__(self, *, distributed: bool | Literal["auto"], background: bool) -> None:
         self.distributed = distributed
         self.background = background
         self._writer = Writer()
         self._staging = Staging()
         self._file_systems: dict[str, FileSystems] = {}
-        self._last: Meeting | None = None
-        self.reading: JoinedSteps | None = None
-        """The collective steps that bring values of the next folder to this rank while it is written; all ranks finish them."""
-        self.others_may_write = False
-        """Whether optimizer nodes may write some of the next folder's values; the same on all ranks."""
-        self._writers: dict[Path, tuple[dict[int, PartWriter], list[PartWriter]]] = {}
-        """For each folder the writers of deferred values by id, and the list of those that see the folder."""
-        self._told: set[Path] = set()
+        self._group: Any = None
+        self.collected: Iterable[Item] = ()
+        """Values of the next folder that this rank collects with other ranks as it writes them, and that its checkpoint therefore lacks. All ranks go
+        through theirs."""
 
     def writes_folders(self, job: Job, checkpoint_io: Any) -> bool:
         """Whether checkpoints are written as folders; a user's CheckpointIO plugin gets files, as it expects."""
@@ -114,7 +75,7 @@ class CheckpointManager:
         assigned: frozenset[str],
         background: bool,
     ) -> None:
-        """Write ``checkpoint``, whose states are this rank's parts, as a folder; all ranks must call.
+        """Write ``checkpoint``, whose states are this rank's parts, and :attr:`collected`, as a folder; all ranks must call.
 
         Args:
             order: the names of the whole ``state_dict``.
@@ -122,106 +83,39 @@ class CheckpointManager:
             plan: the plan as YAML.
             assigned: which values each exist on one replica only: "optimizer", the optimizers' states; "state_dict", the parameters.
         """
+        collected, self.collected = self.collected, ()
         self._writer.wait()
-        # all-gather rather than broadcast: afterwards every rank's writer has ended and has read the announcements to be deleted
+        # all-gather rather than broadcast: afterwards every rank's writer has ended, and removes nothing any more
         name, token = job.all_gather((os.fspath(path), uuid.uuid4().hex[:8]))[0]
-        if self._last is not None:
-            self._last.forget(TOPICS)
         target = _local(name)
-        systems = self._systems(job, target.parent, job.all_gather)
-        save = self.folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned)
-        if self.others_may_write:
-            save = self.leave_to_others(job, save)
-        if background:
-            save = replace(save, values=self._staging.copy(save.values))
-        if self.reading is not None:
-            save, self.reading = replace(save, finish=self.reading.finish), None
-        meeting = self._last = Meeting(
-            _client(job, job.timeout),
-            job.rank,
-            job.size,
-            token,
-            job.timeout,
-            functools.partial(has_ended, job.host_group),
-        )
-        self._writer.run(functools.partial(save.run, meeting), background=background)
-
-    def leave_to_others(self, job: Job, save: FolderSave) -> FolderSave:
-        """Let the writers of deferred values that see the folder write these values; return the save of the rest. All ranks must call."""
-        save.prepare()
-        folder, values = save.target.parent, save.values
-        wanted = {id(v.writer): v.writer for v in values.values() if isinstance(v, Deferred) and v.writer is not None}
-        known = self._writers.get(folder)
-        if known is None or known[0].keys() != wanted.keys():
-            known = self._writers[folder] = wanted, [writer for writer in wanted.values() if writer.sees(folder)]
-        seen = known[1]
-        # after this all-gather no rank is still in prepare()
-        told = job.all_gather(([w.name for w in wanted.values()], [w.name for w in seen]))
-        if job.rank == 0 and folder not in self._told and any(names for names, _ in told):
-            self._told.add(folder)
-            print(_who_writes(folder, told), flush=True)
-        temporary = atomic.temporary_path(save.target, save.token)
-        temporary.mkdir(parents=True, exist_ok=True)
-        own, parts = split(values, seen, temporary, job.rank)
-        return replace(save, values=own, elsewhere=parts, prepare=lambda: None)
-
-    def save_in_distress(
-        self,
-        job: Job,
-        checkpoint: dict[str, Any],
-        path: Any,
-        *,
-        order: Sequence[str],
-        parameters: frozenset[str],
-        plan: str,
-        assigned: frozenset[str],
-    ) -> None:
-        """Write a folder while an exception ends the run, if all ranks call this at the same step within _TOGETHER.
-
-        Raises:
-            CheckpointError: they do not, or the ranks form tensor groups.
-        """
-        self.finish(failed=True, alone=job.size == 1)
-        if job.tensor_size > 1:
-            raise CheckpointError(
-                f"tensor_parallel_size={job.tensor_size}: after a failure the ranks of a tensor group cannot be asked for their parts"
-            )
-        target = _local(os.fspath(path))
-        token = f"failure-{checkpoint['global_step']}"
-        meeting = Meeting(_client(job, _TOGETHER), job.rank, job.size, f"{token}-{target}", _TOGETHER)
-        systems = self._systems(job, target.parent, meeting.all_gather)  # the process groups may not work any more
-        self.folder_save(job, checkpoint, target, token, systems, order, parameters, plan, assigned).run(meeting)
-
-    def folder_save(
-        self,
-        job: Job,
-        checkpoint: dict[str, Any],
-        target: Path,
-        token: str,
-        systems: FileSystems,
-        order: Sequence[str],
-        parameters: frozenset[str],
-        plan: str,
-        assigned: frozenset[str],
-    ) -> FolderSave:
         rest = dict(checkpoint)
         state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
-        values = named_values(state_dict, optimizers or [])
         if optimizers is not None:
             rest["optimizer_states"] = [{"param_groups": o.get("param_groups", [])} for o in optimizers]
-        buffer = io.BytesIO()
-        if job.rank == 0:
-            torch.save(rest, buffer)
-        return FolderSave(
+        shared = _share(job, named_values(state_dict, optimizers or []), parameters, assigned)
+        items: Iterable[Item] = itertools.chain(items_of(shared), collected)
+        save = FolderSave(
             target=target,
             token=token,
-            file_systems=systems,
-            values=_share(job, values, parameters, assigned),
+            file_systems=self._systems(job, target.parent),
+            items=self._staging.copy(items) if background else items,
             order=order,
             num_optimizers=len(optimizers or []),
-            rest=buffer.getvalue(),
+            rest=bytes_of(rest) if job.rank == 0 else b"",
             plan=plan,
         )
+        write = functools.partial(self.prepared(job, save).run, self._apart(job))
+        self._writer.run(write, background=background)
+
+    def prepared(self, job: Job, save: FolderSave) -> FolderSave:
+        """Return ``save`` as it is to be run; all ranks call it together."""
+        return save
+
+    def _apart(self, job: Job) -> Job:
+        """``job`` with a group that this manager alone uses, in whatever thread. All ranks must call."""
+        if self._group is None and job.size > 1:
+            self._group = job.make_group(self.group_name)
+        return replace(job, group=self._group)
 
     def save_plain(self, job: Job, checkpoint: dict[str, Any], path: Any, *, background: bool) -> None:
         """Write ``checkpoint``, which rank 0 has whole, as one file that plain Lightning reads. All ranks must call.
@@ -235,8 +129,8 @@ class CheckpointManager:
 
         def write() -> None:
             try:
-                with atomic.writing(target) as temporary, temporary.open("wb") as file:
-                    save_to(Outlet(file), checkpoint)
+                with atomic.writing(target) as temporary:
+                    save_file(temporary, checkpoint)
             except OSError as error:
                 raise CheckpointError(not_written(job.rank, target, error)) from None
 
@@ -261,57 +155,35 @@ class CheckpointManager:
         if leads:
             self._writer.afterwards(functools.partial(atomic.remove, target))
 
-    def finish(
-        self,
-        *,
-        failed: bool = False,
-        alone: bool = False,
-        all_gather: Callable[[Any], list[Any]] = lambda value: [value],
-    ) -> None:
-        """Wait for the current write; after a failure of the run only for _TOGETHER, unless this process is ``alone``.
-
-        Args:
-            all_gather: gathers a value of each rank; if checkpoints are written in the background and the run has not failed, all
-                ranks call it.
+    def finish(self, job: Job, *, failed: bool = False) -> None:
+        """Wait for the current write. After a failure of the run, for which other ranks may be gone, wait for some seconds only. Otherwise, if checkpoints
+        are written in the background, all ranks must call.
 
         Raises:
             CheckpointError: the write has failed on any rank, and the run has not failed.
         """
-        if not failed:
-            error: Exception | None = None
+        if failed:
             try:
-                self._writer.wait()
-            except Exception as own:
-                error = own
-            problems = all_gather(None if error is None else str(error)) if self.background else []
-            others = [problem for problem in problems if problem is not None]  # a single file is written by rank 0 only
-            if error is None and others:
-                error = CheckpointError(others[0])
-            if error is not None:
-                raise error
+                self._writer.wait(timeout_s=None if job.size == 1 else _PATIENCE_S)
+            except Exception as error:
+                warnings.warn(f"a checkpoint was not written: {error}")
             return
+        problem = self.settle(job) if self.background else ""
+        if problem:
+            raise CheckpointError(problem)
+
+    def settle(self, job: Job) -> str:
+        """Wait for the current write; all ranks must call. Return on all of them the first one's error; "": none has one."""
+        problem = ""
         try:
-            self._writer.wait(timeout_s=None if alone else _TOGETHER.total_seconds())
+            self._writer.wait()
         except Exception as error:
-            warnings.warn(f"a checkpoint was not written: {error}")
+            problem = str(error)
+        return next(filter(None, job.all_gather(problem)), "")
 
-    def add_what_resuming_needs(self, job: Job, checkpoint: dict[str, Any], *, failed: bool, **about: int) -> None:
-        """Add the run's seed and each replica's loader states to ``checkpoint``; all ranks must call."""
-        states = resume.loader_states(checkpoint)
-        replicas = [states]
-        if states and job.num_replicas > 1:
-            if failed:  # the other ranks may not answer; resuming inside an epoch will be refused
-                replicas = []
-            else:
-                everyone = dict(reversed(job.all_gather((job.replica, states))))
-                replicas = [everyone[replica] for replica in range(job.num_replicas)]
-        elif not states:
-            replicas = [[] for _ in range(job.num_replicas)]
-        resume.add(checkpoint, replicas=replicas, **about)
-
-    def _systems(self, job: Job, folder: Path, all_gather: Callable[[Any], list[Any]]) -> FileSystems:
+    def _systems(self, job: Job, folder: Path) -> FileSystems:
         if str(folder) not in self._file_systems:
-            self._file_systems[str(folder)] = find_file_systems(folder, job.rank, job.size, all_gather)
+            self._file_systems[str(folder)] = find_file_systems(folder, job.rank, job.size, job.all_gather)
         return self._file_systems[str(folder)]
 
     # loading
@@ -332,7 +204,7 @@ class CheckpointManager:
         restricted = weights_only is not False
         kinds = job.all_gather("folder" if _holds_folder(path) else "file" if path.is_file() else "")
         if "folder" in kinds:
-            return load_folder(path, job.rank, job.all_gather, weights_only=restricted)
+            return load_folder(path, job, self._apart, weights_only=restricted)
         if "" in kinds:
             if not any(kinds):
                 raise CheckpointNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint, file or folder")
@@ -360,13 +232,11 @@ def _share(
     return made_whole(ours, share_of(ours, parameters, job.tensor_rank, job.tensor_size))
 
 
-def _who_writes(folder: Path, told: Sequence[tuple[Sequence[str], Sequence[str]]]) -> str:
-    """The message that says which writers write; ``told`` has for each rank the names of its writers, and of those that see the folder."""
-    all_names, names = (sorted({name for of_rank in told for name in of_rank[place]}) for place in (0, 1))
-    if not names:
-        return f"{folder}: {', '.join(all_names)} cannot write there, so that workers write all parts of checkpoints"
-    some = " where they see the file system of the worker" if any(len(a) > len(b) for a, b in told) else ""
-    return f"{folder}: {', '.join(names)} {'writes its' if len(names) == 1 else 'write their'} own part of checkpoints{some}"
+def bytes_of(value: Any) -> bytes:
+    """``value`` as torch.save writes it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def is_local(path: Any) -> bool:
@@ -386,13 +256,3 @@ def _local(path: str) -> Path:
 
 def _holds_folder(path: Path) -> bool:
     return path.is_dir() or (not path.exists() and any(p.is_dir() for p in atomic.temporary_paths(path)))
-
-
-def _client(job: Job, timeout: timedelta) -> Any:
-    """A new client of the job's store, for use in another thread; None in a job of one process. Raises CheckpointError."""
-    if job.size == 1:
-        return None
-    try:
-        return connect_again(default_store(), timeout_s=timeout.total_seconds())
-    except ConnectionLostError as error:
-        raise CheckpointError(f"ranks cannot agree about a checkpoint: {error}") from None

@@ -96,7 +96,11 @@ class Manifest:
                 raise ValueError(f"it names a file outside of the folder: {name!r}")
         for name, entry in self._values():
             file = self.files.get(entry.file)
-            if file is None or not 0 <= entry.offset <= entry.offset + entry.length <= file.num_bytes:
+            if (
+                file is None
+                or file.file_system is None
+                or not 0 <= entry.offset <= entry.offset + entry.length <= file.num_bytes
+            ):
                 raise ValueError(f"the bytes of {name!r} lie outside of {entry.file}")
             if entry.dtype is not None and entry.dtype not in DTYPES:
                 raise ValueError(f"{name!r} has the unknown type {entry.dtype!r}")

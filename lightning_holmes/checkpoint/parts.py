@@ -4,10 +4,8 @@ Replicas hold the same parameters and optimizer states, so each writes a share o
 of modules) may differ between replicas, and is written by the first replica.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,33 +16,8 @@ from lightning_holmes.pipeline.stage import PipelineModule
 Value = tuple[str, ...]
 """The name of a value: ("state_dict", name), or ("optimizer_0", "state", parameter name, key)."""
 
-
-class PartWriter(Protocol):
-    """A writer of values in another process, such as an optimizer node."""
-
-    name: str
-
-    def sees(self, folder: Path) -> bool:
-        """Whether the writer can write to this folder."""
-
-    def start(self, path: Path, places: Collection[Any]) -> Callable[[], Mapping[str, Any]]:
-        """Start to write a file with these values as they are now. Return a function that waits until it is written and returns "entries",
-        "bytes" and "host"; an entry is a place and a Placed as a dictionary."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deferred:
-    """A value that is read only when it is written. Values with equal ``place`` are the same.
-
-    Attributes:
-        num_bytes: the value's bytes; 0 where they are not needed.
-        writer: the writer that may write the value where it is, so that this rank need not read it.
-    """
-
-    place: Any
-    read: Callable[[], Any]
-    num_bytes: int = 0
-    writer: PartWriter | None = None
+Item = tuple[Sequence[Value], Any]
+"""A value to be written, with all its names: tied weights have several."""
 
 
 def module_part(pipeline: PipelineModule, collected: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -54,16 +27,20 @@ def module_part(pipeline: PipelineModule, collected: Mapping[str, Any] | None = 
         collected: if parameters are sharded, the whole parameters that were collected on this rank; None: parameters are not sharded.
     """
     found: dict[str, Any] = {}
-    for key, value in pipeline.module.state_dict(keep_vars=True).items():
-        name = pipeline.name_of(value, key)
-        if not pipeline.is_owner(name):
-            continue
+    for key, name, value in owned_entries(pipeline):
         if collected is not None and name in pipeline.parameters:
             if name in collected:
                 found[key] = collected[name]
         else:
             found[key] = value.detach() if isinstance(value, Tensor) else value
     return found
+
+
+def owned_entries(pipeline: PipelineModule) -> list[tuple[str, str, Any]]:
+    """The key, the global name and the value of each entry of the module's ``state_dict`` that this rank owns."""
+    entries = pipeline.module.state_dict(keep_vars=True).items()
+    named = [(key, pipeline.name_of(value, key), value) for key, value in entries]
+    return [entry for entry in named if pipeline.is_owner(entry[1])]
 
 
 def owned(state: Mapping[str, Any], pipeline: PipelineModule) -> dict[str, Any]:
@@ -120,6 +97,14 @@ def named_values(state_dict: Mapping[str, Any], optimizer_states: Sequence[Mappi
     return values
 
 
+def items_of(values: Mapping[Value, Any]) -> list[Item]:
+    """The values to be written, each once, with all its names."""
+    names: dict[Any, list[Value]] = {}
+    for name, value in values.items():
+        names.setdefault(same_memory(name, value), []).append(name)
+    return [(of_one, values[of_one[0]]) for of_one in names.values()]
+
+
 def share_of(
     values: Mapping[Value, Any], parameters: frozenset[str], replica: int, num_replicas: int
 ) -> dict[Value, Any]:
@@ -163,16 +148,12 @@ def made_whole(ours: Mapping[Value, Any], mine: Mapping[Value, Any]) -> dict[Val
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of a tensor or of a :class:`Deferred` value; 0 for anything else."""
-    if isinstance(value, Deferred):
-        return value.num_bytes
+    """Bytes of a tensor; 0 for anything else."""
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
 def same_memory(name: Value, value: Any) -> Any:
     """A key that is equal for values that are the same tensor under two names, such as tied weights."""
-    if isinstance(value, Deferred):
-        return value.place
     if not isinstance(value, Tensor):
         return name
     value = dtensor.local_part(value)

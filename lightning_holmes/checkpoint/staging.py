@@ -10,13 +10,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from lightning_holmes.checkpoint.parts import Deferred, Value, same_memory
+from lightning_holmes.checkpoint.parts import Item, Value
 
 _NICE = 10
 
@@ -27,28 +26,22 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[Value, Tensor] = {}
 
-    def copy(self, values: Mapping[Value, Any]) -> dict[Value, Any]:
+    def copy(self, items: Iterable[Item]) -> list[Item]:
         """Copy the values as they are now; the copies are valid until the next call."""
-        copies: dict[Value, Any] = {}
-        places: dict[Any, Any] = {}
+        copies: list[Item] = []
         buffers: dict[Value, Tensor] = {}
         on_device = False
-        for name, value in values.items():
-            place = same_memory(name, value)
-            if place not in places:
-                if isinstance(value, Deferred):
-                    places[place] = value.read()
-                elif isinstance(value, Tensor):
-                    buffer = self._buffers.get(name)
-                    if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                        pinned = value.device.type == "cuda"
-                        buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
-                    on_device |= value.device.type != "cpu"
-                    buffers[name] = buffer.copy_(value.detach(), non_blocking=True)
-                    places[place] = buffer
-                else:
-                    places[place] = copy.deepcopy(value)
-            copies[name] = places[place]
+        for names, value in items:
+            if isinstance(value, Tensor):
+                buffer = self._buffers.get(names[0])
+                if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                    pinned = value.device.type == "cuda"
+                    buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=pinned)
+                on_device |= value.device.type != "cpu"
+                buffers[names[0]] = buffer.copy_(value.detach(), non_blocking=True)
+                copies.append((names, buffer))
+            else:
+                copies.append((names, copy.deepcopy(value)))
         if on_device:
             torch.cuda.synchronize()
         self._buffers = buffers

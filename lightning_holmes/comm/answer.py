@@ -45,26 +45,6 @@ def answer_within(ask: Callable[[], T], *, timeout_s: float) -> T:
     return answers[0]
 
 
-def connect_again(store: Any, *, timeout_s: float) -> Any:
-    """A new client of the process that keeps ``store``; ``store`` itself if no process keeps it.
-
-    Raises:
-        ConnectionLostError: that process is gone, or does not answer in time.
-    """
-    end = end_of(store)
-    if end is None:
-        return store
-
-    def connect() -> Any:
-        if is_gone(store):
-            raise ConnectionLostError(
-                f"the job's store at {end[0]}:{end[1]} is gone: the process that keeps it has ended"
-            )
-        return store.clone()
-
-    return answer_within(connect, timeout_s=timeout_s)
-
-
 def is_gone(store: Any) -> bool:
     """Whether the process that keeps ``store`` has ended; checked without the store's client, which would print a
     stack. May hang if the link is cut."""

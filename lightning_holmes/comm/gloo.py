@@ -18,18 +18,15 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.answer import answer_within, is_gone
-from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.errors import ConfigurationError, UnreachableError
 from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout, is_backend_registered
 
 GLOO = "holmes_gloo"
 _ANSWER_S = 5.0
 _PAUSE_S = 0.2
-_NEVER_SENT = 2**31 - 1  # a tag that no message has
 _CONNECT = timedelta(seconds=60)  # a rank that cannot be reached in this time counts as unreachable
 _LIMITS: "weakref.WeakKeyDictionary[dist.ProcessGroup, timedelta | None]" = weakref.WeakKeyDictionary()
 """By group, the timeout of its operations, read from torch once; None: the group applies its timeout itself."""
@@ -103,22 +100,6 @@ def _limit(group: dist.ProcessGroup) -> timedelta | None:
     if group not in _LIMITS:
         _LIMITS[group] = gloo_timeout(group) if dist.get_backend(group) == GLOO else None
     return _LIMITS[group]
-
-
-def has_ended(group: dist.ProcessGroup | None, rank: int) -> bool:
-    """Whether the process of a global rank has ended, as far as gloo's connection with it knows; does not wait.
-
-    If it has ended, gloo refuses a receive at once. If it lives, the receive stays open, and no rank ever sends its
-    tag. A cut link is not noticed.
-
-    Args:
-        group: a gloo group; None: WORLD.
-    """
-    try:
-        dist.irecv(torch.empty(1, dtype=torch.uint8), rank, group=group, tag=_NEVER_SENT)
-    except Exception as error:  # for example, the group does not exist any more
-        return is_lost(error)
-    return False
 
 
 def _create(options: Any, given: GlooOptions) -> Any:

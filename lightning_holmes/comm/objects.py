@@ -31,16 +31,17 @@ def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> lis
     return [decode(part[:length].cpu().numpy().data) for part, length in zip(parts, lengths, strict=True)]
 
 
-def broadcast_value(value: Any, source: int = 0) -> Any:
-    """Broadcast the value of global rank ``source``, which gets its own object back, as does a single process. All ranks must call."""
-    if _is_alone(None):
+def broadcast_value(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """Broadcast the value of global rank ``source`` in ``group`` (None: all ranks). That rank gets its own object back, as does a single process.
+    All ranks of the group must call."""
+    if _is_alone(group):
         return value
-    device, gives = _device(None), dist.get_rank() == source
+    device, gives = _device(group), dist.get_rank() == source
     data = torch.frombuffer(bytearray(encode(value) if gives else b"\0"), dtype=torch.uint8)
     size = torch.tensor([len(data)], device=device)
-    dist.broadcast(size, source)
+    dist.broadcast(size, source, group=group)
     data = data.to(device) if gives else torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, source)
+    dist.broadcast(data, source, group=group)
     return value if gives else decode(data.cpu().numpy().data)
 
 

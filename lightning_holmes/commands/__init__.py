@@ -12,10 +12,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "this host's network cards, or a job's clusters and links",
     ),
     "convert": ("lightning_holmes.commands.convert", "a checkpoint as a folder, a plain file or safetensors"),
-    "status": (
-        "lightning_holmes.commands.status",
-        "jobs with snapshots on this host: how far, which faults, what they cost",
-    ),
     "optimizer-node": (
         "lightning_holmes.commands.optimizer_node",
         "this host as an optimizer node of a job, by the job's own script",

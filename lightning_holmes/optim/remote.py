@@ -11,7 +11,7 @@ commit.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.objects import any_of
 from lightning_holmes.comm.queue import OnRun, Work
@@ -26,11 +27,9 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.host_memory import HostMemory
-from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
 from lightning_holmes.optim.node.link import NodeLink, at_once
-from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 
@@ -274,28 +273,16 @@ class RemoteOptimizer:
         link, unit = self._parameters.link_of(part)
         return link, {"unit": unit, "names": names, "version": self._parameters.version}
 
-    def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
-        """Collect the states of this replica, one unit at a time; see OwnedStates."""
+    def each_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the states of this replica, one unit at a time; see OwnedStates."""
         self._parameters.settle()
         replica = self._parameters.replica
-        keys: dict[str, dict[str, int]] = {}
-        steps = []
         for part in self._parameters.parts:
             wanted = [n for n in part.names if n in self.stepped and self.destination(n) == replica]
             if wanted:
+                give_back_freed_memory()  # of the unit before, which is large
                 link, question = self._about(part, wanted)
-                keys |= link.ask(question | {"ask": "keys"})["keys"]
-                steps.append(functools.partial(_states, link, question | {"ask": "states"}))
-        self._sizes = keys
-        return {name: list(sizes) for name, sizes in keys.items()}, JoinedSteps(steps)
-
-    def num_bytes(self, name: str, key: str) -> int:
-        """Return the bytes of an entry that :meth:`collect_in_steps` has returned."""
-        return self._sizes[name][key]
-
-    def writer_of(self, name: str) -> NodeWriter:
-        """Return the writer of the node that holds the state of a parameter."""
-        return self._parameters.writer_of(name)
+                yield from link.ask(question | {"ask": "states"})["states"].items()
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter's state: parameters are distributed round-robin."""
@@ -341,11 +328,6 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
         f"this {type(optimizer).__name__} steps after the fit for which it was made: optimizer nodes have taken its parameters and states; "
         f"make a new one, in configure_optimizers for a fit, or use optimizer_nodes=0"
     )
-
-
-def _states(link: NodeLink, question: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = link.ask(question)["states"]
-    return found
 
 
 class RemoteHost:

@@ -14,22 +14,21 @@ or one worker fetches for its cluster (aggregator.py).
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import Absence
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.aggregator import Aggregator
 from lightning_holmes.optim.host_memory import HostMemory
-from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.layered import gathered_dtype
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink, at_once
-from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.shards import Piece
 from lightning_holmes.optim.stage_buffers import allocate
@@ -104,7 +103,6 @@ class RemoteParameters(StageShards):
         self.aggregators: Mapping[int, Aggregator] = {}
         self.num_replicas, self.replica = num_replicas, replica
         self._link_of: Mapping[int, NodeLink] = {}
-        self._writer_of: Mapping[str, NodeWriter] = {}
         self._has_failed = self._has_masters = False
         self._host_memory = HostMemory(device)  # the queue's
 
@@ -187,9 +185,6 @@ class RemoteParameters(StageShards):
         self.links = links
         weakref.finalize(self, _close_all, links)
         self._link_of = {index: links[place] for index, place in place_of.items()}
-        unit_of = {name: index for index, part in enumerate(self.parts) for name in part.names}
-        writers = {id(link): NodeWriter(link, unit_of, lambda: self.version) for link in links}
-        self._writer_of = {name: writers[id(self._link_of[index])] for name, index in unit_of.items()}
 
     def lay_out(
         self,
@@ -298,27 +293,15 @@ class RemoteParameters(StageShards):
             if destination(name) == self.replica
         }
 
-    def collect_in_steps(
-        self, destination: Callable[[str], int], *, end: Callable[[], None] = lambda: None
-    ) -> tuple[list[str], JoinedSteps]:
+    def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See StageShards. Each replica fetches only the parts of which it wants a parameter."""
         self.settle()
-
-        def bring(part: Part) -> dict[str, dict[str, Tensor]]:
-            views = part.views(self._on_host(part))
-            return {name: {"": view.clone()} for name, view in views.items() if destination(name) == self.replica}
-
-        parts = [part for part in self.parts if any(destination(name) == self.replica for name in part.names)]
-        here = [name for part in parts for name in part.names if destination(name) == self.replica]
-        return here, JoinedSteps([functools.partial(bring, part) for part in parts])
-
-    def num_bytes(self, name: str) -> int:
-        """Return the bytes of a parameter in the type that workers have it in."""
-        part, _ = self._places[name]
-        return part.shapes[part.names.index(name)].numel() * part.dtype.itemsize
-
-    def writer_of(self, name: str) -> NodeWriter:
-        """Return the writer of the node that holds a parameter and its states."""
-        return self._writer_of[name]
+        for part in self.parts:
+            wanted = [name for name in part.names if destination is None or destination(name) == self.replica]
+            if wanted:
+                give_back_freed_memory()  # of the part before, which is large
+                views = self._whole(part) if destination is None else part.views(self._on_host(part))
+                yield from ((name, views[name]) for name in wanted)
 
     def hold(self, names: Collection[str]) -> list[Part]:
         """Refuse: hooks that read parameters are rejected before they get here."""

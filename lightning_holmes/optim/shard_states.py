@@ -5,7 +5,7 @@ moments of Adam) are cut and joined; entries for the parameter as a whole (its s
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.objects import all_gather_values
-from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.shards import Piece
 
 MASTER_WEIGHT = "master_weight"
@@ -48,14 +47,9 @@ class OwnedStates(Protocol):
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
         """Return the states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas must call."""
 
-    def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
-        """Collect the states on :meth:`destination`, some at a time, when one of them is taken.
-
-        All replicas must call, and then take the states or call ``finish``.
-
-        Returns:
-            The keys of the states that are collected on this rank, by parameter, and the steps that collect them.
-        """
+    def each_state(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the states as they are now, by parameter name, each whole on its :meth:`destination`, some in memory at a time. All replicas must
+        call, and iterate to the end."""
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter's state to a checkpoint folder."""

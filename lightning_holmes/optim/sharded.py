@@ -15,7 +15,6 @@ Results equal those of the unsharded optimizer. With ``master_weights`` pieces a
 parameters are rounded from them after each step (as Megatron's distributed optimizer does).
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,13 +25,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
-from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
-from lightning_holmes.optim.shards import Piece, holder_of
+from lightning_holmes.optim.shards import Piece, holders_of
 from lightning_holmes.torch_private import tensor_version
 
 FROZEN = -1
@@ -77,6 +76,7 @@ class ShardedOptimizer:
         self._shown: dict[str, tuple[Tensor | None, int]] = {}
         self._filler: nn.Parameter | None = None
         self._pieces: list[Piece] = []
+        self._holders: dict[str, int] = {}
         self._tensors: dict[Piece, nn.Parameter] = {}
         parameters = memory.parameters
         self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
@@ -98,7 +98,7 @@ class ShardedOptimizer:
         for number, name in enumerate(n for n in self._group_of if n not in in_bucket):
             size = dtensor.local_part(self._memory.parameters[name]).numel()
             pieces.append(Piece(name=name, start=0, stop=size, rank=number % self._size, bucket=FROZEN, offset=0))
-        self._pieces = pieces
+        self._pieces, self._holders = pieces, {}
         self._tensors = {piece: self._make_tensor(piece) for piece in pieces if piece.rank == self._rank}
         self._generation = self._memory.generation
         for key in [k for k in self.optimizer.state if isinstance(k, Tensor)]:
@@ -316,28 +316,24 @@ class ShardedOptimizer:
         self.finish()
         return self._join(self._pieces, self._states_of_pieces(), destination)
 
-    def collect_in_steps(self) -> tuple[dict[str, list[str]], JoinedSteps]:
-        """Collect the states on :meth:`destination`, one bucket at a time, when one of its states is taken.
-
-        All replicas must call, and then take the states or call ``finish``.
-
-        Returns:
-            The keys of the states that are collected on this rank, by parameter, and the steps that collect them.
-        """
+    def each_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the states as they are now, each whole on its :meth:`destination`, one bucket at a time; see OwnedStates."""
         self.finish()
         local = self._states_of_pieces()
-        keys: dict[str, list[str]] = {}
-        buckets: dict[int, list[Piece]] = {}
         by_name: dict[str, list[Piece]] = {}
         for piece in self._pieces:
             by_name.setdefault(piece.name, []).append(piece)
-        for name in self._group_of:  # the order in which they are written
+        buckets: dict[int, list[Piece]] = {}
+        for name in self._group_of:
             for piece in by_name[name]:
                 buckets.setdefault(piece.bucket, []).append(piece)
-                if piece in local and self.destination(name) == self._rank:
-                    keys[name] = list(local[piece])
-        steps = [functools.partial(self._join, pieces, local, self.destination) for pieces in buckets.values()]
-        return keys, JoinedSteps(steps)
+
+        def join_each() -> Iterator[tuple[str, dict[str, Any]]]:
+            for pieces in buckets.values():
+                give_back_freed_memory()  # of the bucket before, which is large
+                yield from self._join(pieces, local, self.destination).items()
+
+        return join_each()
 
     def _states_of_pieces(self) -> dict[Piece, dict[str, Any]]:
         local: dict[Piece, dict[str, Any]] = {}
@@ -367,10 +363,13 @@ class ShardedOptimizer:
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter's state: one that holds much of it. With DTensors, whose local parts may
         differ in size between the ranks of a tensor group, its index decides instead, so that these ranks agree."""
-        number = list(self._group_of).index(name)
-        if any(dtensor.is_dtensor(p) for p in self._memory.parameters.values()):
-            return number % self._size
-        return holder_of(name, number, self._pieces, self._size)
+        if self._holders.keys() != self._group_of.keys():
+            numbers = enumerate(self._group_of)
+            if any(dtensor.is_dtensor(p) for p in self._memory.parameters.values()):
+                self._holders = {name: number % self._size for number, name in numbers}
+            else:
+                self._holders = holders_of(self._group_of, self._pieces, self._size)
+        return self._holders[name]
 
     def cut(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a piece, cut from the state of the whole parameter."""

@@ -78,15 +78,17 @@ def cut_by_parameters(extents: Sequence[Extent], num_ranks: int) -> list[Piece]:
     return pieces
 
 
-def holder_of(name: str, number: int, pieces: Iterable[Piece], size: int) -> int:
-    """Return which of ``size`` ranks collects the parameter ``name``: one that holds at least half as much of it as any other rank; if
-    several do, they take turns by the parameter's ``number``."""
-    held = [0] * size
+def holders_of(names: Iterable[str], pieces: Iterable[Piece], size: int) -> dict[str, int]:
+    """Return for each parameter which of ``size`` ranks collects it: one that holds at least half as much of it as any other rank; if several
+    do, they take turns."""
+    held = {name: [0] * size for name in names}
     for piece in pieces:
-        if piece.name == name:
-            held[piece.rank] += max(1, piece.numel)
-    much = [rank for rank, numel in enumerate(held) if 2 * numel >= max(held)]
-    return much[number % len(much)]
+        held[piece.name][piece.rank] += max(1, piece.numel)
+    found = {}
+    for number, (name, numels) in enumerate(held.items()):
+        much = [rank for rank, numel in enumerate(numels) if 2 * numel >= max(numels)]
+        found[name] = much[number % len(much)]
+    return found
 
 
 def cut_whole(names: Sequence[str], sizes: Sequence[int], num_ranks: int, *, bucket: int) -> tuple[list[Piece], int]:

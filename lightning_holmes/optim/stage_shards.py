@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import Absence, Source
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
-from lightning_holmes.optim.joined_steps import JoinedSteps
 from lightning_holmes.optim.part import Part
-from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holder_of
+from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holders_of
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 
 _SMALL = 1 / 16  # of the largest stage's bytes: the memory that small stages may take beside the buffers
@@ -79,6 +79,7 @@ class StageShards:
         self.stays = False
         """Whether parameters stay sharded after :meth:`close`."""
         self._pieces: list[Piece] = []
+        self._holders: dict[str, int] = {}
         self._places: dict[str, tuple[Part, int]] = {}
         self.queue, self._gather = queue, gather
         self._stages = tuple(stages)
@@ -120,7 +121,7 @@ class StageShards:
         if self.parts:
             bring = functools.partial(self._bring_into, self.parameters, list(self.parts))
         self.by_elements = by_elements
-        self._pieces, self.parts, self._places, self._of_stage = [], [], {}, {}
+        self._pieces, self.parts, self._places, self._of_stage, self._holders = [], [], {}, {}, {}
         for stage, ranks, names in self.grouped():
             part = self._cut(names, stage, ranks)
             if former is not None and former.has(part):
@@ -168,6 +169,7 @@ class StageShards:
             places = {piece.name: piece.offset for piece in found}
             starts = tuple(places[name] for name in names)
         self._pieces += found
+        self._holders = {}
         return Part(
             names=tuple(names),
             shapes=tuple(self.parameters[name].shape for name in names),
@@ -195,7 +197,9 @@ class StageShards:
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter to a checkpoint folder."""
-        return holder_of(name, list(self.parameters).index(name), self._pieces, self.size)
+        if self._holders.keys() != self.parameters.keys():
+            self._holders = holders_of(self.parameters, self._pieces, self.size)
+        return self._holders[name]
 
     def thaw(self, part: Part) -> None:
         """Mark a part as trained whose parameters were frozen when they were laid out. All ranks that hold it must call."""
@@ -382,33 +386,14 @@ class StageShards:
                     found[name] = view.clone()
         return found
 
-    def collect_in_steps(
-        self, destination: Callable[[str], int], *, end: Callable[[], None]
-    ) -> tuple[list[str], JoinedSteps]:
-        """Collect the parameters one part at a time, when one of its parameters is taken.
-
-        All replicas must call, and then take the parameters or call ``finish``.
-
-        Returns:
-            The names of the parameters that are collected on this replica, each with one entry, "", and the steps that collect them
-            and call ``end`` after the last part.
-        """
-
-        def bring(part: Part) -> dict[str, dict[str, Tensor]]:
-            views = self._whole(part)
-            return {name: {"": view.clone()} for name, view in views.items() if destination(name) == self.rank}
-
-        def ended() -> dict[str, dict[str, Tensor]]:
-            end()
-            return {}
-
-        here = [name for part in self.parts for name in part.names if destination(name) == self.rank]
-        return here, JoinedSteps([*(functools.partial(bring, part) for part in self.parts), ended])
-
-    def each_whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter by name, whole, one part at a time. All replicas must call, and iterate to the end."""
+    def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of which this replica is the ``destination`` (None: every parameter) by name, whole, one part at a time. All replicas
+        must call, and iterate to the end."""
         for part in self.parts:
-            yield from self._whole(part).items()
+            give_back_freed_memory()  # of the part before, which is large
+            for name, view in self._whole(part).items():
+                if destination is None or destination(name) == self.rank:
+                    yield name, view
 
     def _whole(self, part: Part) -> dict[str, Tensor]:
         buffers = allocate(_sizes([part]), part.device)

@@ -7,8 +7,9 @@ States and files are handled by lightning_holmes.checkpoint.
 """
 
 import functools
+import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +24,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint as checkpoints
-from lightning_holmes.checkpoint import finding, resume
+from lightning_holmes.checkpoint import finding, run_state
 from lightning_holmes.comm import dtensor
-from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError, UnsupportedModuleError
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
-from lightning_holmes.optim.joined_steps import JoinedSteps
-from lightning_holmes.optim.node_writer import NodeWriter
 from lightning_holmes.optim.remote import RemoteOptimizer
-from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.stage_shards import StageShards
-from lightning_holmes.strategy.building import WAITS, ModuleBuilder
+from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.resuming import Resumption
@@ -55,8 +53,6 @@ class RunCheckpoints:
         fit: the last run that trained, if any: Trainer.save_checkpoint after fit is common.
         resumption: keeps loaded states until the layout is known.
         io: the strategy's CheckpointIO; if it is not Lightning's own, it is given single files, as it expects.
-        leaves_to_nodes: leave out of the checkpoint the values that optimizer nodes hold.
-        builder: the module's builder, if the module has been configured.
     """
 
     manager: checkpoints.CheckpointManager
@@ -66,14 +62,6 @@ class RunCheckpoints:
     resumption: Resumption
     module: pl.LightningModule
     io: CheckpointIO
-    leaves_to_nodes: bool = False
-    builder: ModuleBuilder | None = None
-
-    @property
-    def version_on_nodes(self) -> int | None:
-        """The version of the values that optimizer nodes hold, if they will keep them when workers are lost; else None."""
-        shards = self._stage_shards
-        return shards.version if isinstance(shards, RemoteParameters) and shards.is_kept else None
 
     @property
     def _writes_folders(self) -> bool:
@@ -104,7 +92,7 @@ class RunCheckpoints:
 
     def module_state(self) -> dict[str, Any]:
         """Return the module's state: for a checkpoint folder, the part that this rank writes; for one file, all of it on rank 0."""
-        self.manager.reading = None
+        self.manager.collected = ()
         if self._is_half_done:
             if self._is_interrupted:
                 return {}
@@ -121,7 +109,11 @@ class RunCheckpoints:
                 return {}
             state = self.module.state_dict()
             return {k: checkpoints.whole_on_host(v) if dtensor.is_dtensor(v) else v for k, v in state.items()}
-        collected = self._collected_parameters()
+        shards = self._stage_shards
+        if shards is not None and self._are_collected_when_written:
+            self.manager.collected = self._parameters_in_turn(run, shards)
+            return checkpoints.module_part(run.pipeline, {})
+        collected = self._collected_parameters(shards)
         if self._writes_folders:
             return checkpoints.module_part(run.pipeline, collected)
         root = self._gathering_rank()
@@ -138,28 +130,32 @@ class RunCheckpoints:
         runs = [run for run in (self.run, self.fit) if run is not None and run.stage_shards is not None]
         return runs[0].stage_shards if runs else None
 
-    def _collected_parameters(self) -> Mapping[str, Any] | None:
-        """If parameters are sharded, return whole ones, each on the replica that writes it; for a folder they may be gathered as they are
-        written."""
-        shards = self._stage_shards
+    def _parameters_in_turn(self, run: Run, shards: StageShards) -> Iterator[checkpoints.Item]:
+        """Yield the parameters that this rank writes, one part of the module at a time. All replicas go through them."""
+        names: dict[str, list[checkpoints.Value]] = {}
+        for key, name, _ in checkpoints.owned_entries(run.pipeline):
+            names.setdefault(name, []).append(("state_dict", key))
+        for name, value in shards.each_whole(shards.destination):
+            if name in names:
+                yield names[name], value
+        self._close_queue(shards)
+
+    def _collected_parameters(self, shards: StageShards | None) -> Mapping[str, Any] | None:
+        """If parameters are sharded, return whole ones, each on the replica that writes it; else None."""
         if shards is None:
             return None
-        if self._has_failed_beside_others or self.leaves_to_nodes:
+        if self._has_failed_beside_others:
             return {}
-        if isinstance(shards, RemoteParameters) and self._may_stay_on_nodes:
-            here, values = shards.collect_in_steps(shards.destination)
-            return {n: _deferred(values, n, "", shards.num_bytes(n), shards.writer_of(n)) for n in here}
         first = self.job.place_of_rank_0[1]
-        # parameters stay in shards after a run, and nothing else closes the queue that this call uses then
-        close = shards.queue.close if self._open_run is None else lambda: None
-        if not (self._writes_folders and self._reads_when_written and type(shards) is StageShards):
-            with self.job.explaining():
-                found = shards.collect(shards.destination if self._writes_folders else lambda name: first)
-            close()
-            return found
-        names, parameters = shards.collect_in_steps(shards.destination, end=close)
-        self.manager.reading = parameters
-        return {name: _deferred(parameters, name, "") for name in names}
+        with self.job.explaining():
+            found = shards.collect(shards.destination if self._writes_folders else lambda name: first)
+        self._close_queue(shards)
+        return found
+
+    def _close_queue(self, shards: StageShards) -> None:
+        """Close the queue that collecting parameters uses, which nothing else closes after a run."""
+        if self._open_run is None:
+            shards.queue.close()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the optimizer's state: for a checkpoint folder, the part that this rank writes, by parameter names; for one file, all of it on
@@ -176,6 +172,11 @@ class RunCheckpoints:
 
     def _optimizer_state(self, optimizer: Optimizer, fit: Fit) -> dict[str, Any]:
         names = fit.parameter_groups.names_of(optimizer)
+        if fit.shards is not None and self._are_collected_when_written:
+            index = fit.trainer.optimizers.index(optimizer)
+            states = self._states_in_turn(fit, fit.shards.each_state(), f"optimizer_{index}")
+            self.manager.collected = itertools.chain(self.manager.collected, states)
+            return checkpoints.optimizer_part(optimizer, names, fit.pipeline, {})
         collected = self._collected_states(fit)
         if self._writes_folders:
             return checkpoints.optimizer_part(optimizer, names, fit.pipeline, collected)
@@ -193,49 +194,32 @@ class RunCheckpoints:
                 collected=collected,
             )
 
+    def _states_in_turn(
+        self, fit: Fit, states: Iterator[tuple[str, Mapping[str, Any]]], optimizer: str
+    ) -> Iterator[checkpoints.Item]:
+        """Yield the states that this rank writes, one part of the module at a time. All replicas go through them."""
+        for name, state in states:
+            if fit.pipeline.is_owner(name):
+                for key, value in state.items():
+                    yield [(optimizer, "state", name, key)], value
+
     def _collected_states(self, fit: Fit) -> dict[str, dict[str, Any]] | None:
         """If the optimizer is sharded, return its states, each on the replica that writes it; else None."""
         shards = fit.shards
         if shards is None:
             return None
-        if self._has_failed_beside_others or self.leaves_to_nodes:
+        if self._has_failed_beside_others:
             return {}
         first = self.job.place_of_rank_0[1]
         with self.job.explaining():
-            if not self._writes_folders:
-                return shards.collect(lambda name: first)
-            if isinstance(shards, RemoteOptimizer) and self._may_stay_on_nodes:
-                keys, states = shards.collect_in_steps()
-                return {
-                    name: {
-                        key: _deferred(states, name, key, shards.num_bytes(name, key), shards.writer_of(name))
-                        for key in of_name
-                    }
-                    for name, of_name in keys.items()
-                }
-            if not self._reads_when_written:
-                return shards.collect(shards.destination)
-            keys, states = shards.collect_in_steps()
-        states.follow(self.manager.reading)
-        self.manager.reading = states
-        return {name: {key: _deferred(states, name, key) for key in of_name} for name, of_name in keys.items()}
+            return shards.collect(shards.destination if self._writes_folders else lambda name: first)
 
     @property
-    def _reads_when_written(self) -> bool:
-        """Whether the values of a folder may be gathered as they are written."""
-        return not self.manager.background and self._are_for_the_folder_only
-
-    @property
-    def _may_stay_on_nodes(self) -> bool:
-        """Whether optimizer nodes may write a folder's values themselves."""
-        return self._writes_folders and not self.job.connection.failed and self._are_for_the_folder_only
-
-    @property
-    def _are_for_the_folder_only(self) -> bool:
-        """Whether no code reads a checkpoint's values before they are written."""
-        if self.job.placement.tensor_parallel_size > 1 or not collects_checkpoint():
+    def _are_collected_when_written(self) -> bool:
+        """Whether the sharded values of a folder are collected as they are written: no code reads a checkpoint's values before."""
+        if not self._writes_folders or self._has_failed_beside_others or self.job.placement.tensor_parallel_size > 1:
             return False
-        return not looks_at_checkpoints(self.module)
+        return collects_checkpoint() and not looks_at_checkpoints(self.module)
 
     def _gathering_rank(self) -> int | None:
         """Return, on the ranks of global rank 0's replica, the pipeline rank of global rank 0, which writes files; None on other ranks."""
@@ -261,14 +245,10 @@ class RunCheckpoints:
 
         If the run has failed and this rank cannot save, warn instead.
         """
-        failed, member = self._has_failed_beside_others, self.job.membership
-        is_sharded = self.fit is not None and self.fit.shards is not None
-        if failed and (not self._writes_folders or is_sharded):
-            warnings.warn(f"{path} is not saved: a rank has failed, and each rank holds only its part of the module")
-            return
-        # the failed rank does not take part, and may take the job's store with it
-        if failed and self.job.connection.told:
-            warnings.warn(f"{path} is not saved: {self.job.connection.told}")
+        member, is_sharded = self.job.membership, self.fit is not None and self.fit.shards is not None
+        if self._has_failed_beside_others:
+            told = self.job.connection.told or "a rank has failed, and each rank holds only its part of the module"
+            warnings.warn(f"{path} is not saved: {told}")
             return
         if self._is_half_done:
             warnings.warn(f"{path} is not saved: {_HALF_DONE}")
@@ -278,12 +258,11 @@ class RunCheckpoints:
             warnings.warn(f"{path} is not saved: the run has ended before its first batch, and {WAITS}")
             return
         if "loops" in checkpoint:
-            self.manager.add_what_resuming_needs(
+            run_state.add(
                 member,
                 checkpoint,
                 base_seed=0 if run is None else run.base_seed,
                 num_microbatches=self.num_microbatches,
-                failed=failed,
             )
         if run is not None and member.rank == 0:  # hyperparameters may be modules that are parts of this one
             pipeline, state = run.pipeline, checkpoint.get("state_dict", {})
@@ -291,7 +270,7 @@ class RunCheckpoints:
         plan = "" if self.run is None or self.run.planned is None else self.run.plan.to_yaml()
         background = self.manager.background and self._open_run is not None and not self.job.connection.failed
         if not self._writes_folders:
-            resume.add_plan(checkpoint, plan)
+            run_state.add_plan(checkpoint, plan)
             if self.is_ours(path) and storage_options is None:
                 self.manager.save_plain(member, checkpoint, path, background=background)
             elif member.rank == 0:
@@ -308,13 +287,6 @@ class RunCheckpoints:
         if run is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's state there
             checkpoint["state_dict"] = checkpoints.owned(checkpoint["state_dict"], run.pipeline)
         about = _names(self.module) | {"plan": plan, "assigned": frozenset(assigned)}
-        if failed:
-            try:
-                self.manager.save_in_distress(member, checkpoint, path, **about)
-            except Exception as error:
-                warnings.warn(f"{path} is not saved: the run has failed, and not on all ranks at once ({error})")
-            return
-        self.manager.others_may_write = isinstance(None if self.fit is None else self.fit.shards, RemoteOptimizer)
         with self.job.explaining():
             self.manager.save_folder(member, checkpoint, path, background=background, **about)
 
@@ -344,28 +316,10 @@ class RunCheckpoints:
         with self.job.explaining():
             loaded = self.manager.load(member, path, weights_only=weights_only)
         if self.module.trainer.state.fn == TrainerFn.FITTING:
-            self.resumption.seed = resume.base_seed(loaded)
-            self.resumption.num_microbatches = resume.num_microbatches(loaded, member.num_replicas)
-            resume.give_loaders_their_states(loaded, member.replica, member.num_replicas)
+            self.resumption.seed = run_state.base_seed(loaded)
+            self.resumption.num_microbatches = run_state.num_microbatches(loaded, member.num_replicas)
+            run_state.give_loaders_their_states(loaded, member.replica, member.num_replicas)
         return loaded
-
-    def add_kept(self, loaded: dict[str, Any]) -> None:
-        """Add to a snapshot without parameters those that optimizer nodes have kept; each rank fetches all of them. Do nothing if the module is built
-        part by part when the first batch comes: then only the nodes have the parameters.
-
-        Raises:
-            CheckpointDamagedError: the nodes lack a parameter.
-        """
-        if self.builder is not None and self.builder.waits:
-            return
-        values = self.job.optimizer_nodes(self.job.connection.options.optimizer_nodes).kept_values()
-        missing = [name for name, _ in self.module.named_parameters() if name not in values]
-        if missing:
-            raise CheckpointDamagedError(
-                f"the optimizer nodes have kept no value of {missing[0]} of {type(self.module).__name__}, from which this job was to go on: was "
-                f"the module changed, or a node started anew? The next start takes what was saved before"
-            )
-        loaded["state_dict"].update(values)
 
     def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load weights: now if the layout is known, else as soon as it is, so that a rank reads only its part."""
@@ -399,13 +353,6 @@ def save_folder_alone(checkpoint: dict[str, Any], path: Any, module: pl.Lightnin
     manager.save_folder(
         checkpoints.Job(), checkpoint, path, **_names(module), plan="", assigned=frozenset(), background=False
     )
-
-
-def _deferred(
-    values: JoinedSteps, name: str, key: str, num_bytes: int = 0, writer: NodeWriter | None = None
-) -> checkpoints.Deferred:
-    read = functools.partial(values.take, name, key)
-    return checkpoints.Deferred(place=(name, key), read=read, num_bytes=num_bytes, writer=writer)
 
 
 def _names(module: pl.LightningModule) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_holmes import checkpoint
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.label import labelled
-from lightning_holmes.errors import CheckpointDamagedError, UnsupportedModuleError
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
@@ -52,7 +52,7 @@ from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tripwires import refusing_reads
-from lightning_holmes.strategy.user_hooks import looks_at_checkpoints, takes_part_in_update
+from lightning_holmes.strategy.user_hooks import takes_part_in_update
 
 _T = TypeVar("_T")
 
@@ -268,14 +268,6 @@ class Fit(Run):
         if job.connection.rank == 0:
             when = f"at the optimizer's step, since {deferred}" if deferred else "as soon as its last gradient has come"
             print(f"optimizer nodes update a layer {when}", flush=True)
-        nodes, snapshots = job.optimizer_nodes(count), self.context.snapshots
-        looked_at = any(job.connection.all_gather(looks_at_checkpoints(self.module)))
-        keep = snapshots is not None and nodes.outlive and not looked_at
-        if snapshots is not None and snapshots.adopted and not keep:
-            raise CheckpointDamagedError(
-                "the module, or a callback, now has on_save_checkpoint or averages weights, but this job goes on from a snapshot whose parameters "
-                "only the optimizer nodes have kept: that snapshot is dropped, and the next start of the job takes what was saved before it"
-            )
         return make_remote_gradients(
             self.pipeline,
             job.groups,
@@ -284,7 +276,7 @@ class Fit(Run):
             optimizer=optimizer,
             names=self._local_group_names(optimizer),
             options=self.options.gradient_options,
-            nodes=nodes,
+            nodes=job.optimizer_nodes(count),
             clusters=[cluster.name for cluster, _ in job.topology.places()],
             hosts=[host.name for _, host in job.topology.places()],
             optimizer_states=self.options.optimizer_states,
@@ -295,8 +287,6 @@ class Fit(Run):
             all_gather=job.connection.all_gather,
             is_eager=not deferred,
             scaler=scaler,
-            run=snapshots.run if snapshots is not None and keep else "",
-            adopt=snapshots.adopted if snapshots is not None and keep else 0,
             precision=self.trainer.precision,
             with_states=self.context.resumption.names_of_states(self.parameter_groups.names_of),
         )

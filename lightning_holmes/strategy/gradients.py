@@ -187,8 +187,6 @@ def make_remote_gradients(
     all_gather: Callable[[Any], list[Any]],
     is_eager: bool,
     scaler: Any,
-    run: str,
-    adopt: int,
     precision: str,
     with_states: Collection[str],
 ) -> Gradients:
@@ -205,7 +203,7 @@ def make_remote_gradients(
         all_gather: all-gathers a Python value over WORLD.
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
         scaler: the GradScaler of ``precision="16-mixed"``, or None.
-        run, adopt, precision: see OptimizerNodes.open.
+        precision: see OptimizerNodes.open.
         with_states: the names of parameters whose optimizer states are loaded afterwards.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
@@ -228,8 +226,6 @@ def make_remote_gradients(
         queue=ThreadQueue(device),
         num_nodes=len(by_rank[groups.pipeline_rank]),
         keeps=keeps,
-        run=run,
-        adopted=adopt,
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
     )
@@ -247,8 +243,6 @@ def make_remote_gradients(
         states=optimizer_states,
         module=type(pipeline.module).__qualname__,
         precision=precision,
-        run=run,
-        adopt=adopt,
     )
     remote.connect(links, place_of)
     fill(remote)

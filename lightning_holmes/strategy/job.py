@@ -13,7 +13,6 @@ import functools
 import itertools
 import weakref
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -111,10 +110,9 @@ class Job:
             size=connection.world_size,
             replica=groups.data_parallel_rank,
             num_replicas=placement.data_parallel_size,
-            timeout=connection.options.timeout or timedelta(days=1),
             tensor_rank=groups.tensor_parallel_rank,
             tensor_size=placement.tensor_parallel_size,
-            host_group=groups.everyone_on_host,
+            make_group=lambda name: groups.builder.build(range(connection.world_size), name, on_host=True),
         )
 
     def explaining(self, group: Any = None) -> AbstractContextManager[None]:

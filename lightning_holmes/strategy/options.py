@@ -61,7 +61,6 @@ class Options:
     save_distributed_checkpoint: bool | Literal["auto"]
     async_checkpoint: bool
     snapshot_every_n_steps: int | Literal["auto"] | None
-    snapshot_folder: str | None
     gradient_sync: str
     grad_dtype: str | None
     compression: str | None
@@ -112,14 +111,6 @@ class Options:
             raise ConfigurationError(
                 f'snapshot_every_n_steps={every!r}: write after how many steps, "auto", or None for no snapshots'
             )
-        if self.snapshot_folder is not None:
-            _check_text(
-                "snapshot_folder", _path(self.snapshot_folder), "the path of a folder, or None for the memory's"
-            )
-            if every is None:
-                raise ConfigurationError(
-                    f'snapshot_folder={self.snapshot_folder!r} without snapshots: add snapshot_every_n_steps="auto", or leave it out'
-                )
         make_monitor(self.monitor)
         hosts = len(self.optimizer_hosts)
         if hosts and self.optimizer_nodes == 0:

@@ -24,6 +24,8 @@ REMOVED: dict[str, str] = {
     "start the job by torchrun --max-restarts, with snapshot_every_n_steps",
     "profile": "layers are counted in FLOPs, and each host's speed is probed at the start; leave it out",
     "bucket_bytes": "an eighth of the gradients is summed at once, from 1 to 25 MiB; leave it out",
+    "snapshot_folder": "snapshots are in /dev/shm; if they do not fit, make it larger (docker run --shm-size=..., in Kubernetes a volume with "
+    "medium: Memory)",
 }
 
 

@@ -45,7 +45,7 @@ class Resumption:
         weights: the module's state by names, and whether it must fit exactly.
         seed: the base seed of the saved run, with which dropout continues.
         num_microbatches: the number of microbatches of a replica's batch with which the same samples get the same random numbers as in the saved
-            run (see checkpoint.resume.num_microbatches).
+            run (see checkpoint.run_state.num_microbatches).
         optimizers: optimizer states that wait until it is known which parameters this rank holds.
     """
 

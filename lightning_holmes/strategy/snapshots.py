@@ -1,57 +1,47 @@
 """Snapshots of a fit: when they are taken, and how a restarted fit continues from one.
 
-    snapshots = Snapshots(trainer, manager, folder, every=100, joined=...)     # every rank, once a fit
+    snapshots = begin_snapshots(trainer, member, topology, ...)       # every rank, before a fit
+    path = snapshots.choose(find_checkpoint, ckpt_path)
     with snapshots.attached():                           # around the fit's batches
         ...
     snapshots.take()                                     # all ranks, between two batches
 
 A snapshot is taken between two batches. It holds what a Lightning checkpoint holds, the state of the random generators of every rank, and
 the positions of the data loaders. A loader without a state of its own is brought to its position by loading again what was loaded in this
-epoch, with the same random numbers. Folders and files are handled by checkpoint/snapshot_folder.py.
+epoch, with the same random numbers. Folders and files are handled by checkpoint/snapshots.py and job_folder.py.
 """
 
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from enum import Enum, auto
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_holmes.checkpoint import Job as Membership
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.finding import newest_whole
+from lightning_holmes.checkpoint.job_folder import MEMORY, JobFolder, job_name, name_start
 from lightning_holmes.checkpoint.manifest import MANIFEST
-from lightning_holmes.checkpoint.resume import SAMPLES_SEEN
-from lightning_holmes.checkpoint.snapshot_folder import (
-    SnapshotFolder,
-    SnapshotManager,
-    find_newest,
-    read_name,
-    snapshot_name,
-)
-from lightning_holmes.comm.uncaught import one_line
+from lightning_holmes.checkpoint.run_state import SAMPLES_SEEN
+from lightning_holmes.checkpoint.snapshots import SnapshotManager, find_newest
+from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError
 from lightning_holmes.lightning_private import data_fetcher, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.switches import Saved, Switches
-
-
-class Due(Enum):
-    """The kind of a snapshot: of all values (WHOLE), or without those that optimizer nodes keep when workers are lost (BESIDE_NODES)."""
-
-    WHOLE = auto()
-    BESIDE_NODES = auto()
-
 
 KEY = "lightning_holmes_snapshot"
 BATCH = "lightning_holmes_batch"
@@ -60,7 +50,7 @@ _PAUSE_SHARE, _WRITE_SHARE = 0.01, 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resumed:
+class Moment:
     """What a snapshot records in addition to Lightning's checkpoint; lists are by global rank of the ranks that have taken it.
 
     Attributes:
@@ -77,7 +67,7 @@ class Resumed:
     now: list[dict[str, Any]]
     pass_began: list[dict[str, Any]] | None
     first_fetch: list[dict[str, Any]] | None
-    switches: Saved | None = None  # None in snapshots of versions without switches
+    switches: Saved
 
     def of_rank(self, states: list[dict[str, Any]], rank: int, replica: int, size: int) -> dict[str, Any]:
         """Return this rank's entry of ``states``, or, in another layout, the entry of the first rank that loaded the same samples."""
@@ -103,37 +93,30 @@ class WholeBatch:
 
 
 class Snapshots:
-    """Takes the snapshots of one fit on this rank, and restores the fit from one.
+    """Takes the snapshots of one fit on this rank, and resumes the fit from one.
 
     Args:
+        fit: the number of fits that this start of the job has begun before.
         every: steps between two snapshots; "auto": so often that their pauses take a hundredth of the time.
         device: the device whose random generator is saved in addition to the host's.
         member: this rank's place in the job.
-        run: a name for the values of this fit that is unique among all starts of the job; the same on all ranks.
-        have_kept: whether the optimizer nodes have outlived the workers of an earlier start, and still hold the values of a commit (a run and
-            a version); None: there are no such nodes.
     """
 
     def __init__(
         self,
         trainer: "pl.Trainer",
         manager: SnapshotManager,
-        folder: SnapshotFolder,
+        folder: JobFolder,
+        fit: int,
         *,
         every: int | Literal["auto"],
         device: torch.device,
         member: Membership,
-        run: str = "",
-        have_kept: Callable[[str, int], bool] | None = None,
     ) -> None:
         self.manager, self.folder = manager, folder
-        self.run = run
-        self.adopted = 0
-        """The version of the values that optimizer nodes have kept and continue from; 0: the nodes are given values."""
-        self.version_on_nodes: Callable[[], int | None] = lambda: None
-        """Returns the version of the values that the nodes hold now, if they will keep them, so that a snapshot can leave them out; else None."""
         self.switches: Switches  # set by the strategy
-        self.taking: Due | None = None
+        self.is_taking = False
+        """Whether the checkpoint that is being saved is a snapshot."""
         self.is_active = False
         """Whether the fit has reached its batches: training that a callback does before in the same loops takes no snapshots."""
         self.chosen: str | None = None
@@ -143,58 +126,40 @@ class Snapshots:
         self.num_microbatches: int | None = None
         """The number of microbatches of a replica's batch, if the number of replicas has changed since the snapshot; else None."""
         self._trainer = trainer
+        self._fit = fit
         self._every = every
         self._device = device
         self._member = member
         self._started = 0  # the step that the fit began from
-        self._step: int | None = None  # the step of the last snapshot of kind WHOLE, or of the one resumed from
+        self._step: int | None = None  # the step of the last snapshot, or of the one resumed from
         self._taken_at = 0.0
         self._pause_s = 0.0
-        self._have_kept = have_kept
-        # the last snapshot of kind BESIDE_NODES: its step, when it was taken, and its pause in seconds
-        self._beside = (0, 0.0, 0.0)
         self._made: dict[int, dict[str, Any]] = {}
         self._pass_began: dict[str, Any] | None = None
         self._first_fetch: dict[str, Any] | None = None
         self._epoch: tuple[int, Any] | None = None
-        self._resumed: Resumed | None = None
+        self._moment: Moment | None = None
         self._trains = False  # whether a batch has been trained
         self._given: int | None = None  # the data module's original batch size, if this class has changed it
 
     # when
 
     @property
-    def is_taking(self) -> bool:
-        """Whether the checkpoint that is being saved is a snapshot."""
-        return self.taking is not None
-
-    @property
-    def due(self) -> Due | None:
-        """The kind of snapshot to take before the next batch; None: take none. Rank 0's value decides. The first snapshot is due after the
-        first step."""
+    def is_due(self) -> bool:
+        """Whether to take a snapshot before the next batch; rank 0's value decides. The first one is due after the first step."""
         step = self._trainer.global_step
         if not self.is_active or self.is_accumulating:
-            return None
+            return False
         if self._step is None:
-            return Due.WHOLE if step > self._started else None
+            return step > self._started
         if step == self._step:
-            return None
-        return Due.WHOLE if self._is_due(step - self._step) else Due.BESIDE_NODES if self._is_due_beside(step) else None
-
-    def _is_due(self, num_steps: int) -> bool:
+            return False
         if self._every != "auto":
-            return num_steps >= self._every
+            return step - self._step >= self._every
         passed = time.monotonic() - self._taken_at
         return not self.manager.is_writing and passed >= max(
             self._pause_s / _PAUSE_SHARE, self.manager.write_s / _WRITE_SHARE
         )
-
-    def _is_due_beside(self, step: int) -> bool:
-        """Whether a snapshot of kind BESIDE_NODES is due: so often that their pauses take a hundredth of the time."""
-        last, taken_at, pause_s = self._beside
-        if step == last or self.manager.is_writing or time.monotonic() - taken_at < pause_s / _PAUSE_SHARE:
-            return False
-        return self.version_on_nodes() is not None
 
     @property
     def is_accumulating(self) -> bool:
@@ -204,32 +169,19 @@ class Snapshots:
 
     # taking one
 
-    def take(self, kind: Due = Due.WHOLE) -> None:
+    def take(self) -> None:
         """Copy this rank's state, and write it while training continues. All ranks must call, between two batches."""
-        begin = time.monotonic()
-        self.taking = kind
-        step, version = self._trainer.global_step, self.version_on_nodes()
+        begin, step = time.monotonic(), self._trainer.global_step
+        self.is_taking = True
         try:
-            name = snapshot_name(step, None if kind is Due.WHOLE or version is None else (self.run, version))
-            self._trainer.save_checkpoint(self.folder.path / name, weights_only=False)
-            if kind is Due.BESIDE_NODES:  # it is small, and only useful until the nodes' next commit
-                self.manager.settle(self._member)
+            self._trainer.save_checkpoint(self.folder.snapshot(self._fit, step), weights_only=False)
         finally:
-            self.taking = None
-        end = time.monotonic()
-        if kind is Due.WHOLE:
-            self._step, self._taken_at, self._pause_s = step, end, end - begin
-        else:
-            self._beside = step, end, end - begin
+            self.is_taking = False
+        self._step, self._taken_at = step, time.monotonic()
+        self._pause_s = self._taken_at - begin
 
-    def take_last(self, why: str) -> None:
-        """Take a last snapshot and wait until it is whole, before all ranks end on a signal. All ranks must call.
-
-        Args:
-            why: the reason, for the history.
-        """
-        if self.folder.is_first:
-            self.folder.history.note("told", f"all ranks end before the next batch: {why}")
+    def take_last(self) -> None:
+        """Take a last snapshot and wait until it is whole, before all ranks end on a signal. All ranks must call."""
         if self.is_active and not self.is_accumulating and self._trainer.global_step not in (self._started, self._step):
             self.take()
         self.manager.settle(self._member)
@@ -280,98 +232,58 @@ class Snapshots:
     # resuming
 
     def choose(self, find_checkpoint: Callable[[Any], Any], ckpt_path: Any) -> Any:
-        """Return the path that the fit begins from: the newest snapshot that the hosts hold together, or a checkpoint of the job that is newer;
-        without a snapshot, if the job was restarted, the newest checkpoint that it has written; else ``ckpt_path``. All ranks must call, and
-        get the same.
+        """Return the path that the fit begins from: the newest snapshot that the hosts hold together; without one, if the job was restarted, the
+        newest checkpoint that it has written; else ``ckpt_path``. All ranks must call, and get the same.
 
         Args:
             find_checkpoint: resolves a ``ckpt_path`` (such as "last") to a path, or None.
         """
-        member, folder = self._member, self.folder
-        attempts = member.all_gather((folder.began, folder.reached, folder.newest))
-        reached, known = (max(attempt[index] for attempt in attempts) for index in (1, 2))
-        saved: dict[str, int] = {}
-        for of_rank in member.all_gather(folder.saved_checkpoints()):
+        member, saved = self._member, dict[str, int]()
+        for of_rank in member.all_gather(self.folder.saved_checkpoints(self._fit)):
             saved |= of_rank
-        found = find_newest(folder.path, member.all_gather, self._have_kept)
+        found = find_newest(self.folder, self._fit, member.all_gather)
         if found is not None:
             path, step = found
-            commit = (read_name(path.name) or (0, None))[1]
-            later = self._later_checkpoint(path, step, saved, find_checkpoint, ckpt_path, known=known)
-            if later is not None:
-                self._tell(
-                    f"from {later}, which is newer than the snapshots that are left whole; {reached} steps were done"
+            requeued = None if ckpt_path is not None else self._requeued(path, saved, find_checkpoint)
+            if requeued is not None:
+                self._say(
+                    f"this job was started again, and goes on from {requeued}, which is newer than the snapshots here"
                 )
-                self.own_checkpoint = later
-                return later
-            self.chosen = str(path)
-            beside = ""
-            if commit is None:
-                self.manager.whole = path
-            else:
-                self.run, self.adopted = commit
-                self.manager.beside_nodes = path
-                whole = find_newest(folder.path, member.all_gather)
-                self.manager.whole = None if whole is None else whole[0]
-                beside = ", with what the optimizer nodes have kept"
-            self._tell(
-                f"from the snapshot of step {step}, {max(reached - step, 0)} before the last one{beside}: {path}"
-            )
+                return requeued
+            self.chosen, self.manager.whole = str(path), path
+            self._say(f"this job was started again, and goes on from the snapshot of step {step}: {path}")
             return self.chosen
-        began = [attempt[0] for attempt in attempts if attempt[0] is not None]
-        if not began:
-            return find_checkpoint(ckpt_path)
-        newest = member.broadcast(newest_whole(saved))
-        if newest is not None:
-            self._tell(f"from {newest}, since no snapshot is left whole; {reached} steps were done")
-            self.own_checkpoint = newest
-            return newest
-        self._tell(
-            f"at its beginning: neither a whole snapshot nor a checkpoint of it is left; {reached} steps were done"
-        )
+        self.own_checkpoint = member.broadcast(newest_whole(saved))
+        if self.own_checkpoint is not None:
+            self._say(
+                f"this job was started again, and goes on from {self.own_checkpoint}, since no snapshot is left whole"
+            )
+            return self.own_checkpoint
+        if any(member.all_gather(self.folder.is_restart)):
+            self._say(
+                "this job was started again, and begins as at first: neither a whole snapshot nor a checkpoint of its own is left"
+            )
         return find_checkpoint(ckpt_path)
 
-    def _later_checkpoint(
-        self,
-        snapshot: Path,
-        step: int,
-        saved: Mapping[str, int],
-        find_checkpoint: Callable[[Any], Any],
-        ckpt_path: Any,
-        *,
-        known: int,
-    ) -> Any:
-        """Return a checkpoint that is newer than ``snapshot``, if newer snapshots are lost; else None. Candidates are this fit's checkpoints that
-        the hosts know, and the one that a SLURM job saved before it was requeued on other hosts. All ranks must call.
+    def _requeued(self, snapshot: Path, saved: Mapping[str, int], find_checkpoint: Callable[[Any], Any]) -> Any:
+        """Return the checkpoint that a SLURM job has saved before it was requeued, if it did so on other hosts since ``snapshot`` was taken here; else
+        None. All ranks must call.
 
         Args:
-            step: the step of ``snapshot``.
-            saved: the steps of this fit's checkpoints, by path.
-            known: the step of the newest snapshot that is known to have been whole.
+            saved: this fit's checkpoints that the hosts know, by path: for each of them a snapshot is at hand that is at least as new.
         """
-        member = self._member
-        newer = [path for path, at in saved.items() if at > step] if known > step else []
-        found = member.broadcast(newest_whole(newer))
-        if found is not None or ckpt_path is not None or not SLURMEnvironment.detect():
-            return found
-        requeued = find_checkpoint(None)
+        requeued = find_checkpoint(None) if SLURMEnvironment.detect() else None
         if requeued is None or os.path.abspath(requeued) in saved:
             return None
         manifest = snapshot / MANIFEST
-        taken = max(member.all_gather(manifest.stat().st_mtime if manifest.exists() else 0.0))
-        is_newer = member.broadcast(os.path.exists(requeued) and os.stat(requeued).st_mtime > taken)
+        taken = max(self._member.all_gather(manifest.stat().st_mtime if manifest.exists() else 0.0))
+        is_newer = self._member.broadcast(os.path.exists(requeued) and os.stat(requeued).st_mtime > taken)
         return requeued if is_newer else None
 
     def note_saved(self, checkpoint: Mapping[str, Any], path: Any) -> None:
         """Record in the job's folder that a checkpoint was saved, if a fit can continue from it."""
         if not self.is_taking and "optimizer_states" in checkpoint:
-            self.folder.note_checkpoint(str(path), checkpoint["global_step"])
-
-    def _tell(self, where: str) -> None:
-        words = f"this job was started again, and goes on {where}"
-        self._say(words)
-        if self.folder.is_first:
-            self.folder.history.note("resumed", words)
+            self.folder.note_checkpoint(self._fit, str(path), checkpoint["global_step"])
 
     def _say(self, words: str) -> None:
         if self._member.rank == 0:
@@ -380,9 +292,6 @@ class Snapshots:
     def fail(self, exception: BaseException) -> None:
         """Handle a failure of this rank. If the snapshot that the fit begins from has turned out to be damaged, remove it on this host, so that the
         next start continues from copies elsewhere, or from another snapshot."""
-        # with several ranks, FailureWatch records it
-        if self._member.size == 1 and not isinstance(exception, SIGTERMException):
-            self.folder.history.note("failed", one_line(exception))
         if isinstance(exception, CheckpointDamagedError) and self.chosen is not None and not self._trains:
             atomic.delete(Path(self.chosen))
             print(
@@ -398,8 +307,8 @@ class Snapshots:
         Raises:
             ConfigurationError: see :meth:`keep_whole_batch`.
         """
-        self._resumed = Resumed(**loaded[KEY])
-        self._step = self._resumed.step
+        self._moment = Moment(**loaded[KEY])
+        self._step = self._moment.step
         self.keep_whole_batch(loaded)
 
     def keep_whole_batch(self, loaded: Mapping[str, Any]) -> None:
@@ -456,23 +365,22 @@ class Snapshots:
             on_run_start(fetcher)
 
         def begin_batch(fetcher: Any) -> None:
-            if self._resumed is not None:
-                self._go_on(loop, self._resumed)
-                self._resumed = None
+            if self._moment is not None:
+                self._go_on(loop, self._moment)
+                self._moment = None
             elif self._first_fetch is None:
                 self._first_fetch = random_states(self._device)
-            if self._member.size == 1 and (due := self.due) is not None:
-                self.take(due)
+            if self._member.size == 1 and self.is_due:
+                self.take()
             advance(fetcher)
             self._trains = True
-            self.folder.note_step(self._trainer.global_step)
 
         def end_batch(fetcher: Any) -> None:
             try:
                 on_advance_end(fetcher)
             except SIGTERMException:  # with several processes, BatchSignals takes this snapshot
                 if self._trainer.training and not loop.batch_progress.is_last_batch:
-                    self.take_last("SIGTERM")
+                    self.take_last()
                 raise
 
         with Replacements() as changes:
@@ -489,41 +397,78 @@ class Snapshots:
         noted = None if begins_now else self._made.get(id(loaders_of(fit_loop)[-1]))
         self._pass_began, self._first_fetch = noted or random_states(self._device), None
 
-    def _go_on(self, loop: Any, resumed: Resumed) -> None:
+    def _go_on(self, loop: Any, moment: Moment) -> None:
         """Bring loaders and random states to where they were when the snapshot was taken."""
-        if resumed.switches is not None:
-            self.switches.put(resumed.switches)
+        self.switches.put(moment.switches)
         loop.restarting = False  # else Lightning would assume that a validation was under way: there was none
         member = self._member
 
         def own(states: list[dict[str, Any]]) -> dict[str, Any]:
-            return resumed.of_rank(states, member.rank, member.replica, member.size)
+            return moment.of_rank(states, member.rank, member.replica, member.size)
 
-        same = len(set(resumed.replicas)) == member.num_replicas
-        if resumed.pass_began is not None and resumed.first_fetch is not None:
+        same = len(set(moment.replicas)) == member.num_replicas
+        if moment.pass_began is not None and moment.first_fetch is not None:
             fetcher = data_fetcher(self._trainer.fit_loop)
-            self._pass_began, self._first_fetch = own(resumed.pass_began), own(resumed.first_fetch)
+            self._pass_began, self._first_fetch = own(moment.pass_began), own(moment.first_fetch)
             set_random_states(self._pass_began, self._device)
             iter(fetcher)
             set_random_states(self._first_fetch, self._device)
             for _ in range(loop.batch_progress.current.ready):
                 next(fetcher)
         if same:
-            set_random_states(own(resumed.now), self._device)
+            set_random_states(own(moment.now), self._device)
 
     # the end
 
     def close(self, *, well: bool) -> None:
-        """End the snapshots at the fit's end. If the fit has ended well on all ranks, keep the last one until the process has ended well, too."""
-        self.folder.remove_at_exit(well=well)
-        if well:
-            self.manager.settle(self._member)
-            self.folder.clear(keep=self.manager.whole)
-        else:
-            try:
-                self.manager.finish(failed=True, alone=self._member.size == 1)
-            except Exception as error:  # only warn: the run's own failure is reported
-                warnings.warn(f"a snapshot was not written: {error}")
+        """End the snapshots at the fit's end. If the fit has ended well on all ranks, keep the last one until the process ends."""
+        if not well:
+            self.folder.keep_at_exit()
+            self.manager.finish(self._member, failed=True)
+            return
+        self.manager.settle(self._member)
+        self.folder.remove_at_exit()
+
+
+def begin_snapshots(
+    trainer: "pl.Trainer",
+    member: Membership,
+    topology: Topology,
+    *,
+    every: int | Literal["auto"],
+    device: torch.device,
+    environment: ClusterEnvironment,
+) -> Snapshots:
+    """Begin the snapshots of a fit; for the arguments see :class:`Snapshots`. Every rank must call.
+
+    Raises:
+        ConfigurationError: there is no usable folder for snapshots (raised on every rank), or a callback is a LearningRateFinder or BatchSizeFinder.
+    """
+    searching = [type(c).__name__ for c in trainer.callbacks if isinstance(c, (LearningRateFinder, BatchSizeFinder))]  # type: ignore[attr-defined]
+    if searching:
+        raise ConfigurationError(
+            f"snapshot_every_n_steps beside {searching[0]}, which puts a fit that has gone on from a snapshot back to its beginning: search "
+            f"with a strategy without snapshots, and train with what was found"
+        )
+    if isinstance(environment, LightningEnvironment) and "MASTER_PORT" not in os.environ:
+        rank_zero_warn(
+            "snapshot_every_n_steps: this job has no name under which it is found when it is started again; use torchrun --rdzv-id, or set "
+            "MASTER_PORT to a port of its own"
+        )
+    name = job_name(os.environ, environment.main_address, environment.main_port)
+    name, start = member.broadcast((name, name_start()))
+    folder, problem = None, ""
+    try:
+        folder = JobFolder(MEMORY / name, start)
+    except ConfigurationError as error:
+        problem = str(error)
+    problems = [said for said in member.all_gather(problem) if said]
+    if problems or folder is None:
+        raise ConfigurationError(problems[0])
+    fit = member.broadcast(folder.count_fit() if member.rank == 0 else 0)
+    names = [topology.cluster_of_rank(rank).name for rank in range(member.size)]
+    manager = SnapshotManager([names.index(name) for name in names])
+    return Snapshots(trainer, manager, folder, fit, every=every, device=device, member=member)
 
 
 def _batch_size(loaders: list[Any]) -> int | None:

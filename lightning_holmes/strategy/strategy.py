@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_holmes.checkpoint import CheckpointManager
-from lightning_holmes.checkpoint.history import Event
+from lightning_holmes.checkpoint import Job as Membership
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
@@ -64,8 +64,7 @@ from lightning_holmes.strategy.removed_arguments import refuses_removed
 from lightning_holmes.strategy.resting import RestingShards
 from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
-from lightning_holmes.strategy.snapshots import Due, Snapshots
-from lightning_holmes.strategy.starting_again import begin_snapshots
+from lightning_holmes.strategy.snapshots import Snapshots, begin_snapshots
 from lightning_holmes.strategy.switches import Switches
 
 _OF_RUNS = (
@@ -118,7 +117,6 @@ class HolmesStrategy(ParallelStrategy):
         snapshot_every_n_steps: keep each rank's state in the memory of its host and of another host, after the first step and then every so
             many steps; "auto": so often that they take a hundredth of the time. A restarted job continues from the newest snapshot that the
             remaining hosts hold together (see docs/faults.md). None: no snapshots.
-        snapshot_folder: the folder for snapshots instead of /dev/shm, the same path on every host.
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
             "auto" chooses for each group by the links between its ranks (see docs/gradient-sync.md). With optimizer nodes: "star" (each worker
             sends its own gradients), or "aggregator" (one worker of each cluster sends the cluster's sum, if the node is in another cluster).
@@ -170,7 +168,6 @@ class HolmesStrategy(ParallelStrategy):
         save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         async_checkpoint: bool = False,
         snapshot_every_n_steps: int | Literal["auto"] | None = None,
-        snapshot_folder: str | None = None,
         gradient_sync: str = "auto",
         grad_dtype: Literal["fp32", "bf16"] | None = "fp32",
         compression: Literal["bf16", "fp16"] | None = None,
@@ -327,11 +324,6 @@ class HolmesStrategy(ParallelStrategy):
         """The predicted cost of a training step, made together with the plan; None if no costs were known."""
         return None if self._run is None or self._run.planned is None else self._run.planned.prediction
 
-    @property
-    def history(self) -> list[Event]:
-        """The events of this job on this host: starts, faults, seconds lost; none if the present fit takes no snapshots."""
-        return [] if self._snapshots is None else self._snapshots.folder.history.read()
-
     # processes
 
     def _configure_launcher(self) -> None:
@@ -395,11 +387,18 @@ class HolmesStrategy(ParallelStrategy):
 
     def _find_snapshot(self, trainer: "pl.Trainer", find_checkpoint: Callable[[Any], Any], ckpt_path: Any) -> Any:
         """Begin a fit's snapshots, and return the path that the fit begins from: a snapshot of this job, or a checkpoint."""
-        assert self.cluster_environment is not None
+        every = self._options.snapshot_every_n_steps
+        assert self.cluster_environment is not None and every is not None
         self.setup_environment()
         with self._joined.explaining():
-            self._snapshots = begin_snapshots(trainer, self._joined, self._options, self.cluster_environment)
-            self._snapshots.version_on_nodes = self._version_on_nodes
+            self._snapshots = begin_snapshots(
+                trainer,
+                self._joined.membership,
+                self._joined.topology,
+                every=every,
+                device=self.root_device,
+                environment=self.cluster_environment,
+            )
             self._snapshots.switches = Switches(lambda: self._training.pipeline, self._resumption)
             return self._snapshots.choose(find_checkpoint, ckpt_path)
 
@@ -407,10 +406,6 @@ class HolmesStrategy(ParallelStrategy):
         if self._job is not None:
             return self._job.explaining()
         return nullcontext() if self._connection is None else self._connection.explaining()
-
-    def _version_on_nodes(self) -> int | None:
-        ours = self._checkpoints
-        return None if ours is None else ours.version_on_nodes
 
     # a run
 
@@ -504,10 +499,11 @@ class HolmesStrategy(ParallelStrategy):
         super().teardown()
         connection = self._connection
         if connection is None:
-            self._manager.finish(alone=True)
+            self._manager.finish(Membership())
             return
         with self._explaining():
-            self._manager.finish(failed=connection.failed, alone=self.world_size == 1, all_gather=connection.all_gather)
+            member = Membership() if self._job is None else self._job.membership
+            self._manager.finish(member, failed=connection.failed)
             self._end_snapshots(connection.failed)
         connection.close()  # last: it waits if a link has just been cut, and a checkpoint should not wait for that
 
@@ -648,8 +644,6 @@ class HolmesStrategy(ParallelStrategy):
         snapshots = self._snapshots
         return RunCheckpoints(
             manager=self._manager if snapshots is None or not snapshots.is_taking else snapshots.manager,
-            builder=self._builder,
-            leaves_to_nodes=snapshots is not None and snapshots.taking is Due.BESIDE_NODES,
             job=self._job,
             run=self._run,
             fit=self._fit,
@@ -706,15 +700,13 @@ class HolmesStrategy(ParallelStrategy):
             return loaded
         loaded = ours.load_folder(checkpoint_path, weights_only=weights_only)
         snapshots.resume(loaded)
-        if snapshots.adopted:
-            ours.add_kept(loaded)
         return loaded
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights: now if the layout is known, else as soon as it is, so that a rank reads only its part."""
-        ours, snapshots = self._checkpoints, self._snapshots
+        ours = self._checkpoints
         load = super().load_model_state_dict if ours is None else ours.load_module
-        load(checkpoint, strict=strict and (snapshots is None or not snapshots.adopted))
+        load(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         ours = self._checkpoints

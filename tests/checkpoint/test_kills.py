@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import lightning
@@ -13,14 +12,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from covering import EXHAUSTIVE
+from folder_saves import save_folder
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import CheckpointManager, Job
-from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.finding import whole_checkpoints
-from lightning_holmes.checkpoint.meeting import Meeting
-from lightning_holmes.checkpoint.saving import FolderSave
 
 KILLS = 50 if EXHAUSTIVE else 5
 """The number of kills during a save; other kills are not counted."""
@@ -94,16 +91,12 @@ def write_for_ever(folder: Path, first: int) -> None:
     torch.set_num_threads(1)
     number = first
     while True:
-        FolderSave(
-            target=folder / "last.ckpt",
-            token=f"{number:08x}",
-            file_systems=FileSystems(of_rank=(0,)),
-            values={("state_dict", f"w{i}"): torch.full((4000,), float(number)) for i in range(20)},
-            order=[f"w{i}" for i in range(20)],
-            num_optimizers=0,
+        save_folder(
+            folder / "last.ckpt",
+            {("state_dict", f"w{i}"): torch.full((4000,), float(number)) for i in range(20)},
             rest=_rest(number),
-            plan="",
-        ).run(Meeting(None, 0, 1, "kill", timedelta(seconds=5)))
+            token=f"{number:08x}",
+        )
         number += 1
 
 

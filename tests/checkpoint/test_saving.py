@@ -4,66 +4,41 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from folder_saves import Threads, save_folder
 from launch import launch
 
 from lightning_holmes.checkpoint import CheckpointManager, Job, atomic, manager, read_state_dict, saving
 from lightning_holmes.checkpoint.converting import open_source, write_file
-from lightning_holmes.checkpoint.file_systems import PROBE, FileSystems, _of_host, find_file_systems
+from lightning_holmes.checkpoint.file_systems import PROBE, _of_host, find_file_systems
 from lightning_holmes.checkpoint.folder import FolderReader
 from lightning_holmes.checkpoint.manifest import Manifest, missing_files
-from lightning_holmes.checkpoint.meeting import Meeting
-from lightning_holmes.checkpoint.parts import num_bytes, share_of
-from lightning_holmes.checkpoint.saving import FolderSave
+from lightning_holmes.checkpoint.parts import items_of, num_bytes, share_of
 from lightning_holmes.checkpoint.staging import Staging, Writer
 from lightning_holmes.errors import CheckpointError
 
 RANKS = 4
 
 
-def together(run: Callable[[int], Any], ranks: int = RANKS) -> list[Any]:
-    """Return the result or exception of each rank's thread."""
-    results: list[Any] = [None] * ranks
-
-    def work(rank: int) -> None:
-        try:
-            results[rank] = run(rank)
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
-
-
 def save(roots: list[Path], token: str, value: float, *, apart: bool = False) -> list[Any]:
     """Save ``last.ckpt`` from all ranks; with ``apart``, ranks 2 and 3 have their own file system."""
-    store = dist.HashStore()
-    systems = FileSystems(of_rank=(0, 0, 1, 1) if apart else (0,) * RANKS)
 
-    def run(rank: int) -> None:
-        FolderSave(
-            target=roots[rank] / "last.ckpt",
-            token=token,
-            file_systems=systems,
-            values={("state_dict", f"weight{rank}"): torch.full((100,), value + rank)},
+    def run(job: Job) -> None:
+        save_folder(
+            roots[job.rank] / "last.ckpt",
+            {("state_dict", f"weight{job.rank}"): torch.full((100,), value + job.rank)},
+            job=job,
+            systems=(0, 0, 1, 1) if apart else (0,) * RANKS,
             order=[f"weight{rank}" for rank in range(RANKS)],
-            num_optimizers=0,
-            rest=b"rest" if rank == 0 else b"",
-            plan="",
-        ).run(Meeting(store, rank, RANKS, token, timedelta(seconds=5)))
+            rest=b"rest" if job.rank == 0 else b"",
+            token=token,
+        )
 
-    return together(run)
+    return Threads(RANKS).run(run)
 
 
 def value_of(folder: Path, rank: int) -> float:
@@ -157,20 +132,9 @@ def test_each_file_system_has_its_part_and_the_whole_index(tmp_path: Path) -> No
 
 
 def test_file_systems_are_found_by_trying(tmp_path: Path) -> None:
-    barrier = threading.Barrier(RANKS)
-    board: list[Any] = [None] * RANKS
-
-    def run(rank: int) -> FileSystems:
-        def all_gather(value: Any) -> list[Any]:
-            board[rank] = value
-            barrier.wait(10)
-            found = list(board)
-            barrier.wait(10)
-            return found
-
-        return find_file_systems(tmp_path / ("a" if rank in (0, 3) else "b"), rank, RANKS, all_gather)
-
-    found = together(run)
+    found = Threads(RANKS).run(
+        lambda job: find_file_systems(tmp_path / ("a" if job.rank in (0, 3) else "b"), job.rank, RANKS, job.all_gather)
+    )
     assert {systems.of_rank for systems in found} == {(0, 1, 1, 0)}
     assert found[0].leaders == (0, 1)
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []]
@@ -184,6 +148,16 @@ def test_what_a_killed_process_has_left_in_looking_for_file_systems_is_removed_b
             (tmp_path / name).touch()
         find_file_systems(tmp_path, 0, 1, lambda value: [value])
         assert {path.name for path in tmp_path.iterdir()} == set(left[1:])
+
+
+def test_looking_for_file_systems_leaves_nothing_where_another_rank_fails(tmp_path: Path) -> None:
+    def lost(value: Any) -> list[Any]:
+        assert list(tmp_path.iterdir()) != []
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        find_file_systems(tmp_path, 0, 2, lost)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_replicas_share_the_writing() -> None:
@@ -203,9 +177,9 @@ def test_replicas_share_the_writing() -> None:
 def test_a_background_write_is_of_the_moment_it_began_and_its_failure_is_kept() -> None:
     staging, writer = Staging(), Writer()
     weight = torch.ones(5)
-    copies = staging.copy({("w",): weight, ("tied",): weight})
+    ((names, copied),) = staging.copy(items_of({("w",): weight, ("tied",): weight}))
     weight.zero_()
-    assert copies[("w",)].sum() == 5 and copies[("tied",)] is copies[("w",)]
+    assert copied.sum() == 5 and names == [("w",), ("tied",)]
     gate, removed = threading.Event(), []
 
     def fails() -> None:
@@ -285,7 +259,7 @@ def fail_at_the_end(folder: Path) -> str:
     def full_disk(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    manager.save_to = full_disk  # in this process only, which ends with the test
+    manager.save_file = full_disk  # in this process only, which ends with the test
     try:
         holmes = {"save_distributed_checkpoint": False, "async_checkpoint": True}
         fit(make_data_file(folder), "pp2xdp2", callbacks=[SaveAt({6: folder / "last.ckpt"})], holmes=holmes)

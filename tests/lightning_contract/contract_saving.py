@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract import PLAIN, Run, each
+from contract import PLAIN, TWO, Run, each
 from contract_models import Net, batches
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -216,14 +216,18 @@ def case_saves_on_exception(run: Run):
     with pytest.raises(RuntimeError, match="planned"):
         run.fit(Fails(), callbacks=[checkpoint])
     found = run.files("kept/*")
-    assert [name for name in found if name.endswith(".ckpt")] == ["kept/step=2.ckpt"]
+    expected = [] if run.layout == TWO else ["kept/step=2.ckpt"]  # a stage that has failed cannot be asked for its part
+    assert [name for name in found if name.endswith(".ckpt")] == expected
 
 
 def case_an_exception_s_checkpoint_is_saved(run: Run):
     with pytest.raises(RuntimeError, match="planned"):
         run.fit(Fails(), callbacks=[OnExceptionCheckpoint(run.folder / "kept")])
     found = run.files("kept/*")
-    assert [name for name in found if name.endswith(".ckpt")] == ["kept/on_exception.ckpt"]
+    expected = (
+        [] if run.layout == TWO else ["kept/on_exception.ckpt"]
+    )  # a stage that has failed cannot be asked for its part
+    assert [name for name in found if name.endswith(".ckpt")] == expected
 
 
 def case_an_exception_s_checkpoint_is_not_saved_without_one(run: Run):

@@ -40,7 +40,6 @@ _CLOSE = 1e-5  # where another layout sums in another order
 _MORE_MB = 10.0  # of memory: growth that an allocator may cause
 _UGLY = re.compile(r"terminate called|Segmentation fault|core dumped|Fatal Python error|double free|SIGABRT")
 _CLEAR = re.compile(r"^(\[rank ?\d+\]: )?\S*(Error|Exception)\b|^\[rank \d+\]|ends by|KeyboardInterrupt", re.MULTILINE)
-_KEPT = "with what the optimizer nodes have kept"
 _REMOVED = "is removed on this host"
 _NONE_WHOLE = "since no snapshot is left whole"
 _DAMAGES = ("kill and tear", "kill and flip")
@@ -68,15 +67,12 @@ class Report:
     outcome: str = "well"
     struck: list[Struck] = field(default_factory=list)
     attempts: int = 0
-    kept: int = 0
-    """Number of starts that resumed from the state that optimizer nodes had kept."""
     seconds: float = 0.0
     output: str = ""
 
     def __str__(self) -> str:
         lost = ", ".join(f"{s.lost_s:.1f}" for s in self.struck if s.lost_s is not None)
-        times = f"{self.attempts} starts" + (f", {self.kept} kept" if self.case.layout.nodes else "")
-        return f"{self.case} -> {self.outcome}; {times}, {self.seconds:.0f} s, lost: {lost or '-'}"
+        return f"{self.case} -> {self.outcome}; {self.attempts} starts, {self.seconds:.0f} s, lost: {lost or '-'}"
 
 
 class Attempt:
@@ -105,12 +101,8 @@ class Attempt:
         (self.folder / "payload").write_bytes(pickle.dumps(("soak_cases:run", payload)))
         port = free_port()
         self.pids = {}
-        run.nodes.start()
         # as set by a torchrun that has restarts left
-        env = run.nodes.environment | {
-            "TORCHELASTIC_RESTART_COUNT": str(self.number),
-            "TORCHELASTIC_MAX_RESTARTS": "99",
-        }
+        env = {"TORCHELASTIC_RESTART_COUNT": str(self.number), "TORCHELASTIC_MAX_RESTARTS": "99"}
         for rank in range(size):
             self.pids[rank] = run.hosts.start(self.folder, rank, self.layout, port, env)
         began = time.monotonic()
@@ -186,15 +178,6 @@ class Attempt:
             self._signal(signal.SIGKILL, [fault.rank])
         elif kind in ("kill host", "lose host"):
             self._signal(signal.SIGKILL, fellows)
-            for node in range(self.layout.nodes if self.layout.nodes_beside and host == 0 else 0):
-                self.run.nodes.signal(signal.SIGKILL, node)
-        elif kind == "kill node":
-            self.run.nodes.signal(signal.SIGKILL, fault.rank % self.layout.nodes)
-        elif kind in ("stop node", "hang node"):
-            node = fault.rank % self.layout.nodes
-            self.run.nodes.signal(signal.SIGSTOP, node)
-            if kind == "stop node":
-                self._later.append((now + fault.seconds, lambda: self.run.nodes.signal(signal.SIGCONT, node)))
         elif kind in ("SIGTERM", "hosts return"):
             self._signal(signal.SIGTERM, fellows if kind == "SIGTERM" else everyone)
         elif kind == "SIGINT":
@@ -216,8 +199,7 @@ class Attempt:
             assert kind == "raise"
 
     def after_end(self) -> None:
-        """Apply the faults that take effect after all processes have ended: delete or damage snapshots, kill stopped
-        nodes."""
+        """Apply the faults that take effect after all processes have ended: delete or damage snapshots."""
         for struck in self.struck:
             host = self.host_of(struck.fault.rank)
             if struck.fault.kind == "lose host":
@@ -226,8 +208,6 @@ class Attempt:
                 chance = self.run.case.seed * 7919
                 is_only = self.run.hosts.damage(host, cut=struck.fault.kind == "kill and tear", chance=chance)
                 self.has_damaged_the_only_snapshot |= is_only
-            elif struck.fault.kind == "hang node":
-                self.run.nodes.signal(signal.SIGKILL, struck.fault.rank % self.layout.nodes)
 
     def output(self, rank: int) -> str:
         return (self.folder / f"log{rank}").read_text(errors="replace")
@@ -254,12 +234,7 @@ class Attempt:
         has_found = found and any(s.fault.kind == "kill and flip" for attempt in before for s in attempt.struck)
         if not self.struck and not self.is_done and not has_found:
             return f"attempt {self.number} ended without a fault"
-        wrong = self.run.nodes.wrong(
-            is_done=self.is_done,
-            was_interrupted=any(s.fault.kind.startswith("SIGINT") for s in self.struck),
-            rank_0_was_well=steps_of(self.layout) in losses(self.folder, 0),
-        )
-        return f"{wrong} in attempt {self.number}" if wrong else ""
+        return ""
 
 
 class Run:
@@ -267,7 +242,6 @@ class Run:
 
     def __init__(self, case: Case, hosts: Hosts, folder: Path) -> None:
         self.case, self.hosts, self.folder = case, hosts, folder
-        self.nodes = hosts.nodes(folder)
         layout = case.layout
         self.options = layout.options | {
             "snapshots": str(hosts.seen),
@@ -283,10 +257,6 @@ class Run:
     def go(self, expect: Callable[[Layout], "Expected"]) -> Report:
         """Start the job until it has ended well, and compare it with a run without faults, which ``expect`` returns."""
         expect(self.case.layout)  # while all cards are up
-        with self.nodes:
-            return self._go(expect)
-
-    def _go(self, expect: Callable[[Layout], "Expected"]) -> Report:
         report, began = Report(self.case), time.monotonic()
         attempts: list[Attempt] = []
         planned: Iterator[tuple[Fault, ...]] = iter(self.case.attempts)
@@ -307,7 +277,6 @@ class Run:
             report.outcome = self._compare(attempts, expect) or "well"
         report.attempts, report.seconds = len(attempts), time.monotonic() - began
         report.struck = [struck for attempt in attempts for struck in attempt.struck]
-        report.kept = sum(_KEPT in attempt.output(0) for attempt in attempts)
         self._time(attempts)
         if report.outcome != "well":
             report.output = "\n".join(
@@ -315,7 +284,6 @@ class Run:
                 for a in attempts
                 for rank in a.codes
             )
-            report.output += "\n" + self.nodes.output()
         return report
 
     def _compare(self, attempts: list[Attempt], expect: Callable[[Layout], "Expected"]) -> str:
@@ -433,14 +401,12 @@ def expected_of(layout: Layout, hosts: Hosts, folder: Path) -> Expected:
     (folder / "payload").write_bytes(pickle.dumps(("soak_cases:run", options)))
     port = free_port()
     ranks = range(layout.size)
-    with hosts.nodes(folder) as nodes:
-        nodes.start()
-        for rank in ranks:
-            hosts.start(folder, rank, layout, port, nodes.environment)
-        end = time.monotonic() + _limit_s(layout)
-        while not all((folder / f"exit{rank}").exists() for rank in ranks):
-            assert time.monotonic() < end, f"{layout.name} does not end without faults"
-            time.sleep(0.02)
+    for rank in ranks:
+        hosts.start(folder, rank, layout, port, {})
+    end = time.monotonic() + _limit_s(layout)
+    while not all((folder / f"exit{rank}").exists() for rank in ranks):
+        assert time.monotonic() < end, f"{layout.name} does not end without faults"
+        time.sleep(0.02)
     codes = [int((folder / f"exit{rank}").read_text()) for rank in ranks]
     assert not any(codes), "".join((folder / f"log{rank}").read_text() for rank in ranks)
     found = [losses(folder, rank) for rank in ranks]

@@ -4,7 +4,6 @@
     case.layout, case.attempts          # for each start of the job, the faults that strike it
     draw_on_network(17)                 # the same on hosts of the testbed, whose links fail, too
     draw_elastic(17)                    # hosts are missing at a restart, and come back
-    draw_beside_nodes(17)               # optimizer nodes outlive the workers, and are lost, too
 
 The time of a fault is a place in a rank's code and the number of times that the rank has reached it; the fault
 strikes ``delay_s`` later (0: exactly there, while the rank waits). So a seed replays its faults, whatever the load of the machine.
@@ -33,9 +32,6 @@ PLACES = {
 }
 """The places where a fault can strike, and how often a rank reaches each in a run at most."""
 PLACES_ON_NETWORK = PLACES | {"gather": STEPS}
-PLACES_BESIDE_NODES = PLACES | {"fetch": 4 * STEPS, "push": 2 * STEPS, "commit": STEPS}
-""""push": a worker is about to send its own gradient or, as the speaker of its cluster, the cluster's gradient.
-"fetch", "commit": it is about to send that message."""
 USERS_CODE = ("batch", "forward", "optimizer", "validation")
 
 
@@ -43,18 +39,13 @@ USERS_CODE = ("batch", "forward", "optimizer", "validation")
 class Layout:
     """The ranks and how they train. ``hosts``: the number of parts of the ranks that have their own snapshot folder.
     ``clusters``: number of clusters of the testbed, in which each host has a fast card and Ethernet; 0: the
-    machine's own network. ``nodes``: number of optimizer nodes that outlive the workers. ``nodes_beside``: the
-    nodes are on the first host; else each is on its own host. ``sites``: the cluster of each host, as in
-    HOLMES_CLUSTER; nodes are in the first host's cluster."""
+    machine's own network."""
 
     size: int
     hosts: int
     name: str
     options: dict[str, Any]
     clusters: int = 0
-    nodes: int = 0
-    nodes_beside: bool = False
-    sites: tuple[str, ...] = ()
 
     def on(self, hosts: int) -> "Layout":
         """Return the same layout on this many of the hosts."""
@@ -63,11 +54,6 @@ class Layout:
     @property
     def is_sharded(self) -> bool:
         return bool(self.options["strategy"].get("sharded_optimizer"))
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether optimizer nodes update layers before the step."""
-        return self.nodes > 0 and "clip" not in self.options
 
     def host_of(self, rank: int) -> int:
         return rank * self.hosts // self.size
@@ -143,51 +129,6 @@ ELASTIC = (
 )
 
 
-def _with_nodes(count: int, pipeline: int = 1, **options: Any) -> dict[str, Any]:
-    return {
-        "optimizer_nodes": count,
-        "pipeline_parallel_size": pipeline,
-        "num_chunks": 4 // pipeline,
-        "schedule": "auto",
-        "gradient_sync": "star",
-        "keep_parameters": False,
-    } | options
-
-
-BESIDE_NODES = (
-    Layout(  # the workers resume from the state that the node has kept
-        size=2,
-        hosts=2,
-        name="two replicas, a node",
-        options={"strategy": _with_nodes(1), "clip": 0.05, "each_step": True},
-        nodes=1,
-    ),
-    Layout(
-        size=2,
-        hosts=2,
-        name="two replicas, a node that updates before the step, on disk",
-        options={"strategy": _with_nodes(1), "each_step": True, "states_on_disk": True},
-        nodes=1,
-    ),
-    Layout(
-        size=2,
-        hosts=2,
-        name="two stages, two nodes on the first host",
-        options={"strategy": _with_nodes(2, 2), "clip": 0.05},
-        nodes=2,
-        nodes_beside=True,
-    ),
-    Layout(
-        size=4,
-        hosts=2,
-        name="two clusters, of which one speaks by one worker",
-        options={"strategy": _with_nodes(1, gradient_sync="aggregator"), "clip": 0.05, "each_step": True},
-        nodes=1,
-        sites=("a", "b"),
-    ),
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """``rank`` reaches ``place`` for the ``count``-th time, and ``delay_s`` later ``kind`` strikes.
@@ -200,9 +141,7 @@ class Fault:
     truncated afterwards), kill and flip
     (a byte of that snapshot is changed afterwards). On a network, for the rank's host: cut (its Ethernet, for
     ``seconds``), cut for long (for longer than
-    the timeout). hosts return: all ranks get SIGTERM, as from a torchrun that restarts them with more hosts. kill
-    node, stop node, hang node: the same
-    faults for an optimizer node, which the rank's number selects.
+    the timeout). hosts return: all ranks get SIGTERM, as from a torchrun that restarts them with more hosts.
     """
 
     kind: str
@@ -235,7 +174,6 @@ KINDS = {
 """The kinds of faults and their relative frequencies."""
 KINDS_OF_LINKS = {"cut": 5, "cut for long": 2}
 KINDS_OF_HOSTS = {"hosts return": 1}
-KINDS_OF_NODES = {"kill node": 5, "stop node": 2, "hang node": 1}
 _SECONDS = {"cut": (1.0, 5.0), "cut for long": (25.0, 30.0)}
 
 
@@ -274,14 +212,6 @@ def draw_on_network(seed: int) -> Case:
     return _draw_case(chance, seed, layout, KINDS | KINDS_OF_LINKS, PLACES_ON_NETWORK)
 
 
-def draw_beside_nodes(seed: int) -> Case:
-    """Return the case of a seed with optimizer nodes that outlive the workers."""
-    chance = random.Random(seed)
-    layout = chance.choice(BESIDE_NODES)
-    case = _draw_case(chance, seed, layout, KINDS | KINDS_OF_NODES, PLACES_BESIDE_NODES)
-    return replace(case, every=3 * case.every - 1)  # between two there are some beside nodes
-
-
 def draw_elastic(seed: int) -> Case:
     """Return the case of a seed in which a host is lost or gets SIGTERM, is missing at the next start, and may come
     back."""
@@ -316,8 +246,6 @@ def _draw_case(chance: random.Random, seed: int, layout: Layout, kinds: dict[str
 def _draw_fault(chance: random.Random, layout: Layout, kinds: dict[str, int], counts: dict[str, int]) -> Fault:
     kind = chance.choices(list(kinds), weights=list(kinds.values()))[0]
     places = [p for p in counts if (layout.hosts > 1 or p != "copy") and (layout.is_sharded or p != "gather")]
-    if layout.is_eager:  # a hook before the step would make the nodes wait for the step
-        places.remove("optimizer")
     if kind == "raise":
         places = [p for p in places if p in USERS_CODE]
     elif kind.startswith("full"):

@@ -29,11 +29,9 @@ from faults import (
     KINDS,
     KINDS_OF_HOSTS,
     KINDS_OF_LINKS,
-    KINDS_OF_NODES,
     Case,
     Layout,
     draw,
-    draw_beside_nodes,
     draw_elastic,
     draw_on_network,
     lasting,
@@ -44,7 +42,6 @@ _DRAWN = {
     "hosts": (draw, lasting),
     "network": (draw_on_network, None),
     "elastic": (draw_elastic, None),
-    "nodes": (draw_beside_nodes, None),
 }
 _expected: dict[tuple[str, int], Expected] = {}
 
@@ -67,10 +64,10 @@ def table(reports: Sequence[Report]) -> str:
     struck = [s for report in reports for s in report.struck if report.outcome == "well"]
     lines = [
         f"{len(reports)} runs, {sum(r.attempts for r in reports)} starts, {sum(len(r.struck) for r in reports)} faults; "
-        f"{sum(r.kept for r in reports)} starts with what nodes had kept; {sum(r.outcome != 'well' for r in reports)} runs not as without faults",
+        f"{sum(r.outcome != 'well' for r in reports)} runs not as without faults",
         f"{'fault':>20} {'number':>7} {'went on':>7} {'restarted':>10} {'ended after, s':>15} {'lost, s: median':>16} {'worst':>6}",
     ]
-    for kind in (*KINDS, *KINDS_OF_LINKS, *KINDS_OF_HOSTS, *KINDS_OF_NODES, "all"):
+    for kind in (*KINDS, *KINDS_OF_LINKS, *KINDS_OF_HOSTS, "all"):
         of_kind = [s for s in struck if kind in (s.fault.kind, "all")]
         ended = [s.ended_s for s in of_kind if s.ended_s is not None]
         lost = [s.lost_s for s in of_kind if s.lost_s is not None]

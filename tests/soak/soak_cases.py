@@ -3,7 +3,6 @@ faults.py and waits there for a fault that is to strike exactly there.
 """
 
 import ctypes
-import json
 import os
 import signal
 import threading
@@ -20,11 +19,7 @@ from testbed import enter
 
 from lightning_holmes.checkpoint import atomic, loading, manager, saving
 from lightning_holmes.checkpoint.copies import Copies
-from lightning_holmes.checkpoint.snapshot_folder import SnapshotManager
 from lightning_holmes.comm import collectives
-from lightning_holmes.commands import optimizer_node
-from lightning_holmes.optim.node.link import NodeLink
-from lightning_holmes.strategy import snapshots
 
 _NEW_MOUNTS, _PRIVATE, _BIND, _RECURSIVE = 0x00020000, 1 << 18, 4096, 16384
 _PATIENCE_S = 10.0
@@ -82,6 +77,9 @@ class Notes(Callback):
         time.sleep(self._pace_s)  # as long as the steps of a larger model
         self._places.come("batch")
 
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._places.come("optimizer")
+
     def on_validation_batch_start(self, *_: Any) -> None:
         self._places.come("validation")
 
@@ -95,16 +93,6 @@ class Notes(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self._places.come("ended")
-
-
-class NotesBeforeStep(Callback):
-    """A hook before the optimizer's step, which makes optimizer nodes wait for the step."""
-
-    def __init__(self, places: Places) -> None:
-        self._places = places
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        self._places.come("optimizer")
 
 
 def watch_writing(places: Places, snapshots: str) -> None:
@@ -138,36 +126,6 @@ def watch_writing(places: Places, snapshots: str) -> None:
     manager.load_folder = load_folder
 
 
-def watch_nodes(places: Places) -> None:
-    """Patch this process to report the places where it communicates with optimizer nodes."""
-    ask, tell = NodeLink.ask, NodeLink.tell
-
-    def asked(link: NodeLink, message: Any, **options: Any) -> Any:
-        if message.get("ask") == "fetch":
-            places.come("fetch")
-        return ask(link, message, **options)
-
-    def told(link: NodeLink, message: Any) -> None:
-        if "values" in message:
-            places.come("push")
-        elif message.get("tell") == "commit":
-            places.come("commit")
-        tell(link, message)
-
-    NodeLink.ask, NodeLink.tell = asked, told  # type: ignore[method-assign]
-
-
-def serve(options: dict[str, Any]) -> None:
-    """Run an optimizer node, as `lightning-holmes optimizer-node` does, until the job has ended."""
-    if options["memory"] is not None:
-        seen, own = options["memory"]
-        see_folder_of_host(own, seen)
-    script = str(Path(__file__).parents[1] / "strategy" / "restarted_node_script.py")
-    optimizer_node.main(
-        ["--master-addr", "127.0.0.1", *options["arguments"], "--", script, json.dumps(options["script"])]
-    )
-
-
 def run(options: dict[str, Any]) -> str:
     """Run one start of the job on this rank and return the digest of the final weights."""
     rank, folder = int(os.environ["RANK"]), Path(options["folder"])
@@ -182,13 +140,7 @@ def run(options: dict[str, Any]) -> str:
     places = Places(folder, [fault for fault in options["faults"] if fault["rank"] == rank])
     if "snapshots" in options:
         watch_writing(places, options["snapshots"])
-        watch_nodes(places)
-    if options.get("each_step"):  # a snapshot after each step beside optimizer nodes, whatever its cost
-        snapshots._PAUSE_SHARE = float("inf")
-        SnapshotManager.is_writing = False  # type: ignore[method-assign,assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     places.come("joining")
     notes = Notes(places, folder / f"pace.{rank}", folder / f"usage.{rank}", options.get("pace_s", 0.0))
-    is_eager = options["strategy"].get("optimizer_nodes") and "clip" not in options
-    before_step = [] if is_eager else [NotesBeforeStep(places)]
-    return train(options, callbacks=[notes, *before_step], in_step=lambda: places.come("forward"))
+    return train(options, callbacks=[notes], in_step=lambda: places.come("forward"))

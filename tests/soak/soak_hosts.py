@@ -12,11 +12,10 @@ from pathlib import Path
 
 from faults import Layout
 from launch import start_worker
-from soak_nodes import Nodes
+from snapshot_cases import snapshots_in
 from testbed import Testbed, TestbedOptions
 from testbed.netlink import namespace_path
 
-from lightning_holmes.checkpoint.snapshot_folder import read_name
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 
 _MEMORY = "4m"
@@ -43,23 +42,11 @@ class Hosts:
             self.bed = self._mounts.enter_context(Testbed(_topology(self.layout), TestbedOptions()))
         return self
 
-    def nodes(self, folder: Path) -> Nodes:
-        """Return the layout's optimizer nodes; none of them is started yet."""
-        return Nodes(folder, self.layout, memory=(self.seen, self.own[0]) if self.layout.nodes_beside else None)
-
     def start(self, folder: Path, rank: int, layout: Layout, port: int, environment: dict[str, str]) -> int:
         """Start a rank on its host and return its process id."""
         env = dict(environment)
         number = layout.host_of(rank)
         ranks = layout.ranks_of(number)
-        if layout.sites:
-            env |= {
-                "HOLMES_HOST_NAME": f"host{number}",
-                "HOLMES_CLUSTER": layout.sites[number],
-                "LOCAL_RANK": str(rank - ranks[0]),
-                "LOCAL_WORLD_SIZE": str(len(ranks)),
-                "GROUP_RANK": str(number),
-            }
         if self.bed is not None:
             host = self.bed.layout.hosts[number]
             env |= {
@@ -105,7 +92,7 @@ class Hosts:
     def damage(self, host: int, *, cut: bool, chance: int) -> bool:
         """Truncate a file of the host's newest snapshot, or change one of its bytes; return whether this was the
         host's only snapshot."""
-        steps = sorted(self.own[host].glob("*/fit-0/[0-9]*"), key=lambda p: (read_name(p.name) or (0,))[0])
+        steps = snapshots_in(self.own[host])
         files = sorted(path for path in (steps[-1].iterdir() if steps else ()) if path.stat().st_size)
         if files:
             path = files[chance % len(files)]

@@ -5,20 +5,16 @@ from pathlib import Path
 
 import pytest
 from faults import (
-    BESIDE_NODES,
     ELASTIC,
     KINDS,
     KINDS_OF_LINKS,
-    KINDS_OF_NODES,
     LAYOUTS,
     NETWORKS,
     PLACES,
-    PLACES_BESIDE_NODES,
     PLACES_ON_NETWORK,
     Case,
     Fault,
     draw,
-    draw_beside_nodes,
     draw_elastic,
     draw_on_network,
 )
@@ -41,12 +37,6 @@ def test_a_seed_gives_its_faults_again_and_many_seeds_give_all() -> None:
     assert {fault.kind for fault in faults} == {*KINDS, *KINDS_OF_LINKS}
     assert {fault.place for fault in faults} == set(PLACES_ON_NETWORK)
     assert {case.layout.name for case in cases} == {layout.name for layout in NETWORKS}
-    cases = [draw_beside_nodes(seed) for seed in range(900)]
-    assert cases == [draw_beside_nodes(seed) for seed in range(900)]
-    faults = [fault for case in cases for attempt in case.attempts for fault in attempt]
-    assert {fault.kind for fault in faults} == {*KINDS, *KINDS_OF_NODES}
-    assert {fault.place for fault in faults} == set(PLACES_BESIDE_NODES)
-    assert {case.layout.name for case in cases} == {layout.name for layout in BESIDE_NODES}
     elastic = [draw_elastic(seed) for seed in range(100)]
     assert elastic == [draw_elastic(seed) for seed in range(100)]
     assert {hosts for case in elastic for hosts in case.present} == {(0, 1), (0,), (1,)}
@@ -87,26 +77,3 @@ def test_runs_with_faults_end_as_one_without(case: Case, tmp_path: Path) -> None
     report = soak(case, tmp_path / "job")
     assert report.outcome == "well", f"{report}\n{report.output}"
     assert len(report.struck) == len(case.attempts)
-
-
-_BESIDE_NODES = {
-    "a node is killed, too": (
-        BESIDE_NODES[0],
-        (Fault(kind="kill", rank=1, place="push", count=26),),  # a layer of step 7, after a snapshot beside nodes
-        (Fault(kind="kill node", rank=0, place="commit", count=2),),
-    ),
-    "a worker that speaks for its cluster": (
-        BESIDE_NODES[3],
-        (Fault(kind="kill", rank=3, place="push", count=11),),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", _BESIDE_NODES)
-def test_a_node_that_outlives_a_worker(name: str, tmp_path: Path) -> None:
-    """The workers resume from the state that the node has kept; if the node itself is lost, they resume from their
-    snapshot with a new node. Baseline: as in test_runs_with_faults_end_as_one_without; bit for bit."""
-    layout, *attempts = _BESIDE_NODES[name]
-    report = soak(Case(seed=0, layout=layout, every=3, attempts=tuple(attempts)), tmp_path / "job")
-    assert report.outcome == "well", f"{report}\n{report.output}"
-    assert (len(report.struck), report.attempts, report.kept) == (len(attempts), len(attempts) + 1, 1), f"{report}"

@@ -4,7 +4,6 @@ checkpoint, and in a job that is started again.
 Everything is compared with plain Lightning in one process on the same samples; see test_later_groups.py.
 """
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from optimizer_node_cases import Adds, Data, Grows, Unfreezes, make_trainer, sta
 from sharded_parameter_cases import Thawing, Tied
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.commands import optimizer_node
 
 BEFORE, AFTER = 3, 4
 """The last batch before groups are added, and the first batch after."""
@@ -204,10 +202,3 @@ def work(payload: tuple[str, str]) -> dict[str, Any]:
                 f"{source} to {target}": resume_all(folder, source, target) for target in targets if target != "plain"
             }
     return found
-
-
-def serve(options: dict[str, Any]) -> None:
-    """Run an optimizer node, as `lightning-holmes optimizer-node` does, until the job ends."""
-    script = str(Path(__file__).with_name("restarted_node_script.py"))
-    states = ["--states", options["states"]] if options["states"] else []
-    optimizer_node.main(["--master-addr", "127.0.0.1", *states, "--", script, json.dumps(options)])

@@ -1,8 +1,6 @@
 """Optimizer nodes give the numbers of plain Lightning, parameters and optimizer states. Tolerance 1e-5 (fp32), of the largest entry."""
 
-import json
 import os
-import re
 import subprocess
 import time
 from datetime import timedelta
@@ -363,56 +361,3 @@ def test_a_node_is_started_elsewhere_by_the_same_script(tmp_path: Path) -> None:
     assert code == 0 and "RESULT loss=" in said, said
     assert node_code == 0 and served.count("Mine, for 1 worker") == 2 and "RESULT" not in served, served
     assert "rank 0 is looked for at 127.0.0.1" in served and "the job's own port 29400 is not used" in served
-
-
-@pytest.mark.parametrize("way", ["commits", "on disk", "eager", "half done", "two nodes"])
-def test_a_node_outlives_workers_that_are_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
-    """torchrun starts two workers again after one was killed. They resume with what the same optimizer node has kept after the
-    last committed step, or, where the node had updated layers of a step that was not completed, from their snapshot.
-    Baseline: the same job without faults and with a node that it starts itself; equal bit for bit."""
-    nodes, last = (2, 11) if way == "two nodes" else (1, 10)  # a step that is neither in nor after a validation
-    strategy = {
-        "optimizer_nodes": nodes,
-        "num_chunks": 4 // nodes,
-        "pipeline_parallel_size": nodes,
-        "schedule": "auto",
-        "gradient_sync": "auto",
-    }
-    monkeypatch.setenv("PYTHON_EXEC", forked_executable())
-    clip = {} if way in ("eager", "half done") else {"clip": 0.05}
-    whole = {"folder": str(tmp_path), "name": "whole", "strategy": strategy} | clip
-    expected = launch(2, "snapshot_cases:train", whole)
-    states = {"optimizer_states": str(tmp_path / "states")} if way == "on disk" else {}
-    options = whole | {
-        "name": "killed",
-        "strategy": strategy | {"snapshot_every_n_steps": 6} | states,
-        "snapshots": str(tmp_path / "memory"),
-        "kill": {"rank": 1, "step": last, "backward": way == "half done"},
-    }
-    script = [str(Path(__file__).with_name("restarted_node_script.py")), json.dumps(options)]
-    torchrun = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=blue", "--rdzv-backend=c10d"]
-    torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    (code, said), (node_code, served) = run_beside_a_node(
-        tmp_path,
-        [*forked_python(), "-m", "torch.distributed.run", *torchrun, *script],
-        script,
-        nodes=nodes,
-        RANK="0",
-        WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2",
-    )
-    kept = rf"{last}, \d before the last one, with what the optimizer nodes have kept"
-    step = r"7, \d before" if way == "half done" else kept
-    assert code == 0 and re.search(f"goes on from the snapshot of step {step}", said), said + served
-    assert [(tmp_path / f"digest.killed.{rank}").read_text() for rank in range(2)] == expected
-    assert node_code == 0 and served.count(f"AdamW, for {1 if nodes == 2 else 2} worker") == 2 * nodes, served
-    assert served.count("at most for the job to be started again") == nodes
-    assert len(re.findall(rf"keeps its \d units as they are after {last} steps", served)) == (
-        0 if way == "half done" else nodes
-    ), served
-    assert not list(tmp_path.glob("states/*")), "nothing is left on disk"
-    if way == "commits":  # what a hook before the first batch has seen
-        expected = launch(2, "snapshot_cases:train", whole | {"name": "shorter", "steps": last})
-        assert [(tmp_path / f"start.killed.{rank}").read_text() for rank in range(2)] == expected

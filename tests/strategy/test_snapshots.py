@@ -11,14 +11,14 @@ import random
 import re
 import shutil
 import signal
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
+from folder_saves import save_folder
 from launch import Worker, launch_raw
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
@@ -27,10 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import Job
-from lightning_holmes.checkpoint.file_systems import FileSystems
-from lightning_holmes.checkpoint.meeting import Meeting
-from lightning_holmes.checkpoint.saving import FolderSave
-from lightning_holmes.checkpoint.snapshot_folder import SnapshotFolder, jobs_on_host
+from lightning_holmes.checkpoint.job_folder import JobFolder
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.strategy.snapshots import Snapshots
 
@@ -45,19 +42,6 @@ def job(size: int, folder: Path, name: str, *, codes: set[int] | None = None, **
 
 def weights(size: int, folder: Path, name: str) -> list[str]:
     return [pickle.loads((folder / name / f"result{rank}").read_bytes()) for rank in range(size)]
-
-
-def save_snapshot(folder: Path, step: int) -> None:
-    FolderSave(
-        target=folder / str(step),
-        token=f"{step:08x}",
-        file_systems=FileSystems(of_rank=(0,)),
-        values={("state_dict", "w"): torch.zeros(4)},
-        order=["w"],
-        num_optimizers=0,
-        rest=b"rest",
-        plan="",
-    ).run(Meeting(None, 0, 1, "test", timedelta(seconds=5)))
 
 
 def losses(folder: Path, name: str, rank: int = 0) -> dict[int, Any]:
@@ -100,10 +84,7 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
         max(before) == kill["step"] and resumed % 3 == 1 and kill["step"] - 6 < resumed
     )  # the last snapshot may not have been written
     assert {**before, **after} == known and all(before[s] == after[s] for s in before.keys() & after.keys())
-    assert (
-        f"goes on from the snapshot of step {min(after) - 1}, {kill['step'] - min(after) + 1} before"
-        in workers[0].output
-    )
+    assert f"goes on from the snapshot of step {resumed}: " in workers[0].output
 
 
 @pytest.mark.xdist_group("snapshots_whole")
@@ -128,7 +109,7 @@ def test_a_damaged_snapshot_is_not_gone_on_from(damage: str, whole: Any, tmp_pat
         ended = "".join(worker.output for worker in job(2, tmp_path, "ended", codes={1}, **options))
         assert f"{newest} is removed on this host" in ended and not (tmp_path / "losses.ended.0").exists(), ended
     workers = job(2, tmp_path, "again", **options)
-    assert f"goes on from the snapshot of step {older.name}" in workers[0].output
+    assert f"goes on from the snapshot of step {older.name.removeprefix('0-')}: " in workers[0].output
     assert weights(2, tmp_path, "again") == expected
 
 
@@ -143,19 +124,13 @@ def test_a_host_that_is_told_to_leave_costs_no_step_and_the_others_are_started_a
     memory, kill = str(tmp_path / "memory"), {"rank": 0, "step": 5, "signal": "SIGTERM"}
     told = job(2, tmp_path, "told", codes={0, 143}, kill=kill, strategy=strategy, snapshots=memory)
     assert [worker.exit_code for worker in told] == [0, 143]
-    leaving = {"rank": 1, "code": 3}
-    workers = job(2, tmp_path, "again", codes={0, 3}, exit=leaving, strategy=strategy, snapshots=memory)
+    workers = job(2, tmp_path, "again", codes={0, 1}, fails=1, strategy=strategy, snapshots=memory)
     left = max(losses(tmp_path, "told"))
     assert left == 6, "between two epochs"
     assert min(losses(tmp_path, "again")) == left + 1
-    assert f"goes on from the snapshot of step {left}, 0 before the last one" in workers[0].output
-    (found,) = jobs_on_host(Path(memory))
-    assert [step for step, _ in found.fits[0].snapshots] == [left], (
-        "the process of rank 1 has not ended well after its fit"
-    )
-    assert "ends after its fit has ended well: sys.exit(3)" in found.events[-1].words
+    assert f"goes on from the snapshot of step {left}: " in workers[0].output
     workers = job(2, tmp_path, "last", strategy=strategy, snapshots=memory)
-    assert f"goes on from the snapshot of step {left}, {STEPS - left} before the last one" in workers[0].output
+    assert f"goes on from the snapshot of step {left}: " in workers[0].output, "rank 1 has failed after its fit"
     assert losses(tmp_path, "last") == losses(tmp_path, "again") and weights(2, tmp_path, "last") == expected
     assert not list(Path(memory).iterdir())
 
@@ -167,7 +142,7 @@ def test_who_is_told_to_leave_between_batches_of_one_step_comes_to_its_end_first
     kill = {"rank": 0, "step": 5, "batch": 1, "signal": "SIGTERM"}
     job(2, tmp_path, "told", codes={0, 143}, kill=kill, **options)
     workers = job(2, tmp_path, "again", **options)
-    assert "goes on from the snapshot of step 6, 0 before the last one" in workers[0].output
+    assert "goes on from the snapshot of step 6: " in workers[0].output
 
 
 def test_fewer_replicas_go_on_from_a_checkpoint_with_the_same_batches_where_samples_are_counted(tmp_path: Path) -> None:
@@ -179,7 +154,7 @@ def test_fewer_replicas_go_on_from_a_checkpoint_with_the_same_batches_where_samp
     job(2, tmp_path, "whole", counted=True, keep_weights=True, strategy={"pipeline_parallel_size": 1})
     killed = {-signal.SIGKILL, 1}
     job(2, tmp_path, "killed", codes=killed, kill={"rank": 1, "step": 8}, counted=True, **options)
-    for path in memory.glob("*/fit-0/[0-9]*"):
+    for path in snapshots_in(memory):
         shutil.rmtree(path)
     (refused,) = job(1, tmp_path, "refused", codes={1}, **options)
     assert re.search(r"taken by 2 replicas, and 1 are left: only data modules that count", refused.output)
@@ -204,50 +179,38 @@ def test_without_a_whole_snapshot_a_job_goes_on_from_its_own_newest_checkpoint_a
     for path in kept.glob("*.ckpt"):
         os.utime(path, (1000.0, 1000.0))
     job(1, tmp_path, "killed", codes={-signal.SIGKILL}, kill={"rank": 0, "step": 1}, **options)
-    for path in memory.glob("*/fit-0/[0-9]*"):
+    for path in snapshots_in(memory):
         shutil.rmtree(path)
     (again,) = job(1, tmp_path, "again", codes={-signal.SIGKILL}, kill={"rank": 0, "step": 8}, **options)
-    assert "started again, and goes on at its beginning" in again.output
-    for path in memory.glob("*/fit-0/[0-9]*"):
+    assert "started again, and begins as at first" in again.output
+    for path in snapshots_in(memory):
         shutil.rmtree(path)
     (last,) = job(1, tmp_path, "last", **options)
-    assert "step=6-v1.ckpt, since no snapshot is left whole; 8 steps were done" in last.output
+    assert "step=6-v1.ckpt, since no snapshot is left whole" in last.output
     assert min(losses(tmp_path, "last")) == 7
     assert not list(memory.iterdir())
 
 
-def test_a_snapshot_that_is_left_of_long_ago_does_not_beat_a_checkpoint_that_was_saved_since(
+def test_a_snapshot_that_is_left_of_long_ago_does_not_beat_the_checkpoint_of_a_requeued_slurm_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, saved = SnapshotFolder(tmp_path, "job", 0), tmp_path / "step=5.ckpt"
-    torch.save({"global_step": 5}, saved)
-    save_snapshot(folder.path, 3)
+    folder = JobFolder(tmp_path / f"lightning_holmes-{os.geteuid()}-a", "start")
+    save_folder(folder.snapshot(0, 3), {("state_dict", "w"): torch.zeros(4)})
+    requeued = tmp_path / "hpc_ckpt_1.ckpt"
+    requeued.touch()
 
     def chosen(ckpt_path: Any = None) -> str:
-        taken = Snapshots(
-            cast(Any, None),
-            cast(Any, SimpleNamespace(whole=None)),
-            folder,
-            every=3,
-            device=torch.device("cpu"),
-            member=Job(),
-        )
+        given: Any = None, SimpleNamespace(whole=None)
+        taken = Snapshots(*given, folder, 0, every=3, device=torch.device("cpu"), member=Job())
         return Path(taken.choose(lambda path: str(requeued), ckpt_path)).name
 
-    requeued = tmp_path / "hpc_ckpt_1.ckpt"
-    folder.note_checkpoint(str(saved), 5)
-    assert chosen() == "3", "nothing newer was lost"
-    folder.newest = 6
-    assert chosen() == "step=5.ckpt", "the snapshot of step 6 was lost"
-    saved.unlink()
-    assert chosen() == "3"
+    assert chosen() == "0-3"
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "job")
-    requeued.touch()
     assert chosen() == requeued.name, "it was saved on other hosts since"
-    assert chosen(str(saved)) == "3"
-    folder.note_checkpoint(str(requeued), 3)
-    assert chosen() == "3", "it is of the same moment"
+    assert chosen("mine.ckpt") == "0-3"
+    folder.note_checkpoint(0, str(requeued), 3)
+    assert chosen() == "0-3", "it is of the same moment"
 
 
 def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +226,8 @@ def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(mo
 
     trainer.save_checkpoint = save
     manager: Any = SimpleNamespace(is_writing=False, write_s=0.0)
-    folder: Any = SimpleNamespace(path=Path("memory"))
-    taken = Snapshots(trainer, manager, folder, every="auto", device=torch.device("cpu"), member=Job())
+    folder: Any = SimpleNamespace(snapshot=lambda fit, step: Path(f"{fit}-{step}"))
+    taken = Snapshots(trainer, manager, folder, 0, every="auto", device=torch.device("cpu"), member=Job())
     taken.is_active = True
     due: list[float] = []
     for tenth in range(3000):
@@ -274,7 +237,7 @@ def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(mo
             manager.write_s = 3.0
         if tenth == 2400:
             manager.is_writing = True
-        if taken.due is not None:
+        if taken.is_due:
             due.append(tenth / 10)
             if len(due) < 3:
                 taken.take()
@@ -286,7 +249,7 @@ def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(mo
     assert due[-1] < 240.0 and gaps[-1] == pytest.approx(30.0, abs=0.3), "no two are written at once"
 
 
-def test_a_search_in_the_fit_is_refused_beside_snapshots(tmp_path: Path) -> None:
+def test_a_search_in_the_fit_is_refused_beside_snapshots() -> None:
     """The search restores the fit to its beginning, which is not the step of the snapshot."""
     trainer = Trainer(
         accelerator="cpu",
@@ -295,7 +258,7 @@ def test_a_search_in_the_fit_is_refused_beside_snapshots(tmp_path: Path) -> None
         logger=False,
         enable_checkpointing=False,
         callbacks=[LearningRateFinder()],
-        strategy=HolmesStrategy(snapshot_every_n_steps=1, snapshot_folder=str(tmp_path)),
+        strategy=HolmesStrategy(snapshot_every_n_steps=1),
     )
     with pytest.raises(ConfigurationError, match="snapshot_every_n_steps beside LearningRateFinder"):
         trainer.fit(Net({}), DataLoader(Noisy(), batch_size=8))

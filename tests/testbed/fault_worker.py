@@ -29,6 +29,7 @@ from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import saving
 from lightning_holmes.data import CountedDataModule
 from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.strategy import snapshots
 
 STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
 
@@ -118,10 +119,6 @@ class Progress(Callback):
             end = time.monotonic() + 60
             while not trainer.received_sigterm and time.monotonic() < end:
                 time.sleep(0.01)
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        for event in getattr(trainer.strategy, "history", []):
-            print(f"noted: {event.kind}: {event.words}; {event.lost_s:.1f} s", flush=True)
 
 
 def train(
@@ -217,10 +214,10 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         write_when_the_link_is_cut(waits[1], 2 * KILLED_AT // SAVED_EVERY - 1, "waiting")
     if waits and waits[0] == "pushing":
         push_when_the_link_is_cut(waits[1])
-    snapshots = {}
+    every = None
     if "snapshots" in options:
         every = options.get("every", 1)
-        snapshots = {"snapshot_every_n_steps": every, "snapshot_folder": memory_of_this_host(options["snapshots"])}
+        snapshots.MEMORY = Path(memory_of_this_host(options["snapshots"]))
     strategy = HolmesStrategy(
         pipeline_parallel_size=int(os.environ["WORLD_SIZE"])
         if options.get("pipeline") == "hosts"
@@ -230,14 +227,14 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         optimizer_nodes=options.get("optimizer_nodes", 0),
         optimizer_states=options.get("optimizer_states", "memory"),
         gradient_sync=options.get("gradient_sync", "auto"),
-        **snapshots,
+        snapshot_every_n_steps=every,
     )
     train(
         Progress(folder, attempt, grows=options.get("grows", False)),
         kill=kill,
         waits=waits,
         folder=folder,
-        resume=attempt != "0" and not snapshots,
+        resume=attempt != "0" and every is None,
         kind=Eager if options.get("eager") else Stack,
         data=Counted(4) if options.get("grows") else None,
         strategy=strategy,

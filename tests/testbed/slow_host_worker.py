@@ -26,6 +26,7 @@ from training_worker import join_as_torchrun_would
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.comm import failure, stragglers
+from lightning_holmes.strategy import snapshots
 
 LAYERS, FEATURES, ROWS, KINDS = 12, 384, 64, 16
 LOOK_S, WINDOW_S = 0.2, 8.0  # instead of a second and a minute
@@ -117,12 +118,12 @@ def train(progress: Progress, **options: Any) -> None:
 
 def main(folder: Path) -> None:
     failure._POLL_S, stragglers._WINDOW_S = LOOK_S, WINDOW_S
+    snapshots.MEMORY = Path(memory_of_this_host(str(folder / "memory")))
     strategy = HolmesStrategy(
         pipeline_parallel_size=2,
         num_microbatches=2,
         timeout=timedelta(seconds=120),
         snapshot_every_n_steps=100,
-        snapshot_folder=memory_of_this_host(str(folder / "memory")),
     )
     progress = Progress(folder, os.environ["ATTEMPT"], os.environ["END"])
     train(progress, strategy=strategy, devices=1, num_nodes=2)

@@ -152,10 +152,7 @@ def test_a_link_that_is_cut_for_good_while_a_checkpoint_is_written_ends_all_rank
         taken = cut.end()
     assert all(result.exit_code for result in results.values()), shown(results)
     assert taken < timeout_s + 15, shown(results)
-    assert "CheckpointError: nothing is heard of rank 0: the job's store has not" in results["west"].output, shown(
-        results
-    )
-    assert "CheckpointError: rank 1 has written nothing for 8 s" in results["east"].output, shown(results)
+    assert all("ConnectionLostError: connection lost on rank" in r.output for r in results.values()), shown(results)
     assert assert_last_checkpoint_is_whole(tmp_path, at_least=SAVED_EVERY) == SAVED_EVERY
 
 
@@ -250,9 +247,9 @@ def test_a_lost_host_that_is_back_joins_again_and_both_go_on_with_the_same_batch
     assert step in (1, 4), "the last one may not have been written"
     assert [max(lost), max(alone), min(both), max(both)] == [KILLED_AT, KILLED_AT + 1, KILLED_AT + 2, STEPS], everything
     assert list(both) == list(both_too), everything
-    assert f"goes on from the snapshot of step {step}, {KILLED_AT - step} before the last one" in east, everything
+    assert f"goes on from the snapshot of step {step}: " in east, everything
     assert "2 replicas took it; 1 go on with batches of 8 in 4 microbatches each" in east, everything
-    assert f"goes on from the snapshot of step {KILLED_AT + 1}, 0 before the last one" in east, everything
+    assert f"goes on from the snapshot of step {KILLED_AT + 1}: " in east, everything
     assert "1 replicas took it; 2 go on with batches of 4 in 2 microbatches each" in east, everything
     means = [{s: (a[s] + b[s]) / 2 for s in a} for a, b in ((lost, lost_too), (both, both_too))]
     for part in (means[0], alone, means[1]):

@@ -30,9 +30,9 @@ from lightning_holmes.errors import UnevenDataError
 from lightning_holmes.lightning_private import BEFORE_BATCH
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals
-from lightning_holmes.strategy.snapshots import Due, Snapshots
+from lightning_holmes.strategy.snapshots import Snapshots
 
-_SNAPSHOTS = {8: Due.WHOLE, 16: Due.BESIDE_NODES}  # values of the message in addition to those of signals.py
+_SNAPSHOT = 8  # a value of the message in addition to those of signals.py
 
 
 class Place(IntEnum):
@@ -103,13 +103,12 @@ class Lockstep(Replacements):
         self._begun = self._announced
 
     def _before_batch(self) -> None:
-        due = None if self._snapshots is None else self._snapshots.due
-        asked = next((number for number, kind in _SNAPSHOTS.items() if kind is due), 0)
+        asked = _SNAPSHOT if self._snapshots is not None and self._snapshots.is_due else 0
         wanted = self._meet(Place.BATCH, self._signals.wanted() or asked)
-        if wanted not in _SNAPSHOTS:
+        if wanted == _SNAPSHOT and self._snapshots is not None:
+            self._snapshots.take()
+        else:
             self._signals.obey(wanted)
-        elif self._snapshots is not None:
-            self._snapshots.take(_SNAPSHOTS[wanted])
 
     def _meeting(self, place: Place, function: Callable[[], Any]) -> Callable[[], Any]:
         @functools.wraps(function)

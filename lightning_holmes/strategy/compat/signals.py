@@ -112,7 +112,7 @@ class BatchSignals(Replacements):
         if wanted in (_END, _INTERRUPT):
             dist.barrier()
             if self._snapshots is not None:
-                self._snapshots.take_last("Ctrl-C" if wanted == _INTERRUPT else "SIGTERM")
+                self._snapshots.take_last()
             self.ends_together = True
             if wanted == _INTERRUPT:
                 raise KeyboardInterrupt
@@ -129,7 +129,7 @@ class BatchSignals(Replacements):
         if wanted == _REQUEUE:
             self._told_to_requeue = None
             if self._snapshots is not None:
-                self._snapshots.take_last("it is requeued")
+                self._snapshots.take_last()
             self._save_and_requeue(wanted, None)
         elif (self._told_to_end or self._interrupted) and self._watch is not None:
             self._watch.ask_to_end()

@@ -4,9 +4,9 @@ Lightning saves the state of rank 0's data loaders; here every replica's is save
 drawn from a seed of the run, which is saved. A plain file also holds the run's plan; a folder has a file for it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
+from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.errors import ConfigurationError
 
 KEY = "lightning_holmes"
@@ -20,18 +20,19 @@ def loader_states(checkpoint: dict[str, Any]) -> list[Any]:
     return list(state.get("combined_loader", []))
 
 
-def add(checkpoint: dict[str, Any], *, base_seed: int, num_microbatches: int, replicas: Sequence[list[Any]]) -> None:
-    """Add to ``checkpoint`` the entries that the functions below read.
+def add(job: Job, checkpoint: dict[str, Any], *, base_seed: int, num_microbatches: int) -> None:
+    """Add to ``checkpoint`` the entries that the functions below read, among them each replica's loader states. All ranks must call.
 
     Args:
         num_microbatches: the number of microbatches of a replica's batch; 0 if nothing was trained.
-        replicas: the loader states of each replica.
     """
+    states = loader_states(checkpoint)
+    of_replica = dict(reversed(job.all_gather((job.replica, states)))) if states else {}
     checkpoint[KEY] = {
         "base_seed": base_seed,
         "num_microbatches": num_microbatches,
-        "data_parallel_size": len(replicas),
-        "loader_states": list(replicas),
+        "data_parallel_size": job.num_replicas,
+        "loader_states": [of_replica.get(replica, []) for replica in range(job.num_replicas)],
     }
 
 
