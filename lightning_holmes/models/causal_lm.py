@@ -8,14 +8,15 @@ Shapes: B samples, S positions, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional as F
-
-from lightning_holmes.models.optimizer import build_adamw
 
 IGNORE_INDEX = -100
 
@@ -77,11 +78,26 @@ class CausalLM(LightningModule):
         return self.compute_logits(batch).argmax(dim=-1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        return build_adamw(
-            self,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            betas=self.betas,
-            warmup_steps=self.warmup_steps,
-            min_learning_rate_ratio=self.min_learning_rate_ratio,
+        """AdamW in two groups, of which the one with fewer than two dimensions has no weight decay, with a linear warm-up and a cosine
+        decay over ``trainer.estimated_stepping_batches`` steps."""
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
+        num_steps, ratio = self.trainer.estimated_stepping_batches, self.min_learning_rate_ratio
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, num_steps, self.warmup_steps, ratio)
         )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def learning_rate_factor(step: int, num_steps: float, warmup_steps: int, min_ratio: float) -> float:
+    """The learning rate at `step` of `num_steps` as a fraction of its peak; `num_steps` is infinite if the run has no known end."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if math.isinf(num_steps):
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1.0, num_steps - warmup_steps))
+    return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.models.optimizer import learning_rate_factor
+from lightning_holmes.models.causal_lm import learning_rate_factor
 from recipes.gpt import GPT, RotaryEmbedding, rotate
 
 SMALL = {"vocab_size": 17, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "sequence_length": 8}
