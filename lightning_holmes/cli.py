@@ -20,15 +20,17 @@ Classes that a config file names are also found in the working folder. Errors in
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
+import lightning
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -41,6 +43,8 @@ from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.lightning_private import config_value
 from lightning_holmes.loggers import RunRecord
+from lightning_holmes.plan.training import AskedSharding
+from lightning_holmes.strategy.removed_arguments import tell_removed
 
 CHECK, PLAN = "check", "plan"
 
@@ -53,6 +57,21 @@ _CHECK_DEFAULTS: dict[str, Any] = {
     "layers": "auto",
     "partition": "uniform",
 }
+
+
+class HolmesParser(LightningArgumentParser):
+    """LightningCLI's parser, which refuses arguments that HolmesStrategy had in an earlier version by name, wherever they are given."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        unknown = re.findall(r"Option '(\w+)' is not accepted", message)
+        if message.startswith("unrecognized arguments:"):
+            unknown += re.findall(r"--(?:[\w.]+\.)?(\w+)", message)
+        gone = tell_removed(unknown)
+        if (
+            gone and self.exit_on_error
+        ):  # else this parser reads a part of a value, and its message comes to the one that exits
+            raise ConfigurationError("; ".join(gone)) from ex
+        super().error(message, ex)
 
 
 class HolmesTrainer(Trainer):
@@ -85,8 +104,7 @@ class HolmesTrainer(Trainer):
         batch_samples: int | None = None,
         tensor_parallel_sizes: list[int] | None = None,
         recomputation: bool = False,
-        sharded_optimizer: bool | Literal["auto"] | None = None,
-        sharded_parameters: bool | Literal["auto"] | None = None,
+        sharding: AskedSharding | None = None,
         sequence_parallel: bool = False,
         plot: str | None = None,
         output: str | None = None,
@@ -103,9 +121,7 @@ class HolmesTrainer(Trainer):
             batch_samples: Samples of a step over all replicas; by default as many as in fit.
             tensor_parallel_sizes: Sizes to try, for modules that support tensor parallelism; by default 1.
             recomputation: Also try plans in which every layer is recomputed in its backward.
-            sharded_optimizer: Whether optimizer states are sharded over replicas; by default the strategy's argument.
-            sharded_parameters: Whether parameters and gradients are also sharded, under breadth_first; "auto" compares both. By default
-                the strategy's argument.
+            sharding: What is sharded over replicas; by default the strategy's argument.
             sequence_parallel: The module's tensor-parallel ranks also shard the activations between their parallel layers.
             plot: A .png or .svg file for the timeline of the best plan's step.
             output: A plan file of the best plan, for HolmesStrategy(plan=...).
@@ -146,6 +162,14 @@ class HolmesCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         return {**LightningCLI.subcommands(), CHECK: set(), PLAN: set()}
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.__version__}"])
+        parser = HolmesParser(**kwargs)
+        parser.add_argument(
+            "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
+        )
+        return parser
 
     def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:
         super()._add_subcommands(parser, **kwargs)

@@ -139,10 +139,10 @@ def test_a_model_too_large_for_a_worker_fits_in_shards_or_on_nodes_only(capsys, 
     hosts = without["clusters"][0]["hosts"]
     hosts[:] = [host for host in hosts if host.get("role") != "optimizer"]
     (tmp_path / "topology.yaml").write_text(yaml.safe_dump(without))
-    whole = ["--trainer.strategy.init_args.sharded_parameters=false", f"--topology={tmp_path / 'topology.yaml'}"]
+    whole = ["--trainer.strategy.init_args.sharding=optimizer", f"--topology={tmp_path / 'topology.yaml'}"]
     code, out, err = run(capsys, *command, "--data=null", *whole)
     assert code != 0 and "NothingFitsError" in err and "GiB a device are missing" in err, err
-    assert on_nodes or "parameters in shards, sharded_parameters=True" in err, err
+    assert on_nodes or 'parameters in shards, sharding="parameters"' in err, err
 
 
 def output_of(args):
@@ -389,21 +389,16 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "save_distributed_checkpoint": False,
         "async_checkpoint": True,
         "snapshot_every_n_steps": 100,
-        "process_group_backend": "gloo",
         "monitor": True,
         "plan": None,
         "gradient_sync": "p2p",
-        "grad_dtype": "bf16",
-        "compression": "fp16",
-        "activation_dtype": "bf16",
-        "sharded_optimizer": True,
-        "sharded_parameters": False,
+        "compression": "bf16",
+        "sharding": "optimizer",
         "optimizer_nodes": 0,
         "optimizer_states": "memory",
         "keep_parameters": "auto",
         "master_weights": True,
         "timeout": "0:05:00",
-        "port_range": [29500, 29600],
     }
     assert set(inspect.signature(HolmesStrategy.__init__).parameters) - {"self"} == set(values)
     options = [f"--trainer.strategy.init_args.{name}={json.dumps(value)}" for name, value in values.items()]

@@ -55,7 +55,6 @@ class ProbeOptions:
         measure: measure speeds (needs connect).
         refresh: measure even if speeds are in the cache.
         recall: use speeds from the cache if none are measured.
-        port_range: (first, last) port of the listeners; None: any.
         max_age_s: the largest age of cached speeds.
     """
 
@@ -63,7 +62,6 @@ class ProbeOptions:
     measure: bool = True
     refresh: bool = False
     recall: bool = False
-    port_range: tuple[int, int] | None = None
     max_age_s: float = 24 * 3600.0
 
 
@@ -222,7 +220,7 @@ class _Agent:
     def __init__(self, board: _Board, mine: HostInventory, options: ProbeOptions, host: str, token: str) -> None:
         self._board = board
         self._token = bytes.fromhex(token)
-        self._listener = Listener(host=host, nics=mine.nics(), token=self._token, port_range=options.port_range)
+        self._listener = Listener(host=host, nics=mine.nics(), token=self._token)
         opened = self._listener.endpoints
         board.put(f"endpoints/{board.rank}", endpoints=opened, warnings=tuple(self._listener.warnings))
 

@@ -28,7 +28,6 @@ from typing import Any
 
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.record import record
-from lightning_holmes.errors import ConfigurationError
 
 _HELLO = b"HOLMES1\n"
 _NONCE, _MAC = 16, 32
@@ -107,18 +106,15 @@ class ProbeResult:
 
 
 class Listener:
-    """Answers tests on the given NICs until it is closed. Raises ConfigurationError if port_range has no free port.
+    """Answers tests on the given NICs until it is closed.
 
     Args:
         host: the name of this host in the job.
         nics: a socket is opened on one IPv4 and one IPv6 address of each NIC that is up.
         token: the job's secret.
-        port_range: (first, last) port to use; None: any.
     """
 
-    def __init__(
-        self, *, host: str, nics: Sequence[Nic], token: bytes, port_range: tuple[int, int] | None = None
-    ) -> None:
+    def __init__(self, *, host: str, nics: Sequence[Nic], token: bytes) -> None:
         self._token = token
         self._closed = threading.Event()
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
@@ -129,7 +125,7 @@ class Listener:
         try:
             for nic in nics:
                 for address in probe_addresses(nic):
-                    opened = self._open(nic, address, port_range)
+                    opened = self._open(nic, address)
                     if opened is not None:
                         endpoint = Endpoint(host=host, nic=nic.name, address=address, port=opened.getsockname()[1])
                         endpoints.append(endpoint)
@@ -155,30 +151,17 @@ class Listener:
         for thread in self._threads:
             thread.join(timeout=2)
 
-    def _open(self, nic: Nic, address: str, port_range: tuple[int, int] | None) -> socket.socket | None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        first, last = port_range or (0, 0)
-        problem: OSError | None = None
-        for port in range(first, last + 1):
-            opened = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                opened.bind((address, port))
-                opened.listen(1024)
-            except OSError as error:
-                opened.close()
-                problem = error
-                if error.errno not in (98, 13):  # EADDRINUSE, EACCES: another port may be free
-                    break
-            else:
-                self._sockets.append(opened)
-                return opened
-        if port_range is not None and problem is not None and problem.errno in (98, 13):
-            raise ConfigurationError(
-                f"port_range={first}-{last}: no port is free on {address} ({nic.name}): {problem.strerror}; "
-                "give a wider range, or end what listens there"
-            )
-        self.warnings.append(f"cannot listen on {address} ({nic.name}): {problem}")
-        return None
+    def _open(self, nic: Nic, address: str) -> socket.socket | None:
+        opened = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            opened.bind((address, 0))
+            opened.listen(1024)
+        except OSError as problem:
+            opened.close()
+            self.warnings.append(f"cannot listen on {address} ({nic.name}): {problem}")
+            return None
+        self._sockets.append(opened)
+        return opened
 
     def _start(self, opened: socket.socket, endpoint: Endpoint) -> None:
         thread = threading.Thread(target=self._accept, args=(opened, endpoint), name="holmes-probe", daemon=True)

@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
 
-COMPRESSIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The dtypes to which gradients that cross between clusters can be rounded, by the names of HolmesStrategy's ``compression``."""
+COMPRESSIONS = {"bf16": torch.bfloat16}
+"""The dtypes to which what crosses between clusters can be rounded, by the names of HolmesStrategy's ``compression``."""
 
 # the names since torch 2.13, which warns of the old ones
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -115,7 +115,7 @@ def _create(options: Any, given: GlooOptions) -> Any:
     except RuntimeError as error:
         raise UnreachableError(
             f"a group of {options.group_size} ranks cannot be connected{given.ends and ': ' + given.ends}. gloo says: "
-            f"{_what_all_say(options, given.ends, str(error))}. If a firewall lies between them, open the ports and give port_range; "
+            f"{_what_all_say(options, given.ends, str(error))}. If a firewall lies between them, open the ports that sysctl net.ipv4.ip_local_port_range shows; "
             f"`lightning-holmes topology` under torchrun tries every connection"
         ) from error
 

@@ -91,7 +91,7 @@ class GroupBuilder:
             said = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
             raise UnreachableError(
                 f"{self.describe(group)} cannot be connected. The library says: {said}. If a firewall lies between the "
-                f"hosts, open the ports and give port_range; `lightning-holmes topology` under torchrun tries every connection"
+                f"hosts, open the ports that sysctl net.ipv4.ip_local_port_range shows; `lightning-holmes topology` under torchrun tries every connection"
             ) from error
 
     def build_single(self) -> dist.ProcessGroup:
@@ -211,12 +211,12 @@ def build_process_groups(
     *,
     pairs: Iterable[tuple[int, int]],
     clusters: Sequence[str] | None = None,
-    activation_dtype: torch.dtype | None = None,
+    sent_dtype: torch.dtype | None = None,
 ) -> ProcessGroups:
     """Create and warm up the process groups of a rank. Every rank of WORLD must call, with the same arguments.
 
     ``pairs``: ordered pairs (source, destination) of pipeline ranks that send tensors. ``clusters``: the cluster of
-    each rank; None: all ranks are in one. ``activation_dtype``: the dtype in which wider tensors between stages are
+    each rank; None: all ranks are in one. ``sent_dtype``: the dtype in which wider tensors between stages are
     sent across clusters; None: their own.
     """
     pipeline_rank, data_parallel_rank, tensor_parallel_rank = placement.coordinate(builder.rank)
@@ -260,9 +260,9 @@ def build_process_groups(
             everyone=None if builder.backend == "gloo" else pipeline,
             device=builder.device,
             narrowed={
-                peer: activation_dtype
+                peer: sent_dtype
                 for peer, rank in enumerate(own)
-                if activation_dtype is not None and clusters is not None and clusters[rank] != clusters[builder.rank]
+                if sent_dtype is not None and clusters is not None and clusters[rank] != clusters[builder.rank]
             },
             describe=builder.describe,
         )

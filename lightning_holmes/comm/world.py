@@ -11,14 +11,13 @@ import time
 import uuid
 from collections.abc import Generator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 from lightning_holmes.comm.user_settings import UserSettings, set_own
-from lightning_holmes.errors import ConfigurationError, ConnectionLostError
+from lightning_holmes.errors import ConnectionLostError
 from lightning_holmes.lightning_private import init_dist_connection
 from lightning_holmes.torch_private import nccl_options
 
@@ -26,7 +25,6 @@ _BACKLOG = 4096  # ranks that connect at once, as the kernel allows
 _TORCHS_PREFIX = "default_pg"  # of the other ranks' keys; init_process_group adds none to a store that it is given
 _PROPOSED = "holmes/meeting"
 _PAUSE_S = 0.01
-_PORTS = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
 def connect_world(
@@ -174,23 +172,3 @@ def without_interfaces() -> Generator[None, None, None]:
         yield
     finally:
         os.environ.update(kept)
-
-
-def check_port_range(port_range: tuple[int, int], path: str = _PORTS) -> None:
-    """Check that gloo and NCCL use only the ports that a firewall leaves open.
-
-    Both let the kernel choose the ports of their listeners, so the kernel's range must lie within ``port_range``.
-
-    Raises:
-        ConfigurationError: it does not; the message has the command that corrects it.
-    """
-    first, last = port_range
-    try:
-        low, high = (int(part) for part in Path(path).read_text().split())
-    except (OSError, ValueError):
-        return  # another system; nothing to compare with
-    if low < first or high > last:
-        raise ConfigurationError(
-            f"port_range={first}-{last}, but the kernel of this host gives listeners of gloo and NCCL the ports {low} to "
-            f'{high} ({path}); narrow it: sysctl -w net.ipv4.ip_local_port_range="{first} {last}"'
-        )

@@ -50,7 +50,7 @@ from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.search import SearchResult, SearchSpace, search_with_sharding
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.timeline_plot import PLOT_FORMATS, save_timeline_plot
-from lightning_holmes.plan.training import Training, TrainingOptions, make_training
+from lightning_holmes.plan.training import AskedSharding, Training, TrainingOptions, make_training
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
 from lightning_holmes.strategy.admission import check_module
@@ -74,8 +74,7 @@ class PlanRequest:
     batch_samples: int | None = None
     tensor_parallel_sizes: tuple[int, ...] = (1,)
     recomputation: bool = False
-    sharded_optimizer: bool | Literal["auto"] | None = None
-    sharded_parameters: bool | Literal["auto"] | None = None
+    sharding: AskedSharding | None = None
     sequence_parallel: bool = False
     plot: str | None = None
     output: str | None = None
@@ -92,14 +91,14 @@ def run_plan(
 ) -> SearchResult:
     """Profile, search, print and write. For the arguments see make_cost_model."""
     given = strategy_settings(strategy)
+    if request.sharding is not None:
+        given["sharding"] = request.sharding
     asked = _strategy(request, given)
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
     if "plan" in given:
         _check_given_plan(str(given["plan"]), cost_model)
     space = _space(request, asked.plan_options, is_plan="plan" in given, model=cost_model.model)
-    sharded = request.sharded_parameters
-    asked_sharding = asked.training_options.sharded_parameters if sharded is None else sharded
-    result = search_with_sharding(cost_model, space, asked_sharding)
+    result = search_with_sharding(cost_model, space, asked.training_options.sharding)
     if request.output is not None:
         make_best_plan(result, cost_model, asked.plan_options).save(request.output)
     if request.format == "json":
@@ -346,8 +345,6 @@ def _training(
     here: DeviceSpeed | None,
 ) -> Training:
     """Make the Training of a step from the strategy's arguments, as in a run. ``here``: of this machine, if the plan is for it."""
-    if request.sharded_optimizer is not None:
-        options = replace(options, sharded_optimizer=request.sharded_optimizer)
     operator_s = 0.0 if here is None else here.operator_s
     training = make_training(
         options,
@@ -411,7 +408,7 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
         notes.append(result.memory_note)
     notes += cost_model.network.link_notes()
     if best.sharded_parameters:
-        notes.append("sharded_parameters: predicted with it; give it to the strategy beside this plan")
+        notes.append('sharding: parameters, by prediction; give sharding="parameters" to the strategy beside this plan')
     if best.run.recomputation:
         notes.append("recomputation: predicted with it; the module must do so itself (GPT: gradient_checkpointing)")
     return make_plan(

@@ -46,7 +46,6 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--topology", default=None, help="A topology file to show, or to complete under torchrun.")
     parser.add_argument("--no_probe", action="store_true", help="Open no connection and measure nothing.")
     parser.add_argument("--refresh", action="store_true", help="Measure again even if speeds are known.")
-    parser.add_argument("--port_range", default=None, help="Ports that may be listened on, such as 20000-20100.")
     return parser
 
 
@@ -89,7 +88,6 @@ def parse(args: list[str]) -> Namespace:
         raise ConfigurationError(f"lightning-holmes topology: {error}; options: {', '.join(names)}") from error
     if options.format not in FORMATS:
         raise ConfigurationError(f"--format={options.format}: write {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    options.port_range = _read_port_range(options.port_range)
     return options
 
 
@@ -122,7 +120,6 @@ def _discover(rank: int, world_size: int, given: Topology | None, options: Names
                 connect=not options.no_probe,
                 measure=not options.no_probe,
                 refresh=options.refresh,
-                port_range=options.port_range,
             ),
         )
     finally:
@@ -177,12 +174,3 @@ def _rank_and_world_size() -> tuple[int, int | None]:
             "both to list this host's cards"
         )
     return int(rank), int(world_size)
-
-
-def _read_port_range(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
-    if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)) <= 65535:
-        raise ConfigurationError(f"--port_range={text}: write the first and last port, such as 20000-20100")
-    return int(match.group(1)), int(match.group(2))

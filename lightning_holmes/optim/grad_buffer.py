@@ -57,6 +57,11 @@ class Bucket:
     launched: bool = False
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which gradients of ``dtype`` accumulate and are summed: fp32; double precision and complex types stay."""
+    return dtype if dtype.itemsize > 4 or dtype.is_complex else torch.float32
+
+
 class GradBuffer:
     """Accumulates gradients of ``parameters`` (name -> parameter of this rank) over one accumulation window.
 
@@ -67,7 +72,6 @@ class GradBuffer:
         data_parallel_size: the length of each bucket is a multiple of it.
         bucket_bytes: the size at which a bucket is full; a larger parameter has a bucket for itself. None: an eighth of all
             gradients, from LEAST_BUCKET_BYTES to MOST_BUCKET_BYTES.
-        grad_dtype: the type of the buckets; None: the parameter's own. Types of higher precision keep their own.
         stage_of: by name, the stage whose last backward finishes the gradient; no bucket contains parameters of two stages.
         apart: by name, a key; parameters with different keys share no bucket, and buckets with a key come last. Their size does not
             depend on ``bucket_bytes``, since other pipeline ranks, with other gradients, must cut them in the same way.
@@ -80,7 +84,6 @@ class GradBuffer:
         flat: bool,
         data_parallel_size: int = 1,
         bucket_bytes: int | None = None,
-        grad_dtype: torch.dtype | None = torch.float32,
         stage_of: Mapping[str, int] | None = None,
         apart: Mapping[str, Hashable] | None = None,
     ) -> None:
@@ -88,7 +91,6 @@ class GradBuffer:
         self.flat = flat
         self.data_parallel_size = data_parallel_size
         self._bucket_bytes = bucket_bytes
-        self.grad_dtype = grad_dtype
         self.buckets: list[Bucket] = []
         self.flags = torch.zeros(0)
         """(parameters + 1,) fp32, on the host, so that reading them waits for no device: the flags of all buckets, and one
@@ -251,7 +253,7 @@ class GradBuffer:
         """Return the names of each bucket, in the order in which buckets become ready; those with an ``apart`` key come last."""
         done: list[list[str]] = []
         filling: dict[Hashable, tuple[list[str], int]] = {}
-        sizes = {n: dtensor.local_part(p).numel() * self._dtype_of(p).itemsize for n, p in self.parameters.items()}
+        sizes = {n: dtensor.local_part(p).numel() * sum_dtype(p.dtype).itemsize for n, p in self.parameters.items()}
         eighth = sum(sizes[name] for name in trainable) // _BUCKETS
         most = self._bucket_bytes or max(LEAST_BUCKET_BYTES, min(eighth, MOST_BUCKET_BYTES))
         ordered = sorted(trainable, key=lambda n: self._apart.get(n) is not None)  # stable
@@ -274,17 +276,12 @@ class GradBuffer:
         places = {name: place for place, name in enumerate(ordered)}
         return sorted(done, key=lambda names: places[names[-1]])
 
-    def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the type in which a parameter's gradients accumulate."""
-        own, wanted = parameter.dtype, self.grad_dtype
-        return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted
-
     def _make_bucket(self, names: list[str], flags: Tensor) -> Bucket:
         first = self.parameters[names[0]]
         locals_ = {name: dtensor.local_part(self.parameters[name]) for name in names}
         total = sum(local.numel() for local in locals_.values())
         padded = -(-total // self.data_parallel_size) * self.data_parallel_size
-        buffer = torch.zeros(padded, dtype=self._dtype_of(first), device=first.device)
+        buffer = torch.zeros(padded, dtype=sum_dtype(first.dtype), device=first.device)
         views, starts, start = {}, {}, 0
         for name, local in locals_.items():
             starts[name] = start

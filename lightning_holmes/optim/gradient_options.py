@@ -9,15 +9,10 @@ strategy/gradients.py uses them.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.collective_choice import check_collective
 from lightning_holmes.plan.node_routes import ROUTES, several_in_a_cluster
 from lightning_holmes.plan.placement import Placement, cluster_levels
-
-GRAD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, None: None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +24,11 @@ class GradientOptions:
     """
 
     gradient_sync: str = "auto"
-    grad_dtype: str | None = "fp32"
     compression: str | None = None
 
     def __post_init__(self) -> None:
         if self.gradient_sync not in ROUTES:
             check_collective(self.gradient_sync)
-        if self.grad_dtype not in GRAD_DTYPES:
-            raise ConfigurationError(f'grad_dtype={self.grad_dtype!r} is unknown; use "fp32", "bf16" or None')
-        if self.compression is not None and self.compression not in COMPRESSIONS:
-            raise ConfigurationError(
-                f"compression={self.compression!r} is unknown; use None or one of "
-                f"{', '.join(repr(name) for name in COMPRESSIONS)}"
-            )
 
     def notes(self, placement: Placement, clusters: Sequence[str]) -> list[str]:
         """Return a line for each option that has no effect on this placement. ``clusters``: the cluster of each global rank.
@@ -66,9 +53,4 @@ class GradientOptions:
         found = []
         if self.gradient_sync != "auto" and placement.data_parallel_size == 1:
             found.append(f"gradient_sync={self.gradient_sync!r} has nothing to do: there is one replica")
-        if self.compression is not None and all(len({clusters[r] for r in ranks}) == 1 for ranks in groups):
-            found.append(
-                f"compression={self.compression!r} has nothing to do: no gradients cross between clusters, inside which "
-                f"they are never compressed"
-            )
         return found

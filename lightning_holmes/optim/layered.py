@@ -24,6 +24,7 @@ from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
 from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
+from lightning_holmes.optim.grad_buffer import sum_dtype
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
@@ -39,7 +40,6 @@ class LayeredReducer:
     Args:
         stages: the stages of this rank, ascending.
         shared: the sets of pipeline ranks that hold the same parameters; the same on all ranks.
-        dtype: the type in which gradients accumulate; None: the type of the parameters. Types of higher precision keep their own.
         collective: reduces a stage's gradients over the replicas; None if there is one replica.
     """
 
@@ -52,7 +52,6 @@ class LayeredReducer:
         *,
         stages: Sequence[int],
         shared: Sequence[tuple[int, ...]],
-        dtype: torch.dtype | None,
         queue: CommQueue,
         collective: Collective | None,
     ) -> None:
@@ -60,7 +59,6 @@ class LayeredReducer:
         self.on_laid_out: Callable[[], None] = lambda: None
         """Called when a batch begins: the sharded or remote optimizer checks for new parameter groups."""
         self._device = device
-        self._dtype = dtype
         self._collective = collective
         self._stages = tuple(stages)
         self._shared = join_shared(groups, placement, shared)
@@ -91,7 +89,7 @@ class LayeredReducer:
                 self._hooks[name] = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
 
     def _sizes(self, stage: int | None) -> list[tuple[int, torch.dtype]]:
-        return [(part.numel, gathered_dtype(part, self._dtype)) for part in self._trained[stage]]
+        return [(part.numel, sum_dtype(part.dtype)) for part in self._trained[stage]]
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -270,9 +268,3 @@ class LayeredReducer:
         self._hooks.clear()
         self._views.clear()
         self.queue.close()
-
-
-def gathered_dtype(part: Part, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the type in which a part's gradients accumulate if ``wanted`` is asked for; double precision and complex types stay."""
-    own = part.dtype
-    return own if wanted is None or own.itemsize > 4 or own.is_complex else wanted

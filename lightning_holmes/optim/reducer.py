@@ -20,7 +20,7 @@ from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.queue import OnRun, make_comm_queue
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.grad_sync import GradSync
-from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
+from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.plan.placement import Placement
@@ -62,9 +62,8 @@ class GradientReducer:
         split = any(map(dtensor.is_dtensor, parameters.values()))
         self.buffer = GradBuffer(
             parameters,
-            flat=flat or reduced or split or (low and placement.world_size > 1) or options.grad_dtype != "fp32",
+            flat=flat or reduced or split or (low and placement.world_size > 1),
             data_parallel_size=placement.data_parallel_size,
-            grad_dtype=GRAD_DTYPES[options.grad_dtype],
             apart={name: ranks for ranks, names in shared.items() for name in names},
             stage_of={name: min(reading) for name, reading in stages_of.items() if reading},
         )

@@ -5,7 +5,7 @@ the worker keeps no shard of it. Every worker fetches whole parts, so that for P
 or one worker fetches for its cluster (aggregator.py).
 
     parameters = RemoteParameters(by_name, stages=(0, 1, 2), stages_of=..., shared={}, replica=0, queue=queue, ...)
-    units = parameters.lay_out_units(torch.float32, master_weights=False)       # sent to the nodes
+    units = parameters.lay_out_units(master_weights=False)       # sent to the nodes
     parameters.connect(links, place_of)
     parameters.lay_out(by_elements=True)                                        # from now on nodes hold the values
     parameters.fetch(1).wait()
@@ -25,8 +25,8 @@ from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.aggregator import Aggregator
+from lightning_holmes.optim.grad_buffer import sum_dtype
 from lightning_holmes.optim.host_memory import HostMemory
-from lightning_holmes.optim.layered import gathered_dtype
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import NodeLink, at_once
 from lightning_holmes.optim.part import Part
@@ -106,14 +106,11 @@ class RemoteParameters(StageShards):
         self._has_failed = self._has_masters = False
         self._host_memory = HostMemory(device)  # the queue's
 
-    def lay_out_units(
-        self, gradient_dtype: torch.dtype | None, *, master_weights: bool, with_states: Collection[str] = ()
-    ) -> dict[int, UnitLayout]:
+    def lay_out_units(self, *, master_weights: bool, with_states: Collection[str] = ()) -> dict[int, UnitLayout]:
         """Lay out the units that the nodes hold; returns them by number, in the order of the forward.
 
         Args:
             master_weights: whether nodes hold and step low-precision parameters in fp32.
-            gradient_dtype: the type in which gradients accumulate; None: the type of the parameters.
             with_states: parameters that were trained before; their units get room for states even if they are frozen now.
         """
         for stage, ranks, names in self.grouped():
@@ -131,7 +128,7 @@ class RemoteParameters(StageShards):
                 numel=part.numel,
                 dtype=torch.float32 if master_weights and part.is_trained and part.dtype in _LOW else part.dtype,
                 sent_dtype=part.dtype,
-                gradient_dtype=gathered_dtype(part, gradient_dtype),
+                gradient_dtype=sum_dtype(part.dtype),
                 is_trained=part.is_trained,
             )
             for index, part in ((i, self.parts[i]) for i in order)

@@ -175,7 +175,7 @@ class ShardedOptimizer:
         if found.level != "elements" and (self.by_elements or found.level == "none"):
             raise UnsupportedModuleError(
                 f"{type(self.optimizer).__name__} was given a parameter group while the module trains, which cannot be "
-                f"sharded over replicas as the others are: {found.reason}; use sharded_optimizer=False"
+                f'sharded over replicas as the others are: {found.reason}; use sharding="none"'
             )
         states = self.collect()
         names = {id(p): n for n, p in parameters.items()}

@@ -52,7 +52,7 @@ class StageShards:
             compiled code runs on their stages only. If it does not, reading them on another stage raises no error.
     """
 
-    cure = "sharded_parameters=False"
+    cure = 'sharding="none"'
     """The argument of the strategy that keeps parameters whole."""
     generation = 0
     is_whole = False

@@ -86,19 +86,23 @@ def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) ->
             device, seconds * 2 / 3, 1 if device.type == "cpu" else 10, lambda: torch.mm(matrix, matrix, out=result)
         )
         operators = _rate(device, seconds / 3, _OPERATORS, lambda: tiny + tiny)
-    memory = float(psutil.virtual_memory().total)
-    if device.type == "cuda":
-        memory = float(torch.cuda.get_device_properties(device).total_memory)
     known = _known_type(device)
     local, latency = _LOCAL_BYTES_PER_S[device.type], _LOCAL_LATENCY_S[device.type]
     return DeviceSpeed(
         flops_per_s=2.0 * size**3 * products,
         operator_s=1 / operators,
-        memory_bytes=memory,
+        memory_bytes=total_memory_bytes(device),
         local_bytes_per_s=local if known is None else known.local_bytes_per_s,
         local_latency_s=latency if known is None else known.local_latency_s,
         update_s_per_byte=0.0 if known is None else known.update_s_per_byte,
     )
+
+
+def total_memory_bytes(device: torch.device) -> float:
+    """The memory of a GPU; for a CPU that of the host, which its ranks share."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(psutil.virtual_memory().total)
 
 
 def _known_type(device: torch.device) -> DeviceType | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
@@ -24,6 +23,7 @@ from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.search.notes import describe_result
 from lightning_holmes.plan.search.shard_search import search_with_sharding
 from lightning_holmes.plan.self_adapting import Balance, solve
+from lightning_holmes.plan.training import AskedSharding
 
 _MICROBATCHES_PER_RANK = 4
 _LAYERED_CHUNKS = 4  # chunks of a breadth-first pipeline whose costs are not known
@@ -106,7 +106,7 @@ def plan_by_costs(
     *,
     not_interleaved: str | None = None,
     may_split: bool = True,
-    sharded_parameters: bool | Literal["auto"] = False,
+    sharding: AskedSharding = "none",
     why_not_sharded: str | None = None,
     described: str = "",
 ) -> PipelinePlan:
@@ -115,7 +115,7 @@ def plan_by_costs(
     Args:
         not_interleaved: why interleaving must not be chosen, in words; None: it may be chosen.
         may_split: whether a schedule that splits backwards may be chosen, as far as the costs do not tell.
-        sharded_parameters: whether parameters are sharded; "auto": the search decides. ``cost_model`` is for unsharded parameters.
+        sharding: as HolmesStrategy's argument. ``cost_model`` is for unsharded parameters, or for what is asked.
         why_not_sharded: why "auto" must not shard parameters, in words; None: it may.
         described: where the costs come from, for the notes.
 
@@ -129,7 +129,7 @@ def plan_by_costs(
         splits=may_split and can_split(cost_model.model),
         is_settled=not options.leaves_open,
     )
-    result = search_with_sharding(cost_model, space, sharded_parameters, why_not=why_not_sharded)
+    result = search_with_sharding(cost_model, space, sharding, why_not=why_not_sharded)
     best = result.best
     return PipelinePlan(
         partition=best.partition,

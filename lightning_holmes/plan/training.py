@@ -13,7 +13,7 @@ reads gradients, so that a replica receives the summed gradients of its shard on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.layer_cost import ModelCost, check_count, check_number
@@ -23,19 +23,25 @@ _SPLIT_RATIO = {"cpu": 1.2, "cuda": 1.1}
 _STATES = 2.0  # numbers that AdamW keeps for each parameter
 _FP32, _HALF = 4.0, 2.0  # bytes
 
+AskedSharding = Literal["auto", "none", "optimizer", "parameters"]
+SHARDINGS: tuple[AskedSharding, ...] = get_args(AskedSharding)
+_SHARDED_OPTIMIZER: dict[AskedSharding, bool | Literal["auto"]] = {
+    "auto": "auto",
+    "none": False,
+    "optimizer": True,
+    "parameters": True,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
     """HolmesStrategy's arguments of the same names, which it has checked."""
 
-    sharded_optimizer: bool | Literal["auto"] = "auto"
-    sharded_parameters: bool | Literal["auto"] = False
+    sharding: AskedSharding = "auto"
     optimizer_nodes: int = 0
     keep_parameters: bool | Literal["auto"] = "auto"
     master_weights: bool = False
-    grad_dtype: str | None = "fp32"
     compression: str | None = None
-    activation_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +137,17 @@ def make_training(
         byte_s, own_s: as in Training.
     """
     weight = model.parameter_itemsize
-    wanted = {"fp32": _FP32, "bf16": _HALF, None: weight}[options.grad_dtype]
-    gradient = weight if weight > _FP32 else wanted  # gradients of double-precision weights keep their type
+    gradient = max(weight, _FP32)  # gradients of double-precision weights keep their type
     master = options.master_weights and weight < _FP32  # fp32 weights are their own masters
-    in_shards = options.sharded_parameters is True or options.optimizer_nodes > 0  # the search decides "auto"
+    in_shards = options.sharding == "parameters" or options.optimizer_nodes > 0  # the search decides "auto"
     return Training(
         batch_samples=batch_samples,
         gradient_ratio=gradient / weight,
         gradient_ratio_across=min(_HALF, gradient) / weight if options.compression else None,
-        activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if options.activation_dtype else 1.0,
+        activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if options.compression else 1.0,
         state_ratio=(1 + _STATES) * _FP32 / weight if master else _STATES,
         least_state_ratio=_FP32 / weight if master else 0.0,
-        sharded_optimizer=True if master or in_shards else options.sharded_optimizer,
+        sharded_optimizer=master or in_shards or _SHARDED_OPTIMIZER[options.sharding],
         sharded_parameters=in_shards,
         optimizer_nodes=options.optimizer_nodes,
         keeps_parameters=options.keep_parameters is True,  # the run decides "auto", since it knows the free memory

@@ -27,7 +27,7 @@ from lightning_holmes.comm.lost import describe_loss, is_lost
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.comm.uncaught import one_line, show_as
 from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
-from lightning_holmes.comm.world import check_port_range, connect_world, without_interfaces
+from lightning_holmes.comm.world import connect_world, without_interfaces
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, RemoteError
 from lightning_holmes.lightning_private import default_backend
 from lightning_holmes.strategy.options import Options
@@ -60,8 +60,7 @@ class Connection:
         self.num_nodes = num_nodes
         self.device = device
         self.options = options
-        default = default_backend(device) if self.world_size > 1 else "gloo"
-        self.backend = options.process_group_backend or default
+        self.backend = default_backend(device) if self.world_size > 1 else "gloo"
         self.inventory: HostInventory | None = None
         self.user = UserSettings()
         self.failed, self.told = False, ""
@@ -84,10 +83,6 @@ class Connection:
         self.failed, self.told = False, ""
         if self.world_size == 1:
             return
-        if self.backend == "gloo" and self.device.type == "cuda":
-            raise ConfigurationError(
-                'process_group_backend="gloo" cannot send tensors between CUDA devices; use "nccl" or leave it out'
-            )
         self.user = UserSettings.read()
         several_hosts = self.num_nodes > 1
         if several_hosts:
@@ -116,8 +111,6 @@ class Connection:
     def _refusal_of_this_host(self, host: str) -> ConfigurationError | None:
         """Return the error in the settings of this host, which other hosts cannot see; None if there is none."""
         try:
-            if self.options.ports is not None:
-                check_port_range(self.options.ports)
             self.user.check_interfaces(self.backend, host=host, interfaces=local_interfaces())
         except ConfigurationError as refusal:
             return refusal

@@ -113,7 +113,7 @@ class Fit(Run):
     def _test_optimizer(self, optimizers: Sequence[Optimizer]) -> None:
         """Test how the optimizer can be sharded, if that is needed; test again if groups were added before the first batch."""
         placement, connection = self.job.placement, self.job.connection
-        wanted = sharding.wants_shards(self.options.sharding_options, placement.data_parallel_size)
+        wanted = sharding.wants_shards(self.options, placement.data_parallel_size)
         if not optimizers or not (wanted or sharding.may_couple(optimizers[0], placement.pipeline_parallel_size)):
             return
         num_groups = len(optimizers[0].param_groups)
@@ -154,7 +154,7 @@ class Fit(Run):
                 scaler=scaler,
                 shard=self._shard_optimizer,
                 options=options.gradient_options,
-                flat=options.sharding_options.master_weights,
+                flat=options.master_weights,
             )
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
@@ -187,6 +187,8 @@ class Fit(Run):
         return self.pipeline.parameters.items() if shards is None else shards.each_whole()
 
     def _why_not_sharded(self) -> str | None:
+        if not self.may_shard:
+            return "whole ones fit"
         optimizers = self.trainer.strategy.optimizers
         optimizer = optimizers[0] if optimizers else None
         return sharding.why_not_sharded(
@@ -235,10 +237,10 @@ class Fit(Run):
     def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
         """Move the parameters into shards, and set up their gradients."""
         connection, options = self.job.connection, self.options
-        found, optimizer = self._admitted(found, "sharded_parameters=True")
+        found, optimizer = self._admitted(found, 'sharding="parameters"')
         refusal = sharding.refusal_of_shards(found, optimizer, self.trainer, self.known.structure)
         if refusal:
-            raise UnsupportedModuleError(f"sharded_parameters=True: {refusal}; use sharded_parameters=False")
+            raise UnsupportedModuleError(f'sharding="parameters": {refusal}; use sharding="none"')
         groups = self.job.groups
         if self.sharing is None:
             self.sharing = make_sharing(self.pipeline, groups, self.plan, connection.device)
@@ -253,7 +255,7 @@ class Fit(Run):
             names=self._local_group_names(optimizer),
             found=found,
             options=options.gradient_options,
-            master_weights=sharding.keeps_masters(options.sharding_options, self.module),
+            master_weights=sharding.keeps_masters(options, self.module),
         )
 
     def _make_remote_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
@@ -281,7 +283,7 @@ class Fit(Run):
             hosts=[host.name for _, host in job.topology.places()],
             optimizer_states=self.options.optimizer_states,
             state_bytes=found.state_bytes,
-            master_weights=sharding.keeps_masters(self.options.sharding_options, self.module),
+            master_weights=sharding.keeps_masters(self.options, self.module),
             keep_parameters=self.options.keep_parameters,
             fill=self._fill_nodes,
             all_gather=job.connection.all_gather,
@@ -338,7 +340,7 @@ class Fit(Run):
             return False, ""
         connection, (optimizer,) = self.job.connection, self.trainer.strategy.optimizers
         return sharding.choose_sharding(
-            self.options.sharding_options,
+            self.options,
             self._found,
             optimizer,
             self.trainer,
@@ -354,14 +356,12 @@ class Fit(Run):
         assert self._found is not None
         (optimizer,) = self.trainer.strategy.optimizers
         names = self._local_group_names(optimizer)
-        return sharding.shard_optimizer(
-            self.options.sharding_options, self._found, optimizer, names, reducer, self.trainer
-        )
+        return sharding.shard_optimizer(self.options, self._found, optimizer, names, reducer, self.trainer)
 
     def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup | None) -> None:
         """Let averages of weights cover all stages and shards, and norms of gradients all stages."""
         undo, groups = self.context.undo, self.job.groups
-        if stages is not None or self.options.sharded_parameters is not False:
+        if stages is not None or self.may_shard:
             first = self.job.place_of_rank_0[1]
             averages = WeightAverages(
                 self.trainer, self.pipeline, groups.p2p, groups.data_parallel, first_replica=first

@@ -14,7 +14,7 @@ from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.comm.queue import ThreadQueue, make_comm_queue
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.exchange import Layered, Replicated, ShardedStates
-from lightning_holmes.optim.gradient_options import GRAD_DTYPES, GradientOptions
+from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import describe_optimizer
@@ -155,7 +155,6 @@ def make_layered_gradients(
         device,
         stages=pipeline.stages,
         shared=list(StageParameters.of(pipeline, plan.rank_of).shared),
-        dtype=GRAD_DTYPES[options.grad_dtype],
         queue=stage_shards.queue,
         collective=sharing.collective,
     )
@@ -207,7 +206,6 @@ def make_remote_gradients(
         with_states: the names of parameters whose optimizer states are loaded afterwards.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
-    dtype = GRAD_DTYPES[options.grad_dtype]
     size, rank = plan.placement.data_parallel_size, groups.data_parallel_rank
     num_bytes = sum(p.numel() * p.itemsize for p in parameters.by_name.values())
     keeps, why = keeps_parameters(keep_parameters, num_bytes, device, all_gather)
@@ -229,7 +227,7 @@ def make_remote_gradients(
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
     )
-    units = remote.lay_out_units(dtype, master_weights=master_weights, with_states=with_states)
+    units = remote.lay_out_units(master_weights=master_weights, with_states=with_states)
     place_of = remote.place_of(len(by_rank[groups.pipeline_rank]))
     links = nodes.open(
         units,
@@ -264,7 +262,6 @@ def make_remote_gradients(
         device,
         stages=pipeline.stages,
         shared=list(parameters.shared),
-        dtype=dtype,
         queue=ThreadQueue(device),
         collective=None,
         is_eager=is_eager,

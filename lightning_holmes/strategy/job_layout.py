@@ -77,7 +77,7 @@ def find_topology(argument: str | Topology, connection: Connection, *, measures_
         connection.world_size,
         local=connection.inventory,
         given=given,
-        options=ProbeOptions(measure=measures_links, recall=True, port_range=connection.options.ports),
+        options=ProbeOptions(measure=measures_links, recall=True),
         timeout_s=120.0 if timeout is None else min(120.0, timeout.total_seconds()),
     )
 
@@ -138,8 +138,8 @@ def lay_out_job(
     pairs = p2p_pairs(size, asked.largest_num_chunks if size > 1 else 1, asked.placing_schedule)
     p2p = [(ranks[a], ranks[b]) for ranks in pipelines for a, b in pairs]
     clusters = [cluster.name for cluster, _ in topology.places()]
-    if sent_dtype is not None and all(clusters[a] == clusters[b] for a, b in p2p):
-        notes.append(f"activation_dtype={sent_dtype} has nothing to do: no stages send to another cluster")
+    if sent_dtype is not None and all(len({clusters[r] for r in group}) == 1 for group in (*p2p, *replicas)):
+        notes.append("compression has nothing to do: nothing crosses between clusters, inside which nothing is rounded")
     levels = [members for ranks in replicas for level in cluster_levels(ranks, clusters) for members in level]
     own = [
         group
@@ -158,7 +158,7 @@ def lay_out_job(
         timeout=connection.options.timeout,
         transports=transports,
     )
-    groups = build_process_groups(placement, builder, pairs=pairs, clusters=clusters, activation_dtype=sent_dtype)
+    groups = build_process_groups(placement, builder, pairs=pairs, clusters=clusters, sent_dtype=sent_dtype)
     return JobLayout(
         topology=topology,
         placement=placement,

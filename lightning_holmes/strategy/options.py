@@ -24,6 +24,7 @@ import torch
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
 from lightning_holmes.checkpoint import read_plan
 from lightning_holmes.cluster.topology import OptimizerHost, Topology
+from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
@@ -33,10 +34,9 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES
-from lightning_holmes.plan.training import TrainingOptions
-from lightning_holmes.strategy.sharding import ShardingOptions
+from lightning_holmes.plan.training import SHARDINGS, AskedSharding, TrainingOptions
 
-_View = TypeVar("_View", GradientOptions, ShardingOptions, TrainingOptions)
+_View = TypeVar("_View", GradientOptions, TrainingOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +62,18 @@ class Options:
     async_checkpoint: bool
     snapshot_every_n_steps: int | Literal["auto"] | None
     gradient_sync: str
-    grad_dtype: str | None
     compression: str | None
-    activation_dtype: str | None
-    sharded_optimizer: bool | Literal["auto"]
-    sharded_parameters: bool | Literal["auto"]
+    sharding: AskedSharding
     optimizer_nodes: int
     optimizer_states: str
     keep_parameters: bool | Literal["auto"]
     master_weights: bool
     monitor: bool | int
-    process_group_backend: str | None
     timeout: timedelta | None
-    port_range: Sequence[int] | None
 
     def __post_init__(self) -> None:
         for name in ("layers", "schedule", "gradient_sync"):
             _check_text(name, getattr(self, name), 'a name, or "auto"')
-        for name in ("grad_dtype", "compression"):
-            if getattr(self, name) is not None:
-                _check_text(name, getattr(self, name), "a name, or None")
         if not isinstance(self.topology, Topology):
             _check_text("topology", _path(self.topology), 'the path of a topology file, a Topology, or "auto"')
         if self.plan is not None:
@@ -96,9 +88,9 @@ class Options:
             schedules=("auto", *SCHEDULE_NAMES),
             partition=self.partition,
         )
-        _check_one_of("process_group_backend", self.process_group_backend, ("gloo", "nccl", None))
-        _check_one_of("activation_dtype", self.activation_dtype, ("bf16", None))
-        for name in ("save_distributed_checkpoint", "sharded_optimizer", "sharded_parameters", "keep_parameters"):
+        _check_one_of("compression", self.compression, (*COMPRESSIONS, None))
+        _check_one_of("sharding", self.sharding, SHARDINGS)
+        for name in ("save_distributed_checkpoint", "keep_parameters"):
             _check_one_of(name, getattr(self, name), (True, False, "auto"))
         for name in ("broadcast_batch", "async_checkpoint", "master_weights"):
             _check_one_of(name, getattr(self, name), (True, False))
@@ -121,7 +113,7 @@ class Options:
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
             raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
         # these views check themselves when they are made; a plan file is read here
-        _ = self.plan_options, self.ports, self.gradient_options, self.sharding_options
+        _ = self.plan_options, self.gradient_options
         if hosts and nodes != hosts:
             raise ConfigurationError(
                 f"optimizer_nodes={nodes!r}, but the topology has {hosts} hosts with role: optimizer; leave optimizer_nodes out"
@@ -138,29 +130,28 @@ class Options:
             )
         if nodes:
             self._check_optimizer_nodes(f"optimizer_nodes={nodes}")
-        if self.sharded_parameters is True:
+        if self.sharding == "parameters":
             self._check_sharded_parameters()
+        if self.master_weights and self.sharding == "none":
+            raise ConfigurationError(
+                'master_weights=True keeps fp32 weights in the shards of the optimizer, but sharding is "none"; leave it at "auto"'
+            )
 
     def _check_optimizer_nodes(self, asked: str) -> None:
         """Refuse arguments that do not go together with optimizer nodes."""
         self._check_layered(asked)
         for name, value, reason in (
             (
-                "sharded_parameters",
-                self.sharded_parameters,
-                "nodes hold the parameters, and replicas no shares of them",
-            ),
-            (
-                "sharded_optimizer",
-                self.sharded_optimizer is True,
-                "nodes hold its states, and replicas no shares of them",
+                "sharding",
+                self.sharding not in ("auto", "none"),
+                "nodes hold parameters and states, and replicas no shares of them",
             ),
             (
                 "tensor_parallel_size",
                 self.tensor_parallel_size > 1,
                 "nodes hold whole parameters, not a tensor group's parts",
             ),
-            ("compression", self.compression, "workers send gradients as they are"),
+            ("compression", self.compression, "workers send gradients and pull parameters as they are"),
             (
                 "gradient_sync",
                 self.gradient_sync not in ("auto", *ROUTES),
@@ -180,15 +171,15 @@ class Options:
 
     def _check_sharded_parameters(self) -> None:
         """Refuse arguments that do not go together with sharded parameters."""
-        self._check_layered("sharded_parameters=True")
+        self._check_layered("sharding='parameters'")
         if self.tensor_parallel_size > 1:
             raise ConfigurationError(
-                f"sharded_parameters=True with tensor_parallel_size={self.tensor_parallel_size}: parameters are sharded over "
+                f"sharding='parameters' with tensor_parallel_size={self.tensor_parallel_size}: parameters are sharded over "
                 f"replicas or over a tensor group, not both; leave one of them out"
             )
         if self.compression is not None:
             raise ConfigurationError(
-                f"sharded_parameters=True with compression={self.compression!r}: compressed sums are not exact, and each "
+                f"sharding='parameters' with compression={self.compression!r}: compressed sums are not exact, and each "
                 f"replica owns the only copy of its share; leave compression out"
             )
 
@@ -237,17 +228,12 @@ class Options:
     @property
     def is_layered(self) -> bool:
         """Whether the arguments decide that parameters are whole only while their stage is computed."""
-        return self.sharded_parameters is True or self.optimizer_nodes > 0
+        return self.sharding == "parameters" or self.optimizer_nodes > 0
 
     @functools.cached_property
     def gradient_options(self) -> GradientOptions:
         """The options of how gradients are accumulated and summed."""
         return _taken(GradientOptions, self)
-
-    @functools.cached_property
-    def sharding_options(self) -> ShardingOptions:
-        """The options of sharding the optimizer and the parameters, and of fp32 master weights."""
-        return _taken(ShardingOptions, self)
 
     @functools.cached_property
     def training_options(self) -> TrainingOptions:
@@ -257,22 +243,7 @@ class Options:
     @property
     def sent_dtype(self) -> torch.dtype | None:
         """The dtype of activations that cross between clusters; None for their own dtype."""
-        return None if self.activation_dtype is None else torch.bfloat16
-
-    @functools.cached_property
-    def ports(self) -> tuple[int, int] | None:
-        """``port_range`` as a pair: a YAML file gives a list."""
-        if self.port_range is None:
-            return None
-        try:
-            first, last = self.port_range
-            if isinstance(first, int) and isinstance(last, int) and 0 < first <= last < 65536:
-                return first, last
-        except (TypeError, ValueError):
-            pass
-        raise ConfigurationError(
-            f"port_range={self.port_range!r}: write the first and the last port, say [29500, 29600]"
-        )
+        return None if self.compression is None else COMPRESSIONS[self.compression]
 
     def make_monitor(self) -> TimelineMonitor | None:
         """Return the callback that ``monitor`` asks for, or None."""
@@ -309,7 +280,7 @@ class Options:
         asks for."""
         given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         del given["topology"], given["plan"]
-        return given | dataclasses.asdict(self.plan_options) | {"port_range": self.ports}
+        return given | dataclasses.asdict(self.plan_options)
 
 
 def _taken(kind: type[_View], options: Options) -> _View:

@@ -47,7 +47,7 @@ class PlanRequest:
         shards_optimizer: given the parameters that this rank will hold, and whether a step is predicted to be faster with a sharded
             optimizer: whether to shard it, and why; every rank must call it. None: there is none.
         gradient_sync: how gradients are summed over replicas, as asked.
-        why_not_sharded: why parameters cannot live in shards with ``sharded_parameters="auto"``; None: they can.
+        why_not_sharded: why parameters cannot live in shards with ``sharding="auto"``; None: they can.
         topology_given: whether the user has described the clusters and their links.
         measures: whether measurements may decide something.
         resumed_microbatches: the number of microbatches of a replica's batch with which a resumed run draws the same random numbers as before; None

@@ -74,7 +74,7 @@ def plan_run(
     Args:
         traced: what tracing has found out about the module.
         training: a batch of the training step; None if nothing is trained.
-        why_not_sharded: why the parameters cannot live in shards with ``sharded_parameters="auto"``; None if they can.
+        why_not_sharded: why the parameters cannot live in shards with ``sharding="auto"``; None if they can.
         shards_optimizer: see PlanRequest.
 
     Raises:

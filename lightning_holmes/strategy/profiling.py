@@ -73,7 +73,7 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
         On rank 0 the costs, a text why there are none, or None if costs are not needed. Other ranks must not use the value.
     """
     size = request.layout.placement.pipeline_parallel_size
-    asks_sharding = request.training.sharded_parameters == "auto" and request.why_not_sharded is None
+    asks_sharding = request.training.sharding == "auto" and request.why_not_sharded is None
     wanted = size > 1 and (request.options.leaves_open or request.predicts)
     wanted = wanted or (asks_sharding and request.layout.placement.data_parallel_size > 1)
     if not wanted:

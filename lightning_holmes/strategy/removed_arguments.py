@@ -19,11 +19,17 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 REMOVED: dict[str, str] = {
+    "activation_dtype": 'compression="bf16" rounds all that crosses between clusters, activations and gradients',
+    "bucket_bytes": "an eighth of the gradients is summed at once, from 1 to 25 MiB; leave it out",
+    "grad_dtype": "gradients are summed in fp32, and those of double-precision parameters in double",
+    "port_range": "all sockets take ports of the kernel's range, which sysctl net.ipv4.ip_local_port_range shows and narrows",
     "powersgd_rank": 'use compression="bf16", which learns as fast as no compression',
+    "process_group_backend": "it follows from the device: NCCL between GPUs, gloo between CPUs",
+    "profile": "layers are counted in FLOPs, and each host's speed is probed at the start; leave it out",
     "repeat_transfers": "a lost card ends the run with an error that names it, and the restart uses a card that works: "
     "start the job by torchrun --max-restarts, with snapshot_every_n_steps",
-    "profile": "layers are counted in FLOPs, and each host's speed is probed at the start; leave it out",
-    "bucket_bytes": "an eighth of the gradients is summed at once, from 1 to 25 MiB; leave it out",
+    "sharded_optimizer": 'use sharding="optimizer" for True, sharding="none" for False; the default "auto" decides by memory and time',
+    "sharded_parameters": 'use sharding="parameters" for True; the default "auto" shards parameters where nothing else fits',
     "snapshot_folder": "snapshots are in /dev/shm; if they do not fit, make it larger (docker run --shm-size=..., in Kubernetes a volume with "
     "medium: Memory)",
 }

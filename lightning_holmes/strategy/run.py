@@ -50,6 +50,7 @@ from lightning_holmes.strategy.lost_values import note_lost, refuse_lost
 from lightning_holmes.strategy.plan_request import RuntimePlan
 from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run, show_plan, step_context
 from lightning_holmes.strategy.samples import StepSample
+from lightning_holmes.strategy.sharding import may_shard_parameters
 from lightning_holmes.strategy.tracing import TraceResult
 from lightning_holmes.strategy.tripwires import Tripwires
 from lightning_holmes.strategy.user_hooks import steps_whose_state_is_read
@@ -91,6 +92,7 @@ class Run:
         self._lockstep: Lockstep | None = None
         self._tripwires: Tripwires | None = None
         self.base_seed = self._align_ranks()
+        self.may_shard = may_shard_parameters(self.options, self.module, self.job.placement, self.job.connection)
         groups, device = self.job.groups, self.job.connection.device
         self.pipeline = PipelineModule.whole(self.module, device, rank=groups.pipeline_rank)
         self._state = ModuleState(self.pipeline, groups.p2p, device)
@@ -99,7 +101,7 @@ class Run:
         self._whole_steps: set[str] = set()  # steps that the stages of the plan cannot run
         context.undo.callback(self._end)
         divides = self.job.placement.pipeline_parallel_size > 1 or self.options.optimizer_nodes > 0
-        divides = divides or self.options.sharded_parameters is not False
+        divides = divides or self.may_shard
         context.builder.begin(self.pipeline, is_pipeline=divides, overwritten=context.resumption.weights is not None)
         if not context.builder.waits:
             context.resumption.put_weights(self.pipeline)
@@ -256,7 +258,7 @@ class Run:
         self.exchange = Fetched(shards)
 
     def _why_not_sharded(self) -> str | None:
-        """Return why parameters cannot live in shards with ``sharded_parameters="auto"``; None if they can."""
+        """Return why parameters cannot live in shards with ``sharding="auto"``; None if they can."""
         return "nothing is trained"
 
     def _shards_optimizer(self, names: set[str], predicted: bool) -> tuple[bool, str]:

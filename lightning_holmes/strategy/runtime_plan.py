@@ -64,7 +64,7 @@ def decide(request: PlanRequest) -> RuntimePlan:
         num_layers=num_layers,
         batch_size=request.traced.batch_size,
         transports=layout.transports.describe,
-        notes=(*layout.notes, *_unsaid_of_sharding(request, choice), *why),
+        notes=(*layout.notes, *why),
         choice=choice,
         sharding=sharding,
         collectives=choose_collectives(
@@ -92,7 +92,7 @@ def _choose_sharding(
     """Return what is sharded over the replicas, and a note. Every rank must call."""
     if request.training.optimizer_nodes:
         return "none", []  # nodes hold everything
-    if request.training.sharded_parameters is True or (choice is not None and choice.sharded_parameters):
+    if request.training.sharding == "parameters" or (choice is not None and choice.sharded_parameters):
         return "parameters", []
     if request.shards_optimizer is None:
         return "none", []
@@ -105,17 +105,7 @@ def _choose_sharding(
         names = set().union(*(structure.parameters_of(choice.partition, stage) for stage in stages))
         predicted = choice.prediction is not None and choice.prediction.sharded_optimizer
     on, reason = request.shards_optimizer(names, predicted)
-    return "optimizer" if on else "none", [f"sharded_optimizer: {'on' if on else 'off'}, {reason}"] if reason else []
-
-
-def _unsaid_of_sharding(request: PlanRequest, choice: PipelinePlan | None) -> list[str]:
-    """Return a note why sharded_parameters="auto" shards nothing, if no costs were compared."""
-    if request.training.sharded_parameters != "auto" or (choice is not None and choice.prediction is not None):
-        return []
-    why = "there are no layers to bring one by one" if choice is None else "what a step costs is not known"
-    if request.layout.placement.data_parallel_size == 1:
-        why = "there is one replica"
-    return [f"sharded_parameters: off, since {request.why_not_sharded or why}"]
+    return "optimizer" if on else "none", [f"sharding: {'optimizer' if on else 'none'}, {reason}"] if reason else []
 
 
 def _settle_chunks(request: PlanRequest) -> PlanRequest:
@@ -137,8 +127,8 @@ def _settle_chunks(request: PlanRequest) -> PlanRequest:
 
 
 def _may_be_layered(request: PlanRequest) -> bool:
-    """Return whether a single pipeline rank may run several stages breadth-first: if asked for, or if sharded_parameters is "auto"."""
-    return request.options.is_layered or request.training.sharded_parameters == "auto"
+    """Return whether a single pipeline rank may run several stages breadth-first: if asked for, or if parameters may be sharded."""
+    return request.options.is_layered or (request.training.sharding == "auto" and request.why_not_sharded is None)
 
 
 def _settled(request: PlanRequest) -> PlanRequest:
@@ -194,7 +184,7 @@ def _choose(request: PlanRequest, structure: ModuleStructure, costs: Costs | str
         options,
         not_interleaved=_not_interleaved(request, structure),
         may_split=not any(map(is_compiled, request.module.modules())),
-        sharded_parameters=request.training.sharded_parameters,
+        sharding=request.training.sharding,
         why_not_sharded=request.why_not_sharded,
         described=costs.described,
     )

@@ -6,8 +6,8 @@ shards = shard_optimizer(options, found, ...)                    # if it is on
 """
 
 import inspect
+import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -18,8 +18,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.elementwise import Separability, test_separability
+from lightning_holmes.optim.grad_buffer import sum_dtype
 from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.remote import refusal_of_groups
@@ -27,53 +28,47 @@ from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.pipeline.attributes import attribute_tensors
+from lightning_holmes.pipeline.device_speed import total_memory_bytes
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.tape import is_fake
+from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.sharding_choice import ShardingFacts, lack_of_memory
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
+from lightning_holmes.strategy.connection import Connection
+from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.user_hooks import BACKWARD_HOOKS, GRADIENT_HOOKS, overridden_hooks, users_callbacks
 from lightning_holmes.torch_private import step_hooks
 
 _BEFORE_STEP = (*GRADIENT_HOOKS, *BACKWARD_HOOKS)
 
 _KEPT_SHARE = 0.25  # of a worker's free memory; activations need the rest
+_PLANNED_SHARE = 0.5  # of a device's memory; above it, a plan for it is made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingOptions:
-    """HolmesStrategy's arguments of the same names.
-
-    Raises:
-        ConfigurationError: a value is not allowed, or two of them do not go together.
-    """
-
-    sharded_optimizer: bool | Literal["auto"] = "auto"
-    sharded_parameters: bool | Literal["auto"] = False
-    optimizer_nodes: int = 0
-    master_weights: bool = False
-
-    def __post_init__(self) -> None:
-        if self.sharded_optimizer not in ("auto", True, False):
-            raise ConfigurationError(f'sharded_optimizer={self.sharded_optimizer!r}; use True, False or "auto"')
-        if self.sharded_parameters is True and self.sharded_optimizer is False:
-            raise ConfigurationError(
-                "sharded_parameters=True keeps each parameter's optimizer state where its share is, but sharded_optimizer is "
-                'False; leave it at "auto"'
-            )
-        if not isinstance(self.master_weights, bool):
-            raise ConfigurationError(f"master_weights={self.master_weights!r}; use True or False")
-        if self.master_weights and self.sharded_optimizer is False:
-            raise ConfigurationError(
-                "master_weights=True keeps fp32 weights in the shards of the optimizer, but sharded_optimizer is False; "
-                'leave it at "auto"'
-            )
-
-
-def wants_shards(options: ShardingOptions, data_parallel_size: int) -> bool:
+def wants_shards(options: Options, data_parallel_size: int) -> bool:
     """Return whether the optimizer may be sharded, so that it has to be tested."""
-    asked = options.master_weights or options.sharded_parameters is True or options.optimizer_nodes > 0
-    return asked or (options.sharded_optimizer is not False and data_parallel_size > 1)
+    asked = options.master_weights or options.is_layered
+    return asked or (options.sharding != "none" and data_parallel_size > 1)
+
+
+def may_shard_parameters(
+    options: Options, module: torch.nn.Module, placement: Placement, connection: Connection
+) -> bool:
+    """Return whether parameters are sharded or, with "auto", may be: because several stages are planned by their memory anyway, or because
+    parameters, gradients and a share of Adam's states might not fit a single stage. All ranks must call."""
+    device = connection.device
+    if options.sharding != "auto" or options.optimizer_nodes or placement.data_parallel_size == 1:
+        return options.sharding == "parameters"
+    if placement.pipeline_parallel_size > 1:
+        return True
+    parameters = list(module.parameters())
+    trained = sum(p.numel() * sum_dtype(p.dtype).itemsize for p in parameters if p.requires_grad)
+    needed = sum(p.numel() * p.itemsize for p in parameters) + trained * (1 + 2 / placement.data_parallel_size)
+    own = socket.gethostname() if device.type == "cpu" else connection.rank
+    everyone: list[tuple[Any, float]] = connection.all_gather((own, needed))
+    here = sum(bytes_of_rank for memory, bytes_of_rank in everyone if memory == own)
+    return any(connection.all_gather(here > _PLANNED_SHARE * total_memory_bytes(device)))
 
 
 def test_optimizer(optimizer: Optimizer, device: torch.device, gather: Callable[[Any], list[Any]]) -> Separability:
@@ -105,7 +100,7 @@ test_optimizer.__test__ = False  # type: ignore[attr-defined]  # not a pytest te
 
 
 def choose_sharding(
-    options: ShardingOptions,
+    options: Options,
     found: Separability,
     optimizer: Optimizer,
     trainer: "pl.Trainer",
@@ -128,15 +123,17 @@ def choose_sharding(
     """
     master_weights = keeps_masters(options, trainer.lightning_module)
     refusal = refusal_of(found, optimizer, trainer)
-    asked = options.sharded_optimizer is True or master_weights
+    asked = options.sharding == "optimizer" or master_weights
     if options.master_weights and not master_weights and data_parallel_size == 1:
         return False, "there is one replica"
     if asked and refusal:
-        argument = "master_weights" if master_weights else "sharded_optimizer"
-        raise UnsupportedModuleError(f"{argument}=True: {refusal}; use {argument}=False")
+        argument, without = 'sharding="optimizer"', 'sharding="none"'
+        if master_weights:
+            argument, without = "master_weights=True", "master_weights=False"
+        raise UnsupportedModuleError(f"{argument}: {refusal}; use {without}")
     if asked:
         return True, "asked for"
-    if options.sharded_optimizer is False or data_parallel_size == 1:
+    if options.sharding == "none" or data_parallel_size == 1:
         return False, ""
     facts: list[ShardingFacts] = gather(
         _memory_facts(found, optimizer, trainer.lightning_module, names, device, gather)
@@ -174,7 +171,7 @@ def _memory_facts(
 
 
 def shard_optimizer(
-    options: ShardingOptions,
+    options: Options,
     found: Separability,
     optimizer: Optimizer,
     names: Sequence[Sequence[str]],
@@ -214,7 +211,7 @@ def shard_optimizer(
     return shards
 
 
-def keeps_masters(options: ShardingOptions, module: torch.nn.Module) -> bool:
+def keeps_masters(options: Options, module: torch.nn.Module) -> bool:
     """Return whether the optimizer steps fp32 master weights; warn if they are asked for but the parameters are fp32 themselves."""
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
     if options.master_weights and not low:
@@ -302,7 +299,7 @@ def why_not_sharded(
     compression: str | None,
     structure: ModuleStructure | None,
 ) -> str | None:
-    """Return why ``sharded_parameters="auto"`` must leave parameters whole, as far as is known before a step; None if nothing prevents sharding.
+    """Return why ``sharding="auto"`` must leave parameters whole, as far as is known before a step; None if nothing prevents sharding.
 
     Args:
         found: how ``optimizer`` can be sharded; None if the optimizer was not tested.
@@ -392,12 +389,12 @@ def hidden_in_hooks(shards: OwnedStates | None, *, shards_parameters: bool, opti
         why = "optimizer nodes hold it between steps; use optimizer_nodes=0"
         return {"value": why, "grad": why}
     if shards_parameters:
-        return {"grad": "each replica holds a share of it; use sharded_parameters=False"}
+        return {"grad": 'each replica holds a share of it; use sharding="none"'}
     if shards is None or shards.whole_gradients:
         return {}
     return {
         "grad": "the optimizer is sharded, and each replica has the sums of its own share: read it in "
-        "on_before_optimizer_step, for which they are kept whole, or use sharded_optimizer=False"
+        'on_before_optimizer_step, for which they are kept whole, or use sharding="none"'
     }
 
 
@@ -405,7 +402,5 @@ def _free_bytes(device: torch.device, gather: Callable[[Any], list[Any]]) -> int
     """Return the bytes of memory that this rank may still take; on the CPU an equal share of the host's free memory. All ranks must call."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    import socket
-
     hosts = gather(socket.gethostname())
     return int(psutil.virtual_memory().available) // hosts.count(socket.gethostname())

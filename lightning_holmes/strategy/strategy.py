@@ -46,7 +46,7 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName
-from lightning_holmes.plan.training import TrainingOptions
+from lightning_holmes.plan.training import AskedSharding, TrainingOptions
 from lightning_holmes.strategy import admission, agreement, lightning_collectives
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.checkpointing import RunCheckpoints, save_folder_alone
@@ -120,16 +120,11 @@ class HolmesStrategy(ParallelStrategy):
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
             "auto" chooses for each group by the links between its ranks (see docs/gradient-sync.md). With optimizer nodes: "star" (each worker
             sends its own gradients), or "aggregator" (one worker of each cluster sends the cluster's sum, if the node is in another cluster).
-        grad_dtype: the dtype in which gradients are accumulated and summed: "fp32", "bf16", or None for the parameters' own dtype. Double
-            precision is kept.
-        compression: compression of gradients that cross between clusters: "bf16" or "fp16"; not exact.
-        activation_dtype: "bf16": activations and their gradients are rounded to bf16 when they cross between clusters; not exact.
-        sharded_optimizer: each replica keeps its shard of the optimizer's state, and updates its shard of the parameters.
-            "auto": if the whole state does not fit, or is predicted to be slower (see docs/sharded-optimizer.md).
-        sharded_parameters: each replica keeps its shard of parameters, gradients and optimizer states; a stage is whole while it is
-            computed (see docs/layered.md). The schedule is then "breadth_first". "auto": if nothing else fits the memory, or a step
-            is predicted to take 5 % less. It is not the default, since hooks that read parameters or gradients are refused with it, which
-            only shows when such a hook runs.
+        compression: "bf16": activations and gradients that cross between clusters are rounded to bf16; not exact. None: nothing is rounded.
+        sharding: what is sharded over the replicas: "none", "optimizer" (each replica keeps its shard of the optimizer's state, and updates
+            its shard of the parameters) or "parameters" (each replica keeps its shard of parameters, gradients and optimizer states; a stage is
+            whole while it is computed, and the schedule is "breadth_first"). "auto": the optimizer if its whole state does not fit or a step is
+            predicted to be faster so, and the parameters if nothing else fits and no hook reads them (see docs/larger-than-memory.md).
         optimizer_nodes: the number of processes without a device that hold parameters and optimizer states, and update them; workers push
             gradients, and pull a stage's parameters before they compute it (see docs/optimizer-nodes.md). The schedule is then
             "breadth_first".
@@ -139,10 +134,7 @@ class HolmesStrategy(ParallelStrategy):
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
         monitor: record when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
-        process_group_backend: "gloo" or "nccl"; None chooses by device.
         timeout: how long ranks wait for each other in collectives and transfers.
-        port_range: the first and the last port that a firewall between hosts leaves open. The sockets on which this package listens
-            use ports of this range; gloo and NCCL take ports of the kernel's range, which must then lie within.
 
     Raises:
         ConfigurationError: an argument is impossible by itself; raised later if one does not fit the run.
@@ -169,19 +161,14 @@ class HolmesStrategy(ParallelStrategy):
         async_checkpoint: bool = False,
         snapshot_every_n_steps: int | Literal["auto"] | None = None,
         gradient_sync: str = "auto",
-        grad_dtype: Literal["fp32", "bf16"] | None = "fp32",
-        compression: Literal["bf16", "fp16"] | None = None,
-        activation_dtype: Literal["bf16"] | None = None,
-        sharded_optimizer: bool | Literal["auto"] = "auto",
-        sharded_parameters: bool | Literal["auto"] = False,
+        compression: Literal["bf16"] | None = None,
+        sharding: AskedSharding = "auto",
         optimizer_nodes: int = 0,
         optimizer_states: str = "memory",
         keep_parameters: bool | Literal["auto"] = "auto",
         master_weights: bool = False,
         monitor: bool | int = False,
-        process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
-        port_range: tuple[int, int] | None = None,
     ) -> None:
         given = dict(locals())
         super().__init__()
@@ -247,7 +234,7 @@ class HolmesStrategy(ParallelStrategy):
     @property
     def process_group_backend(self) -> str | None:
         """The backend of the process groups for tensors; None until it is chosen."""
-        return self._options.process_group_backend if self._connection is None else self._connection.backend
+        return None if self._connection is None else self._connection.backend
 
     @property
     def data_parallel_rank(self) -> int:

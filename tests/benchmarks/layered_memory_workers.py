@@ -113,7 +113,7 @@ def peaks(payload: dict[str, Any]) -> dict[int, dict[str, float]]:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before, grown = rss_mb("VmRSS"), {}
-        strategy = HolmesStrategy(num_microbatches=2, **payload.get("holmes", {"sharded_parameters": True}))
+        strategy = HolmesStrategy(num_microbatches=2, **payload.get("holmes", {"sharding": "parameters"}))
         run, module = trainer(strategy, max_steps=3), Deep(width, depth)
         run.fit(module, loader(width), loader(width))
         grown["fit"] = rss_mb("VmHWM") - before

@@ -59,13 +59,13 @@ def run(options: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    print("| `sharded_optimizer` | optimizer state a rank, MiB | peak RSS a rank, MiB | median step, s |")
+    print("| `sharding` | optimizer state a rank, MiB | peak RSS a rank, MiB | median step, s |")
     print("|---|---|---|---|")
-    for sharded in (False, True):
-        ranks = launch(4, "sharded_memory:run", {"sharded_optimizer": sharded}, timeout_s=200)
+    for sharding in ("none", "optimizer"):
+        ranks = launch(4, "sharded_memory:run", {"sharding": sharding}, timeout_s=200)
         largest = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         mib = 2**20
-        print(f"| {sharded} | {largest['state'] / mib:.1f} | {largest['peak'] / mib:.0f} | {largest['step']:.3f} |")
+        print(f"| {sharding} | {largest['state'] / mib:.1f} | {largest['peak'] / mib:.0f} | {largest['step']:.3f} |")
     print(f"{largest['parameters'] / 1e6:.1f} M parameters, AdamW, four processes")
 
 

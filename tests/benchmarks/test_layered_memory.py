@@ -30,7 +30,7 @@ def test_a_worker_holds_its_share_and_two_layers(tmp_path: Path) -> None:
 
 DEPTH = 72
 LIMIT_MB = STATES * DEPTH * LAYER_MB / 3
-LAYERED = {"sharded_parameters": True, "num_microbatches": 2}
+LAYERED = {"sharding": "parameters", "num_microbatches": 2}
 CONTROLS = {"DDP": "ddp", "two stages, two replicas": {"pipeline_parallel_size": 2, "num_microbatches": 2}}
 
 

@@ -177,13 +177,13 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
     save = SaveAt({STEPS - 1: folder_of_file})
     note("lightning to pp2xdp2", fit(data, "pp2xdp2", ckpt_path=payload["lightning"], callbacks=[save]))
     # sharded optimizer: saved sharded and resumed whole, and the other way round, in either format
-    divided = {"sharded_optimizer": True}
+    divided = {"sharding": "optimizer"}
     grad_buffer.LEAST_BUCKET_BYTES = 5000  # so that a small module has several buckets
     shares, shares_file = folder / "shares.ckpt", folder / "shares_plain.ckpt"
     save = [SaveAt({MIDDLE: shares})]
     ran = note("sharded", fit(data, "pp2xdp2", callbacks=save, holmes=divided))
     assert all(p.grad is None for p in ran.trainer.lightning_module.parameters()), "each replica has its share only"
-    note("sharded to pp1xdp4", fit(data, "pp1xdp4", ckpt_path=shares, holmes={"sharded_optimizer": False}))
+    note("sharded to pp1xdp4", fit(data, "pp1xdp4", ckpt_path=shares, holmes={"sharding": "none"}))
     ran = note("folder to sharded", fit(data, "pp1xdp4", ckpt_path=saved, dropout=DROPOUT, holmes=divided))
     results["state bytes"] = state_bytes(ran.trainer)
     save = [SaveAt({MIDDLE: shares_file})]

@@ -253,18 +253,6 @@ def test_an_agent_that_falls_silent_is_reported(monkeypatch: pytest.MonkeyPatch)
     assert any(text.startswith("b (plain0) looks as if it shared") for text in topology.warnings), topology
 
 
-def test_no_free_port_reaches_every_rank() -> None:
-    import socket
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.2", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        results = discover([host("a", 1), host("b", 2)], options=ProbeOptions(port_range=(port, port)))
-    assert isinstance(results[1], ConfigurationError) and f"port_range={port}-{port}" in str(results[1])
-    assert isinstance(results[0], RemoteError) and "rank 1 on host b" in str(results[0])
-
-
 def test_64_hosts_in_ten_seconds() -> None:
     inventories = [host(f"h{index}", index + 1, "infiniband" if index < 40 else "roce") for index in range(64)]
     start = time.monotonic()

@@ -36,9 +36,7 @@ def exchange(_: Any) -> list[Any]:
     p2p.send_message(other, 5, "x" * 100_000)
     p2p.send_message(other, 4, [rank] * 3)
     found: list[Any] = [[t.tolist() for t in r.wait()] for r in receives]
-    narrow = build_process_groups(
-        placement, builder, pairs=pairs, clusters=["a", "b"], activation_dtype=torch.bfloat16
-    ).p2p
+    narrow = build_process_groups(placement, builder, pairs=pairs, clusters=["a", "b"], sent_dtype=torch.bfloat16).p2p
     specs = [spec, TensorSpec((3,), torch.int64, False)]
     pending = narrow.receive(other, specs)
     narrow.send(other, [torch.full((3,), 1 / 3), torch.full((3,), 2**40 + rank)])

@@ -12,7 +12,6 @@ from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, Tran
 from lightning_holmes.comm import mesh
 from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.user_settings import UserSettings, hca_allows, interface_allows, set_own
-from lightning_holmes.comm.world import check_port_range
 from lightning_holmes.errors import ConfigurationError, UnreachableError
 from lightning_holmes.plan.transport import TransportChooser
 
@@ -273,17 +272,6 @@ def test_lists_of_cards_as_nccl_reads_them(setting: str, card: str, allowed: boo
 )
 def test_interfaces_as_nccl_reads_them(setting: str, allowed: bool) -> None:
     assert interface_allows(setting, "eth0") is allowed
-
-
-def test_the_kernels_ports_must_lie_within_the_range(tmp_path: Path) -> None:
-    path = tmp_path / "ip_local_port_range"
-    path.write_text("32768\t60999\n")
-    check_port_range((30000, 61000), str(path))
-    check_port_range((1, 2), str(tmp_path / "none"))
-    with pytest.raises(
-        ConfigurationError, match=r"port_range=29500-29600.*32768 to 60999.*sysctl -w .*\"29500 29600\""
-    ):
-        check_port_range((29500, 29600), str(path))
 
 
 def test_all_rails_of_a_host_are_offered_to_nccl() -> None:

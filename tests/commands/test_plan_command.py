@@ -100,7 +100,7 @@ def test_a_topology_with_an_optimizer_host_is_planned_with_it(capsys, tmp_path):
 def test_arguments_of_the_strategy_change_the_prediction_as_they_change_a_run(capsys):
     fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=2", "--trainer.strategy.init_args.schedule=1f1b"]
     found = []
-    for more in ([], ["sharded_optimizer=true", "grad_dtype=bf16", "activation_dtype=bf16"]):
+    for more in ([], ["sharding=optimizer", "compression=bf16"]):
         given = [f"--trainer.strategy.init_args.{argument}" for argument in more]
         code, out, err = run(capsys, *RECIPE, *fixed, *given, "--device_type=A100-80GB", "--format=json")
         assert code == 0, err
@@ -135,7 +135,7 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(LARGE.replace("TOPOLOGY", str(tmp_path / "topology.yaml")))
     shape = "--batch_shape=input_ids=12x2048:int64,labels=12x2048:int64"
     command = ["plan", "--config", str(tmp_path / "config.yaml"), shape, "--device_type=A100-80GB", "--format=json"]
-    more = ["--batch_samples=1536", "--tensor_parallel_sizes=[1,8]", "--sharded_optimizer=true", "--recomputation=true"]
+    more = ["--batch_samples=1536", "--tensor_parallel_sizes=[1,8]", "--sharding=optimizer", "--recomputation=true"]
     code, out, err = run(capsys, *command, *more)
     assert code == 0, err
     data = json.loads(out[out.index("{") :])

@@ -114,8 +114,6 @@ def test_a_file_as_table_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--format=xml"], ["--format=xml", "table, yaml or json"]),
         (["--format"], ["--format", "expected one argument"]),
         (["x.yaml"], ["x.yaml", "--topology"]),
-        (["--port_range", "7"], ["--port_range=7", "20000-20100"]),
-        (["--port_range", "70000-80000"], ["--port_range=70000-80000", "20000-20100"]),
         (["--topology", "/nowhere/t.yaml"], ["/nowhere/t.yaml", "cannot be read"]),
     ],
 )

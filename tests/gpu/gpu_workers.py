@@ -214,7 +214,7 @@ def peak_memory(options: dict[str, Any]) -> dict[str, Any]:
         accelerator="gpu",
         devices=1,
         num_nodes=int(os.environ["WORLD_SIZE"]),
-        strategy=Unwaiting(sharded_parameters=True, num_microbatches=2) if in_shards else "ddp",
+        strategy=Unwaiting(sharding="parameters", num_microbatches=2) if in_shards else "ddp",
         max_epochs=1,
         use_distributed_sampler=False,
         logger=False,

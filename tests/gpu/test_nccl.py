@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2, gpipe": (2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "gpipe"}),
     "pipeline 2, interleaved": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "num_chunks": 2}),
     "data 2": (2, {"pipeline_parallel_size": 1}),
-    "data 2, sharded": (2, {"pipeline_parallel_size": 1, "sharded_optimizer": True}),
+    "data 2, sharded": (2, {"pipeline_parallel_size": 1, "sharding": "optimizer"}),
     "pipeline 2, zero bubble": (2, {"pipeline_parallel_size": 2, "num_microbatches": 4, "schedule": "zero_bubble"}),
     "data 2, p2p": (2, {"pipeline_parallel_size": 1, "gradient_sync": "p2p"}),
     "pipeline 2 x data 2": (4, {"pipeline_parallel_size": 2, "num_microbatches": 2}),
@@ -35,11 +35,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"pipeline_parallel_size": 2, "num_microbatches": 2, "gradient_sync": "reduce_scatter"},
     ),
-    "data 2, in shards": (2, {"sharded_parameters": True, "num_microbatches": 2}),
-    "data 2, in shards, p2p": (2, {"sharded_parameters": True, "num_microbatches": 4, "gradient_sync": "p2p"}),
+    "data 2, in shards": (2, {"sharding": "parameters", "num_microbatches": 2}),
+    "data 2, in shards, p2p": (2, {"sharding": "parameters", "num_microbatches": 4, "gradient_sync": "p2p"}),
     "pipeline 2 x data 2, in shards": (
         4,
-        {"pipeline_parallel_size": 2, "sharded_parameters": True, "num_microbatches": 2, "num_chunks": 2},
+        {"pipeline_parallel_size": 2, "sharding": "parameters", "num_microbatches": 2, "num_chunks": 2},
     ),
     "pipeline 4": (4, {"pipeline_parallel_size": 4, "num_microbatches": 4}),
 }

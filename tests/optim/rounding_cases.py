@@ -13,11 +13,9 @@ from lightning_holmes.cluster.topology import Cluster, Host, Topology
 REPLICAS, STAGES = {"pipeline_parallel_size": 1}, {"pipeline_parallel_size": 2, "num_microbatches": 2}
 ROWS: dict[str, dict[str, Any]] = {
     "replicas, exact": REPLICAS,
-    "replicas, compression bf16": REPLICAS | {"compression": "bf16"},
-    "replicas, compression fp16": REPLICAS | {"compression": "fp16"},
-    "replicas, grad_dtype bf16": REPLICAS | {"grad_dtype": "bf16"},
+    "replicas, rounded": REPLICAS | {"compression": "bf16"},
     "stages, exact": STAGES,
-    "stages, activation_dtype bf16": STAGES | {"activation_dtype": "bf16"},
+    "stages, rounded": STAGES | {"compression": "bf16"},
 }
 
 

@@ -17,8 +17,6 @@ REPLICAS = Placement(((0, 1, 2, 3),))
     ("options", "words"),
     [
         ({"gradient_sync": "ring"}, "'all_reduce', 'reduce_scatter', 'p2p', 'hierarchical'"),
-        ({"grad_dtype": "fp8"}, '"fp32", "bf16" or None'),
-        ({"compression": "zip"}, "'bf16', 'fp16'"),
     ],
 )
 def test_what_is_wrong_by_itself_is_refused(options: dict[str, Any], words: str) -> None:
@@ -33,8 +31,5 @@ def test_what_no_group_can_use_is_refused_and_what_has_nothing_to_do_is_noted() 
         with pytest.raises(ConfigurationError, match="in each of several clusters"):
             hierarchical.notes(placement, clusters)
     assert hierarchical.notes(REPLICAS, crossing) == []
-    compressed = GradientOptions(compression="bf16")
-    assert compressed.notes(TWO_STAGES, crossing) == []
-    assert "no gradients cross between clusters" in " ".join(compressed.notes(TWO_STAGES, inside))
     alone = GradientOptions(gradient_sync="p2p").notes(Placement(((0,), (1,))), ["a", "b"])
     assert "there is one replica" in " ".join(alone)

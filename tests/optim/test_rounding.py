@@ -9,7 +9,7 @@ from rounding_cases import ROWS
 from lightning_holmes.comm.collectives import COMPRESSIONS, sum_rounded
 
 
-def test_every_way_to_round_trains_nearly_alike() -> None:
+def test_rounded_fits_train_nearly_alike() -> None:
     ranks = launch(2, "rounding_cases:train_all", None, timeout_s=150)
     for name in ROWS:
         exact = ranks[0][f"{name.split(',')[0]}, exact"]

@@ -70,8 +70,7 @@ def baseline_of(fit: Fit) -> Fit:
             schedule="1f1b",
             num_chunks=1,
             partition=None,
-            sharded_optimizer=False,
-            sharded_parameters=False,
+            sharding="none",
         )
         return replace(fit, layout=layout)
     if family.microbatch_is_batch:
@@ -115,8 +114,7 @@ def make_case(
             num_chunks=chunks,
             num_microbatches=parts,
             gradient_sync=gradient_sync,
-            sharded_optimizer=optimizer == "sharded",
-            sharded_parameters=optimizer == "layered",
+            sharding={"whole": "none", "sharded": "optimizer", "layered": "parameters"}[optimizer],
         ),
         **options,  # type: ignore[arg-type]
     )

@@ -14,8 +14,7 @@ class Layout:
     num_microbatches: int = 1
     gradient_sync: str = "auto"
     """Small enough that gradients are reduced in several buckets."""
-    sharded_optimizer: bool = False
-    sharded_parameters: bool = False
+    sharding: str = "none"
     partition: tuple[int, ...] | None = None
 
 

@@ -126,8 +126,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             num_chunks=layout.num_chunks,
             gradient_sync=layout.gradient_sync,
             topology=crossed(fit) if layout.gradient_sync == "hierarchical" else "auto",
-            sharded_optimizer=True if layout.sharded_parameters else layout.sharded_optimizer,
-            sharded_parameters=layout.sharded_parameters,
+            sharding=layout.sharding,  # type: ignore[arg-type]
             # the default would avoid the split points that must be refused here
             partition="uniform" if layout.partition is None else list(layout.partition),
         )

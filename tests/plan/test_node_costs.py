@@ -82,10 +82,10 @@ def test_a_worker_sends_a_third_of_what_it_does_with_shards() -> None:
     """ZeRO-3 sends 3 P each way, of which a rank's own half is not sent with two workers; docs/optimizer-nodes.md has
     the ratio."""
     parameters = 2 * ENDS + 4 * LAYER
-    shards = predicted(4, sharded_parameters=True).nic_bytes["ethernet"]
+    shards = predicted(4, sharding="parameters").nic_bytes["ethernet"]
     assert shards == pytest.approx(3 * parameters / 2, rel=0.3), "the last layers stay for their backward"
     assert predicted(4, optimizer_nodes=1).nic_bytes["ethernet"] == parameters
 
 
 def test_without_nodes_nothing_changes() -> None:
-    assert predicted(4).nodes is None and predicted(4, sharded_parameters=True).sharded_parameters
+    assert predicted(4).nodes is None and predicted(4, sharding="parameters").sharded_parameters

@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        return bool(self.options["strategy"].get("sharded_optimizer"))
+        return self.options["strategy"].get("sharding") == "optimizer"
 
     def host_of(self, rank: int) -> int:
         return rank * self.hosts // self.size
@@ -75,7 +75,7 @@ LAYOUTS = (
         size=2,
         hosts=2,
         name="sharded optimizer, asynchronous checkpoints",
-        options={"strategy": {"pipeline_parallel_size": 1, "sharded_optimizer": True, "async_checkpoint": True}},
+        options={"strategy": {"pipeline_parallel_size": 1, "sharding": "optimizer", "async_checkpoint": True}},
     ),
     Layout(size=4, hosts=2, name="two by two", options={"strategy": {"pipeline_parallel_size": 2}}),
 )
@@ -94,7 +94,7 @@ NETWORKS = (
         hosts=2,
         clusters=1,
         name="sharded optimizer over a fast card",
-        options=_LONGER | {"strategy": {"pipeline_parallel_size": 1, "sharded_optimizer": True}},
+        options=_LONGER | {"strategy": {"pipeline_parallel_size": 1, "sharding": "optimizer"}},
     ),
     Layout(
         size=4,

@@ -254,7 +254,6 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda s: _fit(s, timeout=timedelta(minutes=20 + RANK)),
         ("timeout", "1200", "1260", "rank 1"),
     ),
-    "ports of one host": (lambda s: _fit(s, port_range=[40000, 40001]), ("port_range=40000-40001", "sysctl -w")),
     "other version": (_other_version, ("lightning_holmes", "0.0.1", "rank 1")),
     "other module": (lambda s: _fit(s, OtherShape), ("blocks.1", "rank 0", "rank 1")),
     "other dropout": (lambda s: _fit(s, OtherDropout), ("blocks.1.1", "Dropout(p=0.0", "Dropout(p=0.1", "rank 1")),
@@ -262,8 +261,8 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "collective in a step": (lambda s: _fit(s, GathersInStep), ("all_gather", "epoch-end")),
     "a hook on one rank": (lambda s: _on_rank_0(s, Quiet()), ()),
     "gradients after a sharded step": (
-        lambda s: _fit(s, pipeline_parallel_size=1, sharded_optimizer=True, trainer={"callbacks": [Reads()]}),
-        ("Reads.on_train_batch_end", "stem.weight", "on_before_optimizer_step", "sharded_optimizer=False"),
+        lambda s: _fit(s, pipeline_parallel_size=1, sharding="optimizer", trainer={"callbacks": [Reads()]}),
+        ("Reads.on_train_batch_end", "stem.weight", "on_before_optimizer_step", 'sharding="none"'),
     ),
     "values before their time": (
         lambda s: _fit(s, lambda: build(BuiltWithoutMemory, "in a hook")),
@@ -278,16 +277,16 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("BuiltWithoutMemory", "cannot be saved", "on_before_zero_grad", "__init__"),
     ),
     "parameters in shards": (
-        lambda s: _fit(s, pipeline_parallel_size=1, sharded_parameters=True, trainer={"callbacks": [Reads()]}),
-        ("Reads.on_train_batch_end reads the gradient of stem.weight", "sharded_parameters=False"),
+        lambda s: _fit(s, pipeline_parallel_size=1, sharding="parameters", trainer={"callbacks": [Reads()]}),
+        ("Reads.on_train_batch_end reads the gradient of stem.weight", 'sharding="none"'),
     ),
     "states of an optimizer": (
         lambda s: _fit(s, trainer={"callbacks": [ReadsStates()]}),
         ("ReadsStates.on_train_batch_end reads the state of AdamW", "checkpoint", "pipeline_parallel_size=1"),
     ),
     "a copy of its states": (
-        lambda s: _fit(s, pipeline_parallel_size=1, sharded_optimizer=True, trainer={"callbacks": [ReadsStates(True)]}),
-        ("ReadsStates.on_train_batch_end reads the state of AdamW", "sharded_optimizer=False"),
+        lambda s: _fit(s, pipeline_parallel_size=1, sharding="optimizer", trainer={"callbacks": [ReadsStates(True)]}),
+        ("ReadsStates.on_train_batch_end reads the state of AdamW", 'sharding="none"'),
     ),
     "a layer that comes late": (
         lambda s: _fit(s, pipeline_parallel_size=1, trainer={"callbacks": [Grows()]}),

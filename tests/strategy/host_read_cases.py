@@ -125,4 +125,4 @@ def on_each_rank(_: None) -> list[dict[str, Any]]:
     options: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "1f1b"}
     found = [train(Noting(**options)), train(HolmesStrategy(**options), differs=True)]
     Stack.found.clear()
-    return [*found, train(Noting(sharded_parameters=True, num_microbatches=2))]
+    return [*found, train(Noting(sharding="parameters", num_microbatches=2))]

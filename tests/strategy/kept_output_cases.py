@@ -164,7 +164,7 @@ def fit_all(folder: str) -> dict[str, Any]:
     """Fit each family with sharded parameters on two ranks; return parameters, logs and layer counts by name."""
     found = {}
     for name in FAMILIES:
-        strategy = HolmesStrategy(sharded_parameters=True, num_microbatches=2, partition=[1] * 6)
+        strategy = HolmesStrategy(sharding="parameters", num_microbatches=2, partition=[1] * 6)
         state, logs, strategy = fit(name, strategy, Path(folder), replicas=2)
         found[name] = state, logs, strategy.plan.partition.layer_counts
     return found

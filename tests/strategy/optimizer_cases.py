@@ -375,7 +375,7 @@ def anomaly(payload: dict[str, Any]) -> str:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
-        strategy=HolmesStrategy(pipeline_parallel_size=2, sharded_optimizer=payload["sharded"]),
+        strategy=HolmesStrategy(pipeline_parallel_size=2, sharding="optimizer" if payload["sharded"] else "auto"),
         detect_anomaly=payload.get("detect", True),
         max_epochs=1,
         logger=False,

@@ -168,7 +168,7 @@ def settled(payload: Any) -> dict[str, Any]:
     fit("whole", Drops, num_microbatches=4, schedule="1f1b")
     fit("first", Drops, num_microbatches=4, schedule="1f1b", max_epochs=1).save_checkpoint(saved)
     fit("resumed", Drops, schedule="1f1b", ckpt_path=saved)
-    fit("resumed without stages", Drops, pipeline_parallel_size=1, sharded_optimizer=False, ckpt_path=saved)
+    fit("resumed without stages", Drops, pipeline_parallel_size=1, sharding="none", ckpt_path=saved)
     return found
 
 

@@ -92,7 +92,7 @@ def run_all(payload: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def strategy(**options: Any) -> Any:
-        holmes = {"pipeline_parallel_size": 1, "num_microbatches": 1, "sharded_optimizer": True}
+        holmes = {"pipeline_parallel_size": 1, "num_microbatches": 1, "sharding": "optimizer"}
         return "auto" if payload is None else HolmesStrategy(**(holmes | options))
 
     reader = Reader()
@@ -105,8 +105,8 @@ def run_all(payload: Any) -> dict[str, Any]:
     found["accumulated"], _ = run_fit(strategy(), AdamW, accumulate_grad_batches=2, gradient_clip_val=0.1)
     if payload is not None:
         for name, holmes, callbacks in (
-            ("off", {"sharded_optimizer": "auto"}, []),
-            ("finetuning", {"sharded_optimizer": True}, [Unfreezing()]),
+            ("off", {"sharding": "auto"}, []),
+            ("finetuning", {"sharding": "optimizer"}, [Unfreezing()]),
         ):
             made = strategy(**holmes)
             made.on_exception = lambda exception: None

@@ -5,7 +5,6 @@ Everything is compared with plain Lightning in one process on the same samples; 
 """
 
 import contextlib
-import dataclasses
 import os
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -21,7 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.plan.search import planner, shard_search
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.search import SearchResult, SearchSpace, planner, shard_search
+from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.strategy import sharding
 
 BATCH, STEPS = 8, 4
 OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -193,7 +195,7 @@ def make_trainer(folder: Path, epochs: int = 1, **strategy: Any) -> Trainer:
     )
 
 
-LAYERED = {"sharded_parameters": True, "num_microbatches": 2}
+LAYERED = {"sharding": "parameters", "num_microbatches": 2}
 REPLICATED = {"pipeline_parallel_size": 1, "num_microbatches": 2}
 
 
@@ -214,15 +216,15 @@ def run_all(name: str) -> dict[str, Any]:
             found["test"] = trainer.validate(module, datamodule=Data(), verbose=False)
             found["predict"] = torch.cat(trainer.predict(module, datamodule=Data()))  # type: ignore[arg-type]
     for taken in (False, True):
-        with preferring_shards() if taken else contextlib.nullcontext():
-            module, trainer = build(), make_trainer(folder, pipeline_parallel_size=1, sharded_parameters="auto")
+        with where_nothing_else_fits() if taken else contextlib.nullcontext():
+            module, trainer = build(), make_trainer(folder, pipeline_parallel_size=1, sharding="auto")
             trainer.fit(module, datamodule=Data())
         found[f"auto {taken}"] = state_of(module), trainer.strategy.plan
-    with preferring_shards():
+    with where_nothing_else_fits():
         for kind in (Outside, Counting, Thawing):
             module, trainer = (
                 build(kind=kind),
-                make_trainer(folder, pipeline_parallel_size=1, sharded_parameters="auto"),
+                make_trainer(folder, pipeline_parallel_size=1, sharding="auto"),
             )
             trainer.fit(module, datamodule=Data())
             found[f"auto {kind.__name__}"] = state_of(module), trainer.strategy.plan
@@ -252,14 +254,18 @@ def run_all(name: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def preferring_shards() -> Iterator[None]:
-    """Act as if nothing fitted without sharded parameters."""
+def where_nothing_else_fits() -> Iterator[None]:
+    """Act as if whole parameters never fitted the memory."""
 
-    def search(cost_model: Any, *args: Any) -> Any:
-        found = planner.search(cost_model, *args)
-        return found if cost_model.training.sharded_parameters else dataclasses.replace(found, memory_note="of memory")
+    def search(cost_model: CostModel, space: SearchSpace) -> SearchResult:
+        if cost_model.training.sharded_parameters:
+            return planner.search(cost_model, space)
+        raise NothingFitsError("whole parameters do not fit", excess_bytes=1.0, rank=0)
 
-    with unittest.mock.patch.object(shard_search, "search", search):
+    with (
+        unittest.mock.patch.object(shard_search, "search", search),
+        unittest.mock.patch.object(sharding, "_PLANNED_SHARE", 0.0),
+    ):
         yield
 
 

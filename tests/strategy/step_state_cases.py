@@ -274,7 +274,7 @@ def known_evaluation_that_reads_elsewhere(setting: Setting) -> Any:
 
 def unknown_evaluation_of_parameters_in_shards(setting: Setting) -> Any:
     if setting.holmes is not None:
-        setting.holmes = setting.holmes | {"sharded_parameters": True}
+        setting.holmes = setting.holmes | {"sharding": "parameters"}
     return [fit(setting, module, num_sanity_val_steps=0) for module in (Net(), ReadsElsewhere())]
 
 

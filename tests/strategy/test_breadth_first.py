@@ -177,7 +177,7 @@ def test_outputs_that_are_read_again_are_handed_to_the_stages_of_their_rank(name
         *found, strategy = fit(name, HolmesStrategy(schedule="breadth_first", **options), tmp_path)
         assert_same(found, expected)
         assert strategy.plan.partition.layer_counts == tuple(options.get("partition", [1] * 6))
-    assert_same(fit(name, HolmesStrategy(sharded_parameters=True, num_microbatches=2), tmp_path), expected)
+    assert_same(fit(name, HolmesStrategy(sharding="parameters", num_microbatches=2), tmp_path), expected)
 
 
 def test_outputs_that_are_read_again_with_parameters_in_shards_on_two_ranks(tmp_path: Path) -> None:

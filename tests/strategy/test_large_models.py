@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def in_shards(folder: Path) -> list[dict[str, Any]]:
     """Results of two replicas that share all parameters: neither holds the whole module."""
-    holmes = {"sharded_parameters": True, "num_microbatches": 2}
+    holmes = {"sharding": "parameters", "num_microbatches": 2}
     payload = {"folder": str(folder), "cases": [*SEEDED, "pretrained", "unset"], "holmes": holmes}
     return launch(2, "large_model_cases:fit_all", payload, timeout_s=200)
 

@@ -23,7 +23,7 @@ from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
 
 WIDTH = 4
 LAYERED = {"schedule": "breadth_first", "num_microbatches": 2}
-SHARDS = {"sharded_parameters": True, "num_microbatches": 2}
+SHARDS = {"sharding": "parameters", "num_microbatches": 2}
 
 
 class Blocks(pl.LightningModule):
@@ -113,7 +113,7 @@ def test_parameters_that_only_later_batches_read_are_refused_in_shards(name: str
     """The small ones, of which several come with the first stage, may be exact."""
     refused(
         lambda: Blocks(PARAMETERS[name]),
-        r"layers\.\d.\w+ is read where it was not when .* sharded_parameters=False",
+        r"layers\.\d.\w+ is read where it was not when .* sharding=.none.",
         tmp_path,
         SHARDS,
     )
@@ -237,7 +237,7 @@ def test_a_parameter_that_the_step_changes_is_refused_in_shards(name: str, tmp_p
             CHANGES[name](module)
 
     what = "counter" if name == "a frozen counter" else r"layers\.3\.weight"
-    refused(lambda: Blocks(act=act), f"the step changes {what}, of which .* sharded_parameters=False", tmp_path, SHARDS)
+    refused(lambda: Blocks(act=act), f"the step changes {what}, of which .* sharding=.none.", tmp_path, SHARDS)
     if name == "in place":
         exact(lambda: Blocks(act=act), tmp_path, {**LAYERED, "num_microbatches": 1})
 
@@ -266,10 +266,10 @@ class InLayers(Blocks):
 
 
 def test_layers_that_change_their_parameters_are_refused_before_the_first_step_or_when_they_do(tmp_path: Path) -> None:
-    before = r"a layer changes layers\.0\.weight in place in its forward.*; use sharded_parameters=False"
+    before = r"a layer changes layers\.0\.weight in place in its forward.*; use sharding=.none."
     refused(lambda: InLayers(late=False), before, tmp_path, SHARDS)
     refused(lambda: InLayers(late=True), r"the step changes layers\.0\.weight", tmp_path, SHARDS)
-    auto = HolmesStrategy(sharded_parameters="auto", num_microbatches=1)
+    auto = HolmesStrategy(sharding="auto", num_microbatches=1)
     found, expected = fit(InLayers(late=False), tmp_path, auto), fit(InLayers(late=False), tmp_path, "auto")
     assert all(torch.allclose(found[name], value, rtol=1e-5, atol=1e-6) for name, value in expected.items())
 
@@ -311,7 +311,9 @@ def test_memory_that_would_be_cut_apart_is_refused_in_shards_and_exact_in_layere
     how: str, tmp_path: Path
 ) -> None:
     other = {"buffer": "kept", "attribute": "kept.0", "flat": "flat"}.get(how, "head.weight")
-    names = rf"({other} and layers\.0\.weight|layers\.0\.weight and {other}) lie in the same memory.*use sharded_parameters=False"
+    names = (
+        rf"({other} and layers\.0\.weight|layers\.0\.weight and {other}) lie in the same memory.*use sharding=.none."
+    )
     refused(lambda: Tied(how), names, tmp_path, SHARDS)
     if how in ("transposed", "buffer"):
         exact(lambda: Tied(how), tmp_path, LAYERED)

@@ -100,7 +100,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "node": {"optimizer_nodes": 1, "pipeline_parallel_size": 1, "num_chunks": 4},
     "disk": {"optimizer_nodes": 1, "pipeline_parallel_size": 1, "num_chunks": 4},
     "nodes of a pipeline": {"optimizer_nodes": 2, "pipeline_parallel_size": 2, "num_chunks": 2},
-    "shards": {"sharded_parameters": True, "num_chunks": 4},
+    "shards": {"sharding": "parameters", "num_chunks": 4},
     "pipeline": {"pipeline_parallel_size": 2},
 }
 MEASURED = {"schedule": "auto", "gradient_sync": "auto"}

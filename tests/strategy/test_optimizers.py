@@ -45,7 +45,7 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of two stages and two replicas with a sharded optimizer; checkpoints are folders."""
-    holmes = STAGED | {"sharded_optimizer": True}
+    holmes = STAGED | {"sharding": "optimizer"}
     payload = {"cases": SHARDED, "folder": str(tmp_path_factory.mktemp("sharded")), "holmes": holmes, "replicas": 2}
     return launch(4, "optimizer_cases:run_cases", payload, timeout_s=300)
 
@@ -53,7 +53,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def in_shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of two replicas with sharded parameters, gradients and states; checkpoints are folders."""
-    holmes = {"sharded_parameters": True, "num_microbatches": 1}
+    holmes = {"sharding": "parameters", "num_microbatches": 1}
     payload = {"cases": IN_SHARDS, "folder": str(tmp_path_factory.mktemp("in_shards")), "holmes": holmes, "replicas": 2}
     return launch(2, "optimizer_cases:run_cases", payload, timeout_s=200)
 

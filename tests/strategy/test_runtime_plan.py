@@ -153,8 +153,8 @@ def test_a_run_whose_plans_do_not_fit_is_refused_on_every_rank(tmp_path: Path) -
 def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path) -> None:
     arguments: list[dict[str, Any]] = [
         {},
-        {"sharded_optimizer": True, "grad_dtype": "bf16", "compression": "fp16", "activation_dtype": "bf16"},
-        {"sharded_optimizer": False, "compression": "bf16", "grad_dtype": None},
+        {"sharding": "optimizer", "compression": "bf16"},
+        {"sharding": "none"},
         {"master_weights": True},
     ]
     layout = {"pipeline_parallel_size": 2}

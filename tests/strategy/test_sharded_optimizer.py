@@ -46,7 +46,7 @@ def test_the_plan_says_what_is_sharded_and_how_gradients_are_summed(runs: Any) -
 def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs: Any) -> None:
     for result in runs[1]:
         assert result["off"] == len(list(build(AdamW).parameters()))
-        assert "sharded_optimizer=True: the callback Unfreezing" in result["finetuning"]
+        assert 'sharding="optimizer": the callback Unfreezing' in result["finetuning"]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs
     [
         (1, {}),
         (2, {}),
-        (2, {"sharded_parameters": True}),
+        (2, {"sharding": "parameters"}),
         (1, {"optimizer_nodes": 1, "keep_parameters": True}),
         (2, {"optimizer_nodes": 1, "keep_parameters": False, "optimizer_states": "a folder"}),
     ],

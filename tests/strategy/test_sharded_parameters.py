@@ -75,16 +75,15 @@ def test_a_fit_gives_the_numbers_of_plain_lightning(
         assert logged["val_loss"] == pytest.approx(float(metrics["val_loss"]), rel=1e-5)
 
 
-def test_auto_takes_shards_where_nothing_fits_otherwise_and_says_why(
+def test_auto_takes_shards_where_nothing_else_fits_and_says_why(
     plain: dict[str, Any], ranks: list[dict[str, Any]]
 ) -> None:
     for rank in ranks:
         for taken in (False, True):
             state, plan = rank[f"auto {taken}"]
             assert_same(state, plain["adamw"][0])
-            (note,) = (note for note in plan.notes if note.startswith("sharded_parameters"))
-            why = "on, since otherwise" if taken else "off, since it fits without"
-            assert note.startswith(f"sharded_parameters: {why}"), note
+            (note,) = (note for note in plan.notes if note.startswith("sharding"))
+            assert note.startswith("sharding: parameters, since otherwise" if taken else "sharding: none, "), note
             assert (plan.schedule == "breadth_first" and plan.num_chunks > 1) == taken
 
 
@@ -140,7 +139,7 @@ def test_a_module_without_memory_lives_in_shards_also_between_runs(
 
 def test_hooks_see_and_change_weights_a_stage_at_a_time(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     expected = run_watched(plain["folder"])
-    alone = run_watched(plain["folder"], sharded_parameters=True)
+    alone = run_watched(plain["folder"], sharding="parameters")
     for found in (alone, *(rank["watched"] for rank in ranks)):
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
         assert_same(found["state"], expected["state"])

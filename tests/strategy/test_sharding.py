@@ -24,9 +24,9 @@ from lightning_holmes.strategy.sharding import gradient_readers, refusal_of
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"sharded_optimizer": "yes"}, "sharded_optimizer='yes'"),
+        ({"sharding": True}, "sharding=True is not known"),
         ({"master_weights": 1}, "master_weights=1"),
-        ({"sharded_optimizer": False, "master_weights": True}, "sharded_optimizer is False"),
+        ({"sharding": "none", "master_weights": True}, 'sharding is "none"'),
     ],
 )
 def test_impossible_arguments_name_the_argument(arguments: dict[str, Any], words: str) -> None:

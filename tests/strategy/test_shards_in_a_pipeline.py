@@ -14,7 +14,7 @@ from sharded_parameter_cases import LAYERED, Data, Saver, Watching, build, make_
 
 from lightning_holmes.checkpoint import read_state_dict
 
-STAGES = {"sharded_parameters": True, "pipeline_parallel_size": 2, "num_microbatches": 2}
+STAGES = {"sharding": "parameters", "pipeline_parallel_size": 2, "num_microbatches": 2}
 LAYOUTS = {"shards": STAGES, "chunks": {**STAGES, "num_chunks": 2}, "one stage": LAYERED}
 
 

@@ -17,7 +17,7 @@ from lightning_holmes.strategy.tripwires import _Watch
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "1f1b"}),
-    "sharded": (4, {"pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "1f1b", "sharded_optimizer": True}),
+    "sharded": (4, {"pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "1f1b", "sharding": "optimizer"}),
     "alone": (1, {"num_microbatches": 2, "save_distributed_checkpoint": True}),
 }
 NOT_RUN = {"sharded": {"company": "a replica has another batch than the whole", "prunes": "refused"}}

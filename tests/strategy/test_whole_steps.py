@@ -56,7 +56,7 @@ ON_TWO = {
     "compute": ("Computes", {}, {}),
     "compute ...": ("Computes", "ddp", {}),
     "gather": ("Gathers", {}, {}),
-    "gather sharded": ("Gathers", {"sharded_optimizer": True}, {}),
+    "gather sharded": ("Gathers", {"sharding": "optimizer"}, {}),
     "gather ...": ("Gathers", "ddp", {}),
     "gather in microbatches": ("Gathers", {"num_microbatches": 2}, {}),
     "skip": ("Skips", {}, {}),

@@ -62,7 +62,7 @@ def test_layered_steps_send_three_times_the_parameters_however_many_microbatches
             totals = []
             for steps in (1, 4):
                 network = bench.Network(hosts=(2,), workload=workload_of(batch_size=32, steps=steps))
-                layered = {"pipeline_parallel_size": 1, "sharded_parameters": True, "gradient_sync": "p2p"}
+                layered = {"pipeline_parallel_size": 1, "sharding": "parameters", "gradient_sync": "p2p"}
                 found = carried(bed, network, **layered, num_microbatches=count)
                 totals.append(sum(went for _, went in found.values()) / 2)
             sent[count] = (totals[1] - totals[0]) / 3 / (3 / 2)

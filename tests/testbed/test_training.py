@@ -264,18 +264,18 @@ def test_what_one_host_refuses_is_told_on_the_others(tmp_path: Path) -> None:
         assert "GLOO_SOCKET_IFNAME=nowhere0 in the environment: host a0 has no interface" in result.output, host
 
 
-def test_listeners_keep_to_the_port_range_and_only_pairs_that_talk_are_connected(tmp_path: Path) -> None:
+def test_listeners_keep_to_the_kernels_port_range_and_only_pairs_that_talk_are_connected(tmp_path: Path) -> None:
     clusters = [cluster("a", 4, "infiniband"), cluster("b", 4, "roce")]
     order = ["b3", "a1", "b0", "b1", "a0", "b2", "a2", "a3"]
     of_address: dict[str, str] = {}
 
     def narrow(bed: Testbed) -> None:
-        """Set the kernel's port range, as the message about a range that the kernel does not keep advises."""
+        """Set the kernel's port range."""
         code = "open('/proc/sys/net/ipv4/ip_local_port_range', 'w').write('21000 21999')"
         bed.run([sys.executable, "-c", code], check=True)
         of_address.update({nic.address: host.name for host in bed.layout.hosts for nic in host.nics})
 
-    outcome = run(clusters, tmp_path, order=order, prepare=narrow, strategy={"port_range": [21000, 21999]})
+    outcome = run(clusters, tmp_path, order=order, prepare=narrow)
     grid, world = outcome.ranks[0]["grid"], len(order)
     assert len(grid) == 2
     pairs = set()

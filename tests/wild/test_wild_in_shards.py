@@ -111,7 +111,6 @@ def exchange_of(pipeline: Any) -> tuple[Layered, StageShards, LayeredReducer]:
         CPU,
         stages=pipeline.stages,
         shared=[],
-        dtype=None,
         queue=queue,
         collective=None,
     )

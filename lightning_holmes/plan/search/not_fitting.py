@@ -49,8 +49,8 @@ def nothing_fits(
     cures = []
     changes: list[tuple[str, bool, bool]] = [
         ("activation recomputation", True, False),
-        ("a sharded optimizer, sharded_optimizer=True", False, True),
-        ("activation recomputation and a sharded optimizer, sharded_optimizer=True", True, True),
+        ('a sharded optimizer, sharding="optimizer"', False, True),
+        ('activation recomputation and a sharded optimizer, sharding="optimizer"', True, True),
     ]
     for what, again, sharded in changes:
         known = (not again or True in recomputation) and (not sharded or training.sharded_optimizer is not False)
@@ -66,7 +66,7 @@ def nothing_fits(
         in_shards = cost_model.with_sharded_parameters()
         layered = _smallest([_layered(run, model.num_layers) for run in runs if run.layout.data > 1], recomputation)
         if any(run.layout.tensor == 1 and _can_fit(in_shards, run) for run in layered):
-            cures.append("parameters in shards, sharded_parameters=True")
+            cures.append('parameters in shards, sharding="parameters"')
     limits = cost_model.memory_limits(least.run.layout)
     needed = f"{(limits[rank] + excess_bytes) / training.memory_share / _GIB:.1f} GiB"
     if len(set(limits)) == 1:

@@ -1,16 +1,14 @@
-"""Decides whether parameters are sharded: only if nothing fits otherwise.
+"""Decides whether parameters are sharded: if that is asked for, or if nothing fits the memory otherwise.
 
     result = search_with_sharding(cost_model, space, "auto")
     result.best.sharded_parameters, result.sharding_note
 
-``cost_model`` is for unsharded parameters. Parameters are sharded with breadth-first schedules only: any other order would gather a
-stage for each microbatch, or hold it unsharded.
+Parameters are sharded with breadth-first schedules only: any other order would gather a stage for each microbatch, or hold it unsharded.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
@@ -18,52 +16,47 @@ from lightning_holmes.plan.schedule import spec_of
 from lightning_holmes.plan.search.candidates import LAYERED_SCHEDULES, SearchSpace
 from lightning_holmes.plan.search.planner import SearchResult, search
 from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.training import AskedSharding
 
 
 def search_with_sharding(
-    cost_model: CostModel, space: SearchSpace, asked: bool | Literal["auto"], *, why_not: str | None = None
+    cost_model: CostModel, space: SearchSpace, sharding: AskedSharding, *, why_not: str | None = None
 ) -> SearchResult:
-    """Find the fastest plan that fits, with sharded parameters if ``asked`` is True. "auto": if nothing fits otherwise.
+    """Find the fastest plan that fits, with sharded parameters if ``sharding`` is "parameters", or if it is "auto" and nothing fits otherwise.
 
     Args:
         why_not: why "auto" must not shard parameters, in words; None: it may.
 
     Raises what :func:`search` raises.
     """
-    if asked is False:
-        return search(cost_model, space)
-    sharded, layered = cost_model.with_sharded_parameters(), _layered(space)
-    if layered is None:
-        why_not = f"schedule={space.schedules[0]!r} would gather each stage for each microbatch"
-        if space.tensor and 1 not in space.tensor:
-            why_not = "parameters are sharded over replicas or over a tensor group, not both"
-    if asked is True:
+    layered = _layered(space)
+    if sharding == "parameters":
         if layered is None:
-            raise ConfigurationError(f"sharded_parameters=True: {why_not}; leave one of them out")
-        return search(sharded, layered)
-    if space.layout is not None and space.layout.data == 1:
-        why_not = "there is one replica"
-    elif why_not is None and cost_model.training.sharded_optimizer is False:
-        why_not = "sharded_optimizer is False"
-    if why_not is not None or layered is None:
-        return replace(search(cost_model, space), sharding_note=f"sharded_parameters: off, since {why_not}")
+            raise ConfigurationError(f'sharding="parameters": {_why_not_layered(space)}; leave one of them out')
+        return search(cost_model.with_sharded_parameters(), layered)
+    if sharding != "auto" or cost_model.training.optimizer_nodes:
+        return search(cost_model, space)
+    one_replica = space.layout is not None and space.layout.data == 1
     whole = None
     try:
         whole = search(cost_model, space)
-        lack = whole.memory_note
+        problem: str | NothingFitsError | None = whole.memory_note
     except NothingFitsError as error:
-        lack = str(error)
-    if whole is not None and lack is None:
-        return replace(whole, sharding_note="sharded_parameters: off, since it fits without")
+        if why_not is not None or one_replica or layered is None:
+            raise
+        problem = error
+    if problem is None or why_not is not None or one_replica or layered is None:
+        assert whole is not None
+        return whole
     try:
-        parts = search(sharded, layered)
+        shards = search(cost_model.with_sharded_parameters(), layered)
     except ConfigurationError:
         if whole is None:
             raise
-    else:
-        if whole is None or parts.memory_note is None:
-            return replace(parts, sharding_note=f"sharded_parameters: on, since otherwise {lack}")
-    return replace(whole, sharding_note="sharded_parameters: off, since no plan with them fits")
+        return whole
+    if whole is not None and shards.memory_note is not None:
+        return whole
+    return replace(shards, sharding_note=f"sharding: parameters, since otherwise {problem}")
 
 
 def _layered(space: SearchSpace) -> SearchSpace | None:
@@ -73,3 +66,9 @@ def _layered(space: SearchSpace) -> SearchSpace | None:
         names = LAYERED_SCHEDULES
     sizes = (1,) if 1 in space.tensor else ()
     return replace(space, schedules=names, tensor=sizes) if names and sizes else None
+
+
+def _why_not_layered(space: SearchSpace) -> str:
+    if space.tensor and 1 not in space.tensor:
+        return "parameters are sharded over replicas or over a tensor group, not both"
+    return f"schedule={space.schedules[0]!r} would gather each stage for each microbatch"
