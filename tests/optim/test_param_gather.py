@@ -23,7 +23,7 @@ class HeldLane:
         self.done: list[int] = []
         self.started = 0
 
-    def start(self, function: Callable[[], None], name: str | None = None) -> Any:
+    def start(self, function: Callable[[], None], name: str | None = None, *, of: str = "") -> Any:
         number, self.started = self.started, self.started + 1
         queue = self
 

@@ -34,7 +34,7 @@ class InlineQueue:
         self.on_run = None
         self.asked: list[str | None] = []
 
-    def start(self, function: Callable[[], None], name: str | None = None) -> Done:
+    def start(self, function: Callable[[], None], name: str | None = None, *, of: str = "") -> Done:
         self.asked.append(name)
         function()
         return Done()
