@@ -44,11 +44,11 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Inside strategy/: each row may import from itself and from those before it.
 STRATEGY: tuple[set[str], ...] = (
-    {"admission", "agreement", "building", "compat", "gradients", "lightning_collectives", "optimizer_nodes", "resting"}
+    {"admission", "agreement", "building", "compat", "lightning_collectives", "optimizer_nodes", "resting"}
     | {"lost_values", "removed_arguments", "resuming", "switches"}
-    | {"pytorch_lightning", "samples", "sharding", "snapshots", "tracing", "user_hooks"},
+    | {"pytorch_lightning", "samples", "snapshots", "tracing", "user_hooks"},
     {"options", "launcher"},
-    {"connection", "job_layout", "job"},
+    {"connection", "job_layout", "job", "sharding", "gradients"},
     {"plan_request", "profiling", "runtime_plan", "planning", "tripwires"},
     {"run", "fit"},
     {"checkpointing"},
