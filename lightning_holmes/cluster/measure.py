@@ -237,27 +237,21 @@ def load_speeds(topology: Topology, *, max_age_s: float = MAX_AGE_S) -> Topology
 
 
 def save_speeds(topology: Topology) -> str | None:
-    """Write measured speeds to the cache, unless a pair was unreachable: the next run then tries again.
+    """Write measured speeds to the cache atomically, unless a pair was unreachable: the next run then tries again.
 
     Returns the reason if they could not be written, else None.
     """
     if topology.measured_at_s is None or topology.unreachable:
         return None
-    problem = write_to_cache(f"speeds-{fingerprint(topology)}.json", topology.to_json())
-    return None if problem is None else f"measured speeds are not kept: {problem}"
-
-
-def write_to_cache(name: str, text: str) -> str | None:
-    """Write a file of the cache atomically. Returns the reason if it could not be written, else None."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
         with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, folder / name)
+            file.write(topology.to_json())
+        os.replace(temporary, folder / f"speeds-{fingerprint(topology)}.json")
     except OSError as error:
-        return f"{folder}: {error.strerror or error}; set HOLMES_CACHE_DIR"
+        return f"measured speeds are not kept: {folder}: {error.strerror or error}; set HOLMES_CACHE_DIR"
     return None
 
 

@@ -13,9 +13,8 @@ device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
 
@@ -196,11 +195,6 @@ class ModelCost:
         """Bytes of all weights; shared weights count once."""
         return math.fsum(place.parameter_bytes for place in self.places) - self.shared_bytes
 
-    @property
-    def alike(self) -> bool:
-        """Whether every layer costs the same."""
-        return all(layer == self.layers[0] for layer in self.layers)
-
     def for_samples(self, samples: int) -> ModelCost:
         """The costs of a microbatch of another number of samples; see LayerCost.scaled."""
         factor = check_count(samples, "samples") / self.microbatch_samples
@@ -228,31 +222,5 @@ class ModelCost:
         return replace(self, layers=tuple(layers))
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON that from_data reads back as an equal ModelCost."""
+        """Plain data for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> ModelCost:
-        """Read what to_data wrote. Raises ConfigurationError for unknown or missing keys and invalid numbers."""
-        values = _known(cls, data)
-        for key in ("before", "after"):
-            if key in values:
-                values[key] = LayerCost(**_known(LayerCost, values[key]))
-        values["layers"] = tuple(LayerCost(**_known(LayerCost, layer)) for layer in values.get("layers", ()))
-        values["forbidden_cuts"] = tuple(values.get("forbidden_cuts", ()))
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ConfigurationError(f"a model's costs: {error}") from error
-
-
-def _known(cls: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {entry.name for entry in fields(cls)}
-    unknown = sorted(set(data) - names)
-    if unknown:
-        raise ConfigurationError(f"{cls.__name__}: unknown key {unknown[0]!r}; allowed: {', '.join(sorted(names))}")
-    needed = {"forward", "backward"} if cls is LayerCost else {"microbatch_samples", "layers"}
-    missing = sorted(needed - set(data))
-    if missing:
-        raise ConfigurationError(f"{cls.__name__}: the key {missing[0]!r} is missing")
-    return cast("dict[str, Any]", dict(data))

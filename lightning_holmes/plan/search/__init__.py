@@ -1,6 +1,6 @@
 """The search for the fastest plan that fits, for a run and for ``lightning-holmes plan`` alike.
 
-candidates.py lists the candidates, balance.py assigns the layers, planner.py compares candidates by simulation, preference.py chooses
+candidates.py lists the candidates, planner.py assigns their layers and compares them by simulation, preference.py chooses
 between plans of similar speed, refine.py moves single layers of the best plan, and shard_search.py compares sharded parameters with
 unsharded ones.
 

@@ -23,11 +23,10 @@ from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.partition import Partition, make_uniform_partition
+from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import ranks_of_stages
-from lightning_holmes.plan.search.balance import assign_layers, check_memory
 from lightning_holmes.plan.search.candidates import SearchSpace, SetUp, make_set_ups
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
 from lightning_holmes.plan.search.preference import Preference
@@ -40,6 +39,7 @@ _TRIED = 3  # layouts for which every candidate is tried
 # one that fits is found
 _LARGEST = 2**16
 _NEARLY = 0.002
+_GIB = 2.0**30
 _NO_MEMORY = "does not fit the memory"
 
 
@@ -233,14 +233,14 @@ class _Search:
     def _assign(self, run: RunShape, bound_memory: bool) -> Partition:
         rule = self.space.partition
         try:
-            partition = assign_layers(self.cost_model, run, rule, limit_memory=self.limit_memory)
+            partition = _assign_layers(self.cost_model, run, rule, limit_memory=self.limit_memory)
         except NothingFitsError as error:
             if bound_memory:
                 raise
             self.lacks.append(Lack(run=run, excess_bytes=error.excess_bytes, rank=error.rank))
-            return assign_layers(self.cost_model, run, rule, limit_memory=False)
+            return _assign_layers(self.cost_model, run, rule, limit_memory=False)
         if bound_memory and self.limit_memory and rule != "self_adapting":
-            check_memory(self.cost_model, run, partition)
+            _check_memory(self.cost_model, run, partition)
         return partition
 
     def _simulate(self, looked: Iterable[_Looked]) -> list[Prediction]:
@@ -288,6 +288,43 @@ class _Search:
                 f"no partition={self.space.partition!r} goes with any of {len(runs)} plans, for example: {self.trouble}"
             )
         return nothing_fits(self.cost_model, runs, lacks=self.lacks, recomputation=self.space.recomputation)
+
+
+def _assign_layers(
+    cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...], *, limit_memory: bool
+) -> Partition:
+    """Make the partition of a run; a stage has the speed of the rank on which its schedule places it.
+
+    Args:
+        rule: the name of a rule, or layer counts.
+        limit_memory: whether "self_adapting" keeps within the memory of each rank.
+
+    Raises:
+        NothingFitsError: "self_adapting" finds no partition that fits the memory.
+        ConfigurationError: the rule cannot be applied to these layers and stages.
+    """
+    ranks = ranks_of_stages(run.schedule, pipeline_parallel_size=run.layout.pipeline, num_chunks=run.num_chunks)
+    by_rank = cost_model.speeds(run.layout)
+    balance = cost_model.balance(run, limit_memory=limit_memory) if rule == "self_adapting" else None
+    speeds = [by_rank[rank] for rank in ranks]
+    return make_partition(rule, cost_model.model.num_layers, len(ranks), speeds=speeds, balance=balance)
+
+
+def _check_memory(cost_model: CostModel, run: RunShape, partition: Partition) -> None:
+    """Raise NothingFitsError if the partition exceeds the memory of a rank. It checks an upper bound; a simulation may need less."""
+    balance = cost_model.balance(run)
+    assert balance.limits is not None
+    used = balance.memory(partition.layer_counts)
+    excess, rank = max(
+        (mine - limit, rank) for rank, (mine, limit) in enumerate(zip(used, balance.limits, strict=True))
+    )
+    if excess > 0:
+        raise NothingFitsError(
+            f"partition {list(partition.layer_counts)} passes the memory limit of pipeline rank {rank} by "
+            f"{excess / _GIB:.2f} GiB",
+            excess_bytes=excess,
+            rank=rank,
+        )
 
 
 def _size(entry: _Looked) -> int:
