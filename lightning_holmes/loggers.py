@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_holmes.errors import needs_extra
 from lightning_holmes.lightning_private import has_experiment, log_offline, without_anonymous
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.report import group_rows
+from lightning_holmes.plan.tables import group_rows
 
 _ANSWER_TIMEOUT_S = 5.0
 

@@ -45,10 +45,10 @@ from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_making import Use, make_plan
 from lightning_holmes.plan.plan_options import PlanOptions
-from lightning_holmes.plan.plan_table import print_search, search_data
 from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.search import SearchResult, SearchSpace, search_with_sharding
 from lightning_holmes.plan.search.candidates import space_of
+from lightning_holmes.plan.tables import print_search, search_data
 from lightning_holmes.plan.timeline_plot import PLOT_FORMATS, save_timeline_plot
 from lightning_holmes.plan.training import AskedSharding, Training, TrainingOptions, make_training
 from lightning_holmes.plan.transport import TransportChooser

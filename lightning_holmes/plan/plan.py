@@ -1,7 +1,7 @@
 """Plan: all decisions about a run's layout. Frozen plain data that can be written to YAML and read back.
 
 It makes no decision: the strategy fills it from partition, schedule and placement, prints it at the start
-(plan/report.py) and saves it beside each checkpoint.
+(plan/tables.py) and saves it beside each checkpoint.
 
     plan.save("plan.yaml")
     assert Plan.load("plan.yaml") == plan

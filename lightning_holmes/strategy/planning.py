@@ -21,7 +21,7 @@ from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.report import print_plan
+from lightning_holmes.plan.tables import print_plan
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job

@@ -42,7 +42,7 @@ from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.search.balance import assign_layers
+from lightning_holmes.plan.search.planner import assign_layers
 from lightning_holmes.plan.training import Training
 
 _GBIT = 1e9 / 8

@@ -22,7 +22,7 @@ from lightning_holmes.plan.device_type import DEVICE_TYPES
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.search.balance import assign_layers
+from lightning_holmes.plan.search.planner import assign_layers
 
 FIT = fit_efficiencies()
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"

@@ -233,14 +233,14 @@ class _Search:
     def _assign(self, run: RunShape, bound_memory: bool) -> Partition:
         rule = self.space.partition
         try:
-            partition = _assign_layers(self.cost_model, run, rule, limit_memory=self.limit_memory)
+            partition = assign_layers(self.cost_model, run, rule, limit_memory=self.limit_memory)
         except NothingFitsError as error:
             if bound_memory:
                 raise
             self.lacks.append(Lack(run=run, excess_bytes=error.excess_bytes, rank=error.rank))
-            return _assign_layers(self.cost_model, run, rule, limit_memory=False)
+            return assign_layers(self.cost_model, run, rule, limit_memory=False)
         if bound_memory and self.limit_memory and rule != "self_adapting":
-            _check_memory(self.cost_model, run, partition)
+            check_memory(self.cost_model, run, partition)
         return partition
 
     def _simulate(self, looked: Iterable[_Looked]) -> list[Prediction]:
@@ -290,7 +290,7 @@ class _Search:
         return nothing_fits(self.cost_model, runs, lacks=self.lacks, recomputation=self.space.recomputation)
 
 
-def _assign_layers(
+def assign_layers(
     cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...], *, limit_memory: bool
 ) -> Partition:
     """Make the partition of a run; a stage has the speed of the rank on which its schedule places it.
@@ -310,7 +310,7 @@ def _assign_layers(
     return make_partition(rule, cost_model.model.num_layers, len(ranks), speeds=speeds, balance=balance)
 
 
-def _check_memory(cost_model: CostModel, run: RunShape, partition: Partition) -> None:
+def check_memory(cost_model: CostModel, run: RunShape, partition: Partition) -> None:
     """Raise NothingFitsError if the partition exceeds the memory of a rank. It checks an upper bound; a simulation may need less."""
     balance = cost_model.balance(run)
     assert balance.limits is not None
