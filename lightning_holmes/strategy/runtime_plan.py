@@ -38,6 +38,7 @@ from lightning_holmes.strategy.profiling import Costs, find_costs
 from lightning_holmes.torch_private import is_compiled
 
 _UNKNOWN_BYTES_PER_S = 1.25e9
+_WORTH_ADVISING = 1.05  # times the samples a second
 
 
 def decide(request: PlanRequest) -> RuntimePlan:
@@ -230,10 +231,11 @@ def _tell_others(
     choose: Callable[[CostModel, Layout], PipelinePlan],
     others: Mapping[int, tuple[CostModel, Layout]],
 ) -> list[str]:
-    """Return a note with the predicted speed of other pipeline sizes. They are never chosen automatically: they change the number of replicas,
-    and so the global batch, and training results must not depend on a measurement."""
+    """Return a note with the predicted speed of other pipeline sizes, and advice if one is faster. The groups of ranks and the parts of the
+    data are made before the first batch, from which costs are known, so that they are not chosen here: lightning-holmes plan does that."""
     chosen, shown = choice.prediction, []
     assert chosen is not None
+    ratios: dict[int, float] = {}
     for length, (cost_model, layout) in others.items():
         try:
             found = choose(cost_model, layout).prediction
@@ -243,8 +245,17 @@ def _tell_others(
         except ConfigurationError:  # the options do not fit this length
             continue
         assert found is not None
-        shown.append(f"{length}: {found.samples_per_s / chosen.samples_per_s:.2f}x")
-    return [f"samples a second by prediction with another pipeline_parallel_size: {', '.join(shown)}"] if shown else []
+        ratios[length] = found.samples_per_s / chosen.samples_per_s
+        shown.append(f"{length}: {ratios[length]:.2f}x")
+    if not shown:
+        return []
+    advice = ""
+    fastest = max(ratios, key=lambda length: ratios[length], default=None)
+    if fastest is not None and ratios[fastest] > _WORTH_ADVISING:
+        advice = (
+            f"; give pipeline_parallel_size={fastest}, with which there are other replicas and so another global batch"
+        )
+    return [f"samples a second by prediction with another pipeline_parallel_size: {', '.join(shown)}{advice}"]
 
 
 def _not_interleaved(request: PlanRequest, structure: ModuleStructure) -> str | None:
