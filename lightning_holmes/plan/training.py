@@ -20,6 +20,8 @@ from lightning_holmes.plan.layer_cost import ModelCost, check_count, check_numbe
 
 _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # seconds of a rank's own time to start a transfer
 _SPLIT_RATIO = {"cpu": 1.2, "cuda": 1.1}
+_MICROBATCH_GAIN = {"cpu": 0.15, "cuda": 0.08}  # on CPUs messages take time of the cores that compute
+_CHUNKS_GAIN = {"cpu": 0.10, "cuda": 0.05}
 _STATES = 2.0  # numbers that AdamW keeps for each parameter
 _FP32, _HALF = 4.0, 2.0  # bytes
 
@@ -73,6 +75,8 @@ class Training:
             processors carry them (sockets).
         own_s: seconds of the slowest rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
         split_ratio: seconds of a split backward for each second of a whole one. From GPT blocks: 1.0 to 1.24 on CPUs; assumed on GPUs.
+        microbatch_gain, chunks_gain: the share of a step that more microbatches, or several stages a rank, must save by prediction
+            to be chosen (search/preference.py).
         blocking_sends: a rank waits until the tensor that it sends has arrived (other trainers; this package's runner does not wait).
         sequence_parallel: activations between tensor-parallel parts are sharded, too (Korthikanti et al. 2022).
         memory_share: share of a device's memory that a plan may use.
@@ -95,6 +99,8 @@ class Training:
     byte_s: float = 0.0
     own_s: float = 0.0
     split_ratio: float = 1.0
+    microbatch_gain: float = 0.08
+    chunks_gain: float = 0.05
     blocking_sends: bool = False
     sequence_parallel: bool = False
     memory_share: float = 0.92
@@ -155,6 +161,8 @@ def make_training(
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),
         split_ratio=_SPLIT_RATIO.get(device, 1.0),
+        microbatch_gain=_MICROBATCH_GAIN.get(device, _MICROBATCH_GAIN["cuda"]),
+        chunks_gain=_CHUNKS_GAIN.get(device, _CHUNKS_GAIN["cuda"]),
         message_s=_MESSAGE_S.get(device, _MESSAGE_S["cpu"]),
         byte_s=byte_s,
         own_s=own_s,

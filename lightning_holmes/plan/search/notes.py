@@ -12,7 +12,6 @@ from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.search.planner import SearchResult
-from lightning_holmes.plan.search.preference import Preference
 
 
 def describe_result(
@@ -33,9 +32,9 @@ def describe_result(
     if isinstance(options.partition, str) and options.partition != "uniform":
         notes.append(_describe_partition(options.partition, cost_model, best))
     if options.num_microbatches == "auto":
-        notes.append(_describe_microbatches(result, Preference().microbatch_gain))
+        notes.append(_describe_microbatches(result, cost_model.training.microbatch_gain))
     if options.schedule == "auto":
-        notes.append(_describe_schedule(result, not_interleaved))
+        notes.append(_describe_schedule(result, cost_model.training.chunks_gain, not_interleaved))
     if result.sharding_note is not None:
         notes.append(result.sharding_note)
     notes += cost_model.network.link_notes()
@@ -77,7 +76,7 @@ def _describe_microbatches(result: SearchResult, gain: float) -> str:
     return note + separator + reason + (f" ({', '.join(others)})" if others else "")
 
 
-def _describe_schedule(result: SearchResult, not_interleaved: str | None) -> str:
+def _describe_schedule(result: SearchResult, chunks_gain: float, not_interleaved: str | None) -> str:
     best, run = result.unrefined, result.best.run
     fastest: dict[tuple[str, int], float] = {}
     for entry in result.tried:
@@ -90,7 +89,7 @@ def _describe_schedule(result: SearchResult, not_interleaved: str | None) -> str
     ]
     note = f"schedule: {_name(run.schedule, run.num_chunks)}" + (f" ({', '.join(others)})" if others else "")
     if run.num_chunks == 1 and any(chunks > 1 for _, chunks in fastest):
-        note += f"; several stages a rank are taken where they save {100 * Preference().chunks_gain:.0f} %"
+        note += f"; several stages a rank are taken where they save {100 * chunks_gain:.0f} %"
     return note + (f"; {not_interleaved}" if not_interleaved is not None else "")
 
 

@@ -77,9 +77,7 @@ class _Looked:
     estimate_s: float
 
 
-def search(
-    cost_model: CostModel, space: SearchSpace | None = None, preference: Preference | None = None
-) -> SearchResult:
+def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchResult:
     """Find the fastest plan that fits the memory.
 
     If nothing fits with AdamW: with layers given by hand, or with nothing left to choose, memory is not checked; otherwise the search
@@ -89,26 +87,26 @@ def search(
         NothingFitsError: nothing fits even without optimizer states; the message says how much is missing, and what would make it fit.
         ConfigurationError: no parallel sizes are possible, or no partition avoids the forbidden split points.
     """
-    space, preference = space or SearchSpace(), preference or Preference()
-    asked = _Search(cost_model, space, preference)
+    space = space or SearchSpace()
+    asked = _Search(cost_model, space)
     try:
         return asked.run()
     except NothingFitsError as error:
         reason = error
     if not isinstance(space.partition, str) or space.is_settled:
-        found = _Search(cost_model, space, preference, limit_memory=False).run()
+        found = _Search(cost_model, space, limit_memory=False).run()
         training = replace(cost_model.training, state_ratio=cost_model.training.least_state_ratio)
         bare = predict(cost_model.with_training(training), found.best.run, found.best.partition)
         return replace(found, memory_note=f"{BY_HAND}{reason}", fits_no_optimizer=not fits(bare))
-    found = search(without_states(cost_model, reason), space, preference)
+    found = search(without_states(cost_model, reason), space)
     return replace(found, memory_note=f"{WITH_STATES}{reason}")
 
 
 class _Search:
-    def __init__(
-        self, cost_model: CostModel, space: SearchSpace, preference: Preference, *, limit_memory: bool = True
-    ) -> None:
-        self.cost_model, self.space, self.preference = cost_model, space, preference
+    def __init__(self, cost_model: CostModel, space: SearchSpace, *, limit_memory: bool = True) -> None:
+        self.cost_model, self.space = cost_model, space
+        training = cost_model.training
+        self.preference = Preference(microbatch_gain=training.microbatch_gain, chunks_gain=training.chunks_gain)
         self.limit_memory = limit_memory
         self.left_out: Counter[str] = Counter()
         self.set_ups = make_set_ups(cost_model, space, self.left_out)

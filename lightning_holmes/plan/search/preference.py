@@ -1,6 +1,6 @@
 """Preference: chooses between several plans of one layout, since predictions leave out some costs.
 
-best = Preference().pick(predictions)
+best = Preference(microbatch_gain=0.08, chunks_gain=0.05).pick(predictions)
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Preference:
         nearly: plans are compared in steps of this share; of plans in the same step the simplest is chosen.
     """
 
-    microbatch_gain: float = 0.08
-    chunks_gain: float = 0.05
+    microbatch_gain: float
+    chunks_gain: float
     split_gain: float = 0.05
     nearly: float = 0.03
 

@@ -22,7 +22,6 @@ from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search import SearchSpace, planner, refine, search
 from lightning_holmes.plan.search.candidates import make_set_ups
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WAY_OUT, WITH_STATES
-from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 
@@ -135,7 +134,7 @@ def test_at_least_13_candidates_of_several_layouts_are_simulated(monkeypatch: py
     costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
 
     def simulated() -> int:
-        runs = {entry.run for _, entry in planner._Search(costs, SearchSpace(), Preference())._compare_layouts()}
+        runs = {entry.run for _, entry in planner._Search(costs, SearchSpace())._compare_layouts()}
         return len(runs)
 
     assert simulated() >= 13 == planner._SIMULATED + SearchSpace().runners_up
