@@ -1,0 +1,95 @@
+"""Ten starts of a network choose one plan, though each of them measures speeds and links a little differently."""
+
+import functools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_holmes.cluster.topology import Cluster, Host, Link, LinkSpeed, Nic, Topology
+from lightning_holmes.pipeline.profile import build_fake, profile_step
+from lightning_holmes.plan.pipeline_plan import plan_by_costs
+from lightning_holmes.plan.placement import make_placement
+from lightning_holmes.plan.plan_options import LEFT_OPEN
+from lightning_holmes.plan.rounding import rounded
+from lightning_holmes.plan.training import TrainingOptions
+from lightning_holmes.strategy import runtime_plan
+from lightning_holmes.strategy.profiling import Costs, carried_byte_s, own_step_s, rounded_speeds
+from recipes.gpt import GPT
+
+_NOISE = 0.05
+_FAST, _SLOW = 115e6, 11.8e6  # bytes a second inside the clusters and between them
+_OPERATOR_S = 9e-6
+
+
+@pytest.mark.parametrize(("hidden", "layers"), [(192, 16), (384, 6)])
+def test_ten_starts_choose_one_plan(hidden: int, layers: int) -> None:
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": tokens}
+    module = build_fake(lambda: GPT(hidden_size=hidden, num_layers=layers, num_heads=3, sequence_length=128))
+    profile = functools.cache(lambda operator_s: profile_step(module, (batch, 0), operator_s=operator_s))
+    chosen = set()
+    for seed in range(10):
+        measured = random.Random(seed)
+        topology = measured_topology(measured)
+        operator_s = rounded(noisy(measured, _OPERATOR_S))
+        costs = Costs(
+            model=profile(operator_s),
+            speeds=rounded_speeds([noisy(measured, 8e9) for _ in range(4)], "cpu"),
+            memory=(16e9,) * 4,
+            local_bytes_per_s=(1e9,) * 4,
+            local_latency_s=1e-4,
+            described="",
+            byte_s=carried_byte_s(operator_s),
+            own_s=own_step_s(operator_s),
+        )
+        placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
+        request = SimpleNamespace(
+            layout=SimpleNamespace(topology=topology, placement=placement, num_hosts=4, is_gloo=True),
+            device=torch.device("cpu"),
+            module=torch.nn.Linear(2, 2),
+            training=TrainingOptions(),
+            traced=SimpleNamespace(batch_size=8),
+            world_size=4,
+        )
+        cost_model, layout, _ = runtime_plan._cost_model(request, costs, ())  # type: ignore[arg-type]
+        plan = plan_by_costs(LEFT_OPEN, cost_model, layout)
+        chosen.add((plan.schedule, plan.num_chunks, plan.num_microbatches, plan.partition.layer_counts))
+    assert chosen == {("1f1b", 1, 4, (layers // 2, layers // 2))}
+
+
+def noisy(measured: random.Random, value: float) -> float:
+    return value * measured.uniform(1 - _NOISE, 1 + _NOISE)
+
+
+def measured_topology(measured: random.Random) -> Topology:
+    """Two clusters of two hosts, whose links have been measured."""
+
+    def speed(transport: str, bytes_per_s: float) -> LinkSpeed:
+        return LinkSpeed(
+            transport=transport,
+            bandwidth_bytes_per_s=noisy(measured, bytes_per_s),
+            latency_s=noisy(measured, 2e-4),
+            measured=True,
+        )
+
+    clusters = []
+    for cluster, kind in enumerate(("infiniband", "roce")):
+        hosts = []
+        for host in range(2):
+            address = f"10.0.0.{cluster * 2 + host + 1}"
+            fast = Nic(name="m", kind=kind, addresses=(address,), bandwidth_bytes_per_s=125e6)
+            slow = Nic(name="e", kind="ethernet", bandwidth_bytes_per_s=12.5e6)
+            hosts.append(Host(name=f"{kind}{host}", devices=1, nics=(fast, slow)))
+        speeds = (speed(kind, _FAST), speed("ethernet", _SLOW))
+        clusters.append(Cluster(name=kind, hosts=tuple(hosts), speeds=speeds))
+    link = Link(
+        ends=("infiniband", "roce"),
+        transport="ethernet",
+        bandwidth_bytes_per_s=noisy(measured, _SLOW),
+        latency_s=noisy(measured, 2e-4),
+        shared_bytes_per_s=noisy(measured, 2 * _SLOW),
+        measured=True,
+    )
+    return Topology(clusters=tuple(clusters), links=(link,))
