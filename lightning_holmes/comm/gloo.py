@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from lightning_holmes.comm.answer import answer_within, is_gone
+from lightning_holmes.comm.job_store import answer_within, is_gone
 from lightning_holmes.errors import ConfigurationError, UnreachableError
 from lightning_holmes.torch_private import gloo_device, gloo_group, gloo_timeout, is_backend_registered
 

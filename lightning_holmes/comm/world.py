@@ -4,9 +4,9 @@ Every rank must be able to reach every other one in WORLD, which no RDMA fabric 
 """
 
 import contextlib
-import math
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Generator, Mapping
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch.distributed import default_pg_timeout
 
 from lightning_holmes.comm.user_settings import UserSettings, set_own
 from lightning_holmes.errors import ConnectionLostError
@@ -22,9 +23,10 @@ from lightning_holmes.lightning_private import init_dist_connection
 from lightning_holmes.torch_private import nccl_options
 
 _BACKLOG = 4096  # ranks that connect at once, as the kernel allows
-_TORCHS_PREFIX = "default_pg"  # of the other ranks' keys; init_process_group adds none to a store that it is given
 _PROPOSED = "holmes/meeting"
-_PAUSE_S = 0.01
+_PAUSE_S, _LONGER_PAUSE_S = 0.01, 0.1
+_FAREWELL_S = 1.0  # the others look more often
+_PATIENCE_S = 20.0
 
 
 def connect_world(
@@ -56,25 +58,53 @@ def connect_world(
         if user.get("NCCL_NET") is None:
             options["pg_options"] = nccl_options("Socket")
     with _environment(variables):
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            options["store"] = _store_of_attempt(environment, timeout)
-        elif environment.global_rank() == 0:
-            kept = _keep_store(environment, timeout, several_hosts=several_hosts)
-            options |= {} if kept is None else {"store": kept}
+        if not dist.is_initialized():
+            options["store"] = _join_store(environment, timeout, several_hosts=several_hosts)
         init_dist_connection(environment, backend, timeout=timeout, **options)
 
 
-def _store_of_attempt(environment: ClusterEnvironment, timeout: timedelta | None) -> Any:
-    """The job's store, with keys of its own for each attempt: torchrun's store outlives a restart, and with it the
-    addresses of processes that are gone, to which early ranks would connect (torch 2.13). All ranks must call."""
+def _join_store(environment: ClusterEnvironment, timeout: timedelta | None, *, several_hosts: bool) -> Any:
+    """The job's store once all ranks have come to it, with keys of its own for each attempt: torchrun's store outlives a
+    restart, and with it the addresses of processes that are gone, to which early ranks would connect (torch 2.13).
+
+    All ranks must call.
+
+    Raises:
+        ConnectionLostError: not all ranks have come in time.
+    """
     rank, size = environment.global_rank(), environment.world_size()
     given = {} if timeout is None else {"timeout": timeout}
-    made = dist.rendezvous("env://", rank, size, **given)  # type: ignore[attr-defined]
-    store, _, _ = next(made)
-    if timeout is not None:
-        store.set_timeout(timeout)
-    attempt = meet_in_store(store, rank, size, timeout_s=math.inf if timeout is None else timeout.total_seconds())
+    limit_s = (timeout or default_pg_timeout).total_seconds()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        made = dist.rendezvous("env://", rank, size, **given)  # type: ignore[attr-defined]
+        store, _, _ = next(made)
+    else:
+        try:
+            store = _keep_store(environment, limit_s, several_hosts=several_hosts) if rank == 0 else None
+            store = store or _tcp_store(environment, limit_s, rank == 0)
+        except dist.DistError as error:
+            raise ConnectionLostError(
+                f"rank {rank} does not reach the job's store at {environment.main_address}:{environment.main_port} within the timeout "
+                f"(HolmesStrategy(timeout=...)): rank 0, which keeps it, has not started, or a firewall closes the port. torch "
+                f"says: {str(error).splitlines()[0]}"
+            ) from error
+    store.set_timeout(timedelta(seconds=limit_s))
+    attempt = meet_in_store(store, rank, size, timeout_s=limit_s)
     return dist.PrefixStore(f"holmes/attempt/{attempt}", store)  # type: ignore[attr-defined]
+
+
+def _tcp_store(environment: ClusterEnvironment, timeout_s: float, keeps: bool, listener: int | None = None) -> Any:
+    """A store that this process ``keeps``, on the socket ``listener`` if there is one, or a client of it."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        environment.main_address,
+        environment.main_port,
+        environment.world_size(),
+        keeps,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,  # meet_in_store knows who is missing
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
 
 
 def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
@@ -82,39 +112,51 @@ def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
 
     torchrun counts restarts on each host separately: a host that has joined later has another number. So rank 0
     proposes a name, the others write their own ids under it, and it holds once all have: what ranks that are gone have
-    left in the store answers no new proposal.
+    left in the store answers no new proposal. Ranks that do not come are named by rank 0 after _PATIENCE_S seconds, and
+    by all at the end.
 
     Raises:
         ConnectionLostError: not all ranks have come in time.
     """
     own = uuid.uuid4().hex
-    end = time.monotonic() + timeout_s
-    if rank == 0:
-        others = [f"holmes/meeting/{own}/{other}" for other in range(1, size)]
-        while missing := [str(other) for other, key in enumerate(others, start=1) if not store.check([key])]:
-            store.set(_PROPOSED, own)
-            _wait_until(end, f"not all ranks have come to the job's store: rank {', '.join(missing[:8])} did not,")
-        store.set(f"holmes/meeting/{own}/all", " ".join(store.get(key).decode() for key in others))
-        return own
+    began, told = time.monotonic(), False
+    absent = "rank 0"
     while True:
-        if store.check([_PROPOSED]):
+        if rank == 0:
+            others = {other: f"holmes/meeting/{own}/{other}" for other in range(1, size)}
+            missing = [str(other) for other, key in others.items() if not store.check([key])]
+            if not missing:
+                store.set(f"holmes/meeting/{own}/all", " ".join(store.get(key).decode() for key in others.values()))
+                return own
+            absent = f"rank {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
+            store.set(_PROPOSED, own)
+        elif store.check([_PROPOSED]):
             proposed = store.get(_PROPOSED).decode()
             answer, everyone = f"holmes/meeting/{proposed}/{rank}", f"holmes/meeting/{proposed}/all"
             if store.check([everyone]):
                 if own in store.get(everyone).decode().split():
                     return str(proposed)
+            elif store.check([f"holmes/meeting/{proposed}/failed"]):
+                raise ConnectionLostError(store.get(f"holmes/meeting/{proposed}/failed").decode())
             else:
                 store.set(answer, own)
-        _wait_until(end, "rank 0 has not come to the job's store, or not all others have (then rank 0 names them),")
+        waited_s = time.monotonic() - began
+        if waited_s > timeout_s:
+            words = (
+                f"{absent} has not come to the job's store within the timeout (HolmesStrategy(timeout=...)): not all {size} ranks "
+                f"have been started, or some have ended or cannot reach the store"
+            )
+            if rank == 0:
+                store.set(f"holmes/meeting/{own}/failed", words)
+                time.sleep(_FAREWELL_S)  # the store ends with this process
+            raise ConnectionLostError(words)
+        if rank == 0 and not told and waited_s > _PATIENCE_S:
+            told = True
+            print(f"[rank 0] has waited for {waited_s:.0f} s: {absent} has not joined", file=sys.stderr, flush=True)
+        time.sleep(_PAUSE_S if waited_s < 1 else _LONGER_PAUSE_S)
 
 
-def _wait_until(end: float, what: str) -> None:
-    if time.monotonic() > end:
-        raise ConnectionLostError(f"{what} within the timeout (HolmesStrategy(timeout=...))")
-    time.sleep(_PAUSE_S)
-
-
-def _keep_store(environment: ClusterEnvironment, timeout: timedelta | None, *, several_hosts: bool) -> Any:
+def _keep_store(environment: ClusterEnvironment, timeout_s: float, *, several_hosts: bool) -> Any:
     """The job's store on rank 0, which listens only on the master's address; torch's listens on all addresses of the host.
 
     None if that cannot be: the address is none of this host's own but leads to it, it is a name that means this host's
@@ -131,17 +173,7 @@ def _keep_store(environment: ClusterEnvironment, timeout: timedelta | None, *, s
     except OSError:
         listener.close()
         return None
-    given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        environment.main_address,
-        environment.main_port,
-        environment.world_size(),
-        True,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-        **given,
-    )
-    return dist.PrefixStore(_TORCHS_PREFIX, store)  # type: ignore[attr-defined]
+    return _tcp_store(environment, timeout_s, True, listener.detach())
 
 
 def _ipv4(host: str) -> str | None:

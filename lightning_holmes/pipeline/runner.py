@@ -37,6 +37,8 @@ class PipelineRunner:
     def __init__(self, module: PipelineModule, p2p: P2P | None) -> None:
         self.module = module
         self.p2p = p2p
+        self.current_action: Action | None = None
+        """The action that is performed now, or that has raised; None between steps."""
         self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
         self.without_checkpoints: set[Hashable] = set()
 
@@ -50,6 +52,7 @@ class PipelineRunner:
         microbatches.outputs = [None] * microbatches.schedule.num_microbatches
         with self.module.noticing_reads():
             for place, action in enumerate(microbatches.schedule.actions[rank]):
+                self.current_action = action
                 try:
                     with labelled(functools.partial(self._label, action)):
                         yield from batch.perform(action)
@@ -61,6 +64,7 @@ class PipelineRunner:
             start = request.observer.mark()
             self.p2p.finish()
             request.observer.add("wait", start)
+        self.current_action = None
 
     def _label(self, action: Action) -> str:
         return f"holmes: {action.describe()} ({self.module.describe_stage(action.stage)})"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -67,7 +67,6 @@ class Connection:
         self.watch: FailureWatch | None = None
         self._environment = environment
         self._cards: CardWatch | None = None
-        self._alike: Sequence[Sequence[int]] = ()
 
     @property
     def master(self) -> str | None:
@@ -103,7 +102,7 @@ class Connection:
             self.watch = FailureWatch(
                 default_store(), self.rank, self.world_size, None if timeout is None else timeout.total_seconds()
             )
-            self._watch_cards(self.watch)
+            self.watch.cards = self._cards
         # raised only now, when the watch can notify the other ranks, whose settings may be fine
         if refusal is not None:
             raise refusal
@@ -116,20 +115,11 @@ class Connection:
             return refusal
         return None
 
-    def settle(self, cards: dict[str, str], alike: Sequence[Sequence[int]]) -> None:
-        """Note that all process groups are connected: a connection that breaks from now on was reachable before.
-
-        Args:
-            cards: the fast cards that the groups use, as :class:`CardWatch` takes them.
-            alike: the ranks that do the same work, for each stage and tensor-parallel rank.
-        """
-        self._cards, self._alike = CardWatch(cards) if cards else None, alike
+    def watch_cards(self, cards: dict[str, str]) -> None:
+        """End the run, in this and later runs, if one of ``cards``, as :class:`CardWatch` takes them, goes down."""
+        self._cards = CardWatch(cards) if cards else None
         if self.watch is not None:
-            self._watch_cards(self.watch)
-
-    def _watch_cards(self, watch: FailureWatch) -> None:
-        watch.cards = self._cards
-        watch.stragglers.alike = self._alike
+            self.watch.cards = self._cards
 
     def close(self) -> None:
         """Stop watching for failures; WORLD stays, for a later run."""

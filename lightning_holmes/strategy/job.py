@@ -10,7 +10,6 @@ The layout is made by job_layout.py, the connection to other processes by connec
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from contextlib import AbstractContextManager
 from typing import Any
@@ -57,10 +56,7 @@ class Job:
             sent_dtype=options.sent_dtype,
         )
         builder = self.layout.groups.builder
-        placement = self.layout.placement
-        parts = itertools.product(range(placement.pipeline_parallel_size), range(placement.tensor_parallel_size))
-        alike = [placement.data_parallel_group(*part) for part in parts]
-        connection.settle(builder.fast_cards(), alike)
+        connection.watch_cards(builder.fast_cards())
         weakref.finalize(self, release, self.layout.groups.builder.owned).atexit = False
         self.device_mesh: DeviceMesh | None = None
         if connection.world_size > 1:

@@ -374,6 +374,9 @@ class Run:
             self._lockstep = undo.enter_context(
                 Lockstep(trainer, self._signals, host, job.explaining, self.noting_wait, watch, self.context.snapshots)
             )
+            if watch is not None:
+                undo.callback(setattr, watch.heartbeat, "where", watch.heartbeat.where)
+                watch.heartbeat.where = self._where
             undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel))
         if self.context.snapshots is not None:
             undo.enter_context(self.context.snapshots.attached())
@@ -404,6 +407,13 @@ class Run:
     def is_inside_part(self) -> bool:
         """Whether this rank is running a part of a user's step now: for one stage, or for one microbatch."""
         return self.is_open and (self.driver.is_inside_part or self._whole_driver.is_inside_part)
+
+    def _where(self) -> tuple[str, bool]:
+        """Return where this rank is, in words, and whether it performs the actions of a step; called in another thread."""
+        step = f"in step {self.trainer.global_step}"
+        actions = [d.runner.current_action for d in (self.driver, self._whole_driver)] if self.is_open else []
+        action = next((action for action in actions if action is not None), None)
+        return (step, False) if action is None else (f"{step}, {action.describe()}", True)
 
     def _hidden_in_hooks(self) -> Mapping[str, str]:
         """Return which of "value" and "grad" no rank has whole between steps, and why, for Tripwires."""

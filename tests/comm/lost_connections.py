@@ -1,8 +1,6 @@
 """Connections that are lost, real ones and simulated ones, and users' errors with similar messages."""
 
 import os
-import signal
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from types import ModuleType
@@ -13,12 +11,9 @@ import torch.distributed as dist
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_holmes.comm import failure
 from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.p2p import DistributedP2P, TensorSpec
 from lightning_holmes.comm.queue import make_comm_queue
-from lightning_holmes.comm.store_watch import end_of
-from lightning_holmes.torch_private import default_store
 
 
 def raise_in(module: ModuleType, said: str) -> None:
@@ -113,29 +108,3 @@ USERS: dict[str, Callable[[], Any]] = {
     "a data loader": lambda: next(iter(DataLoader(Fails()))),
     "a worker": lambda: next(iter(DataLoader(Fails(), num_workers=1))),
 }
-
-
-# the store's process is gone
-
-
-def lose_store(payload: dict[str, Any]) -> str:
-    """Rank 0, which keeps the store, is killed while the others wait for each other; or its run ends well, and the
-    others go on."""
-    failure._GRACE_S, failure._POLL_S = 0.2, payload["poll_s"]
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", rank=rank, world_size=3, timeout=timedelta(seconds=300))
-    others = dist.new_group([1, 2])
-    watch = failure.FailureWatch(default_store(), rank, 3)
-    kept = None if rank == 0 else socket.create_connection(end_of(default_store()))
-    dist.barrier()
-    if rank == 0:
-        watch.stop() if payload["ends well"] else os.kill(os.getpid(), signal.SIGKILL)
-        return "ended"
-    assert kept is not None
-    if not payload["ends well"]:
-        dist.recv(torch.ones(1), 3 - rank, group=others)
-    kept.recv(1)  # until the store is gone
-    assert watch._gone.wait(60)
-    watch._thread.join(60)
-    watch.stop()
-    return "went on"

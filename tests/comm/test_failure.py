@@ -1,78 +1,97 @@
+"""What ends a run: each rank says within seconds which rank failed first, and ends."""
+
+import re
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
+from failing_ranks import CULPRIT, SIZE
 from launch import launch, launch_raw
 from lost_connections import raise_in
 
 from lightning_holmes.comm import failure, uncaught
 from lightning_holmes.comm.cards import CardWatch
+from lightning_holmes.comm.failure import Failure, FailureWatch
 from lightning_holmes.comm.uncaught import line_of, one_line, show_as
-from lightning_holmes.errors import RemoteError
+from lightning_holmes.errors import RemoteError, UnevenDataError
+
+OTHERS = [rank for rank in range(SIZE) if rank != CULPRIT]
 
 
-class SilentStore:
-    """A store whose first check for a failure blocks until the test lets it answer."""
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.answers = threading.Event()
-        self.thread: threading.Thread | None = None
-        """The thread that checks."""
-
-    def add(self, key: str, amount: int) -> int:
-        return amount
-
-    def check(self, keys: list[str]) -> bool:
-        self.thread = threading.current_thread()
-        self.asked.set()
-        assert self.answers.wait(120)
-        return False
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raises", "in step 3, F0.1: ZeroDivisionError: division by zero$"),
+        ("SIGKILL", r"nothing has been heard of rank 1 on host \S+, in step 3, F0.1, for 3 s: its process has ended$"),
+        ("SIGSTOP", r"nothing has been heard of rank 1 on host \S+, in step 3, F0.1, for 6 s: its process is stopped$"),
+    ],
+)
+def test_ranks_that_no_broken_connection_ends_say_who_failed_and_end(how: str, said: str, tmp_path: Path) -> None:
+    """They wait outside of torch.distributed, as the host does under NCCL."""
+    workers = launch_raw(SIZE, "failing_ranks:fail", how, timeout_s=100, folder=tmp_path)
+    for rank in OTHERS:
+        assert workers[rank].exit_code == 1, workers[rank]
+        line = rf"^\[rank {rank}\] ends, because rank {CULPRIT} failed.*{said}"
+        assert re.search(line, workers[rank].output, re.MULTILINE), workers[rank]
 
 
-@pytest.fixture
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "_POLL_S", 0.01)
-    monkeypatch.setattr(failure, "_SILENCE_S", 0.0)
+def test_a_rank_that_one_call_holds_is_named_and_waited_for(tmp_path: Path) -> None:
+    workers = launch_raw(SIZE, "failing_ranks:fail", "holds Python's lock", timeout_s=100, folder=tmp_path)
+    assert [worker.exit_code for worker in workers] == [0] * SIZE, workers
+    said = "for 6 s: its process is held by one call, or swapped out"
+    assert [said in worker.output for worker in workers] == [rank in OTHERS for rank in range(SIZE)], workers
 
 
-@pytest.mark.usefixtures("_impatient")
-def test_a_run_that_ended_well_leaves_no_thread_in_a_request() -> None:
-    store = SilentStore()
-    watch = failure.FailureWatch(store, rank=1, world_size=2)
-    assert store.asked.wait(60)
-    ended = threading.Thread(target=watch.stop)
-    ended.start()
-    ended.join(0.2)
-    assert ended.is_alive()
-    store.answers.set()
-    ended.join(60)
-    assert store.thread is not None and not store.thread.is_alive()
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("SIGKILL", "is gone: .* has ended, or was killed"),
+        ("SIGSTOP", "(has not answered for 6 s: .* is stopped|is gone)"),
+    ],
+)
+def test_ranks_that_wait_for_each_other_say_that_the_store_is_lost_and_end(how: str, said: str, tmp_path: Path) -> None:
+    workers = launch_raw(SIZE, "failing_ranks:lose_store", how, timeout_s=100, folder=tmp_path)
+    for rank in (1, 2):
+        assert workers[rank].exit_code == 1, workers[rank]
+        line = rf"\[rank {rank}\] ends, because (the job's store at 127.0.0.1:\d+ {said}|rank 0 failed: .* its process has ended)"
+        assert re.search(line, workers[rank].output), workers[rank]
 
 
-@pytest.mark.usefixtures("_impatient")
-def test_a_rank_that_fails_does_not_wait_for_a_silent_store() -> None:
-    store = SilentStore()
-    watch = failure.FailureWatch(store, rank=1, world_size=2)
-    assert store.asked.wait(60)
-    ended = threading.Thread(target=watch.report, args=(ValueError("here"),))
-    ended.start()
-    ended.join(60)
-    assert not ended.is_alive() and store.thread is not None and store.thread.is_alive()
-    store.answers.set()
+def test_a_rank_that_is_in_its_run_when_rank_0_has_ended_well_goes_on() -> None:
+    ended = launch(SIZE, "failing_ranks:lose_store", "ends well", timeout_s=100)
+    assert ended == ["ended", "went on", "went on"]
+
+
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [(2, "rank 2 has not come to the job's store within the timeout"), (0, "rank 0, which keeps it, has not started")],
+)
+def test_a_rank_that_never_joins_is_named_by_all_others(absent: int, said: str, tmp_path: Path) -> None:
+    workers = launch_raw(2, "failing_ranks:join", absent, timeout_s=100, folder=tmp_path)
+    for worker in workers:
+        assert worker.exit_code == 1 and f"ConnectionLostError: {'' if absent else 'rank'}" in worker.output, worker
+        assert said in worker.output, worker
+    if absent:
+        assert "[rank 0] has waited for 1 s: rank 2 has not joined" in workers[0].output, workers[0]
+
+
+# in one process
 
 
 class KeptStore:
-    """The store of a job, in this process."""
+    """The store of a job, in this process. ``answers``: if it is clear, requests do not return."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
+        self.answers = threading.Event()
+        self.answers.set()
         self._lock = threading.Lock()
 
     def add(self, key: str, amount: int) -> int:
+        assert self.answers.wait(120)
         with self._lock:
             self.values[key] = str(int(self.values.get(key, 0)) + amount)
             return int(self.values[key])
@@ -81,6 +100,10 @@ class KeptStore:
         with self._lock:
             self.values[key] = value
 
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        with self._lock:
+            return self.values.setdefault(key, value).encode()
+
     def get(self, key: str) -> str:
         return self.values[key]
 
@@ -88,157 +111,134 @@ class KeptStore:
         return all(key in self.values for key in keys)
 
 
-def test_rank_0_whose_process_holds_the_store_stays_until_all_know_who_failed_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(failure, "_POLL_S", 0.01)
-    monkeypatch.setattr(failure, "_NOTICE_S", 60.0)
-    monkeypatch.setattr(failure, "_GRACE_S", 300.0)
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The exit codes of ranks that their watches end; no process ends, and ranks are ended soon."""
+    codes: list[int] = []
+    monkeypatch.setattr(failure, "_TICK_S", 0.01)
+    monkeypatch.setattr(failure, "_GRACE_S", 0.01)
+    monkeypatch.setattr(failure, "_SHORT_GRACE_S", 0.01)
+    monkeypatch.setattr(failure.os, "_exit", codes.append)
+    yield codes
+
+
+def lost_connection() -> RuntimeError:
+    with pytest.raises(RuntimeError) as lost:
+        raise_in(dist, "Connection closed by peer [127.0.0.1]:4242")
+    return lost.value
+
+
+@pytest.mark.usefixtures("ended")
+def test_the_first_failure_is_the_one_that_all_show_and_is_told_once() -> None:
     store = KeptStore()
-    watches = [failure.FailureWatch(store, rank=rank, world_size=3) for rank in range(2)]
-    ended = [threading.Thread(target=w.report, args=(ValueError(f"on rank {r}"),)) for r, w in enumerate(watches)]
-    ended[1].start()
-    for _ in range(6000):
-        if "holmes/run/1/failure" in store.values:
+    watches = [FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
+    found: dict[int, Failure | None] = {}
+    first = threading.Thread(target=lambda: found.update({1: watches[1].report(ValueError("two\nlines"))}))
+    first.start()
+    explained = watches[0].explain(lost_connection())
+    assert isinstance(explained, RemoteError) and "rank 1 failed first: ValueError: two\nlines" in str(explained)
+    found[0] = watches[0].report(explained)
+    first.join(60)
+    assert found[0] == found[1] == Failure(1, "ValueError: two\nlines", told_by=1)
+    assert found[0].line(0) == "[rank 0] ends, because rank 1 failed: ValueError: two"
+    assert watches[0].report(KeyError("again")) == found[0]
+    user = ValueError("not a lost connection")
+    assert watches[0].explain(user) is user
+
+
+def test_a_rank_that_left_a_batch_before_its_step_ends_those_that_wait_in_it(
+    ended: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = KeptStore()
+    watches = [FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
+    watches[0].on_absence = lambda batch: batch == 7
+    watches[1].tell_absence(7, "rank 1 has left")
+    watches[0]._thread.join(60)
+    assert (
+        ended and "[rank 0] ends, because rank 1 failed: UnevenDataError: rank 1 has left\n" in capsys.readouterr().err
+    )
+    explained = watches[1].explain(lost_connection())
+    assert isinstance(explained, UnevenDataError) and str(explained) == "rank 1 has left"
+
+
+@pytest.mark.usefixtures("ended")
+def test_another_rank_asks_rank_0_to_end() -> None:
+    store = KeptStore()
+    watches = [FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
+    watches[1].ask_to_end()
+    for _ in range(1000):
+        if watches[0].asked_to_end:
             break
-        ended[1].join(0.01)
-    ended[0].start()
-    for thread in ended:
-        thread.join(0.2)
-    assert all(thread.is_alive() for thread in ended), "rank 2 has not looked yet"
-    last = failure.FailureWatch(store, rank=2, world_size=3)
-    for thread in ended:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in ended)
-    with pytest.raises(RuntimeError) as lost:
-        raise_in(dist, "Connection closed by peer [127.0.0.1]:4242")
-    explained = last.explain(lost.value)
-    assert isinstance(explained, RemoteError) and "rank 1 failed first: ValueError: on rank 1" in str(explained)
-    last.stop()
-
-
-def test_nobody_waits_for_a_rank_that_has_not_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "_NOTICE_S", 60.0)
-    monkeypatch.setattr(failure, "_CAUSE_S", 60.0)
-    watch = failure.FailureWatch(KeptStore(), rank=0, world_size=2)
-    watch.stalls.silent = frozenset({1})
-    with pytest.raises(RuntimeError) as lost:
-        raise_in(dist, "Connection closed by peer [127.0.0.1]:4242")
-    ended = threading.Thread(target=lambda: watch.report(watch.explain(lost.value)), daemon=True)
-    ended.start()
-    ended.join(30)
-    assert not ended.is_alive()
-
-
-def test_a_rank_whose_watch_is_late_tells_and_hears_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "_POLL_S", 300.0)
-    store = KeptStore()
-    watches = [failure.FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
+        threading.Event().wait(0.01)
     for watch in watches:
-        watch._answered -= 10.0
-    watches[1].stalls.silent = watches[0].stalls.silent = frozenset({0, 1})  # nobody waits to be read
-    watches[0].report(ValueError("here"))
-    with pytest.raises(RuntimeError) as lost:
-        raise_in(dist, "Connection closed by peer [127.0.0.1]:4242")
-    explained = watches[1].explain(lost.value)
-    assert isinstance(explained, RemoteError) and "rank 0 failed first: ValueError: here" in str(explained)
-    watches[1].stop()
+        watch.stop()
+    assert watches[0].asked_to_end and not watches[1].asked_to_end
 
 
-def test_who_fails_first_is_returned_to_those_that_report_after() -> None:
-    store = KeptStore()
-    watches = [failure.FailureWatch(store, rank=rank, world_size=1) for rank in range(2)]
-    assert watches[1].report(ValueError("two\nlines")) == failure.Failure(1, "ValueError: two\nlines")
-    first = watches[0].report(KeyError("later"))
-    assert first is not None and first.line(0) == "[rank 0] ends, because rank 1 failed: ValueError: two"
-
-
-def test_an_exception_with_a_line_is_shown_as_it_and_any_other_as_before(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    others: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: others.append(value))
-    named, wrapped, other = ValueError("named"), KeyError("while it was handled"), ValueError("other")
-    wrapped.__context__ = named
-    show_as(named, "once")
-    show_as(named, "a line")
-    for error in (named, wrapped, other):
-        sys.excepthook(type(error), error, None)
-    assert others == [other] and capsys.readouterr().err == "a line\na line\n"
-    assert (line_of(wrapped), line_of(other)) == ("a line", None)
-    assert (one_line(ValueError("a\nb")), one_line(ValueError())) == ("ValueError: a", "ValueError")
-
-
-def test_ranks_that_wait_for_each_other_say_that_the_store_is_gone_and_end(tmp_path: Path) -> None:
-    payload = {"ends well": False, "poll_s": 300.0}  # nothing is asked for while it goes
-    workers = launch_raw(3, "lost_connections:lose_store", payload, timeout_s=60, folder=tmp_path)
-    assert [worker.exit_code for worker in workers] == [-9, 1, 1]
-    for rank in (1, 2):
-        output = workers[rank].output
-        assert f"[rank {rank}] ends, because the job's store at 127.0.0.1:" in output, output
-        assert "Exception raised from" not in output and len(output.splitlines()) < 10, output
+@pytest.mark.usefixtures("ended")
+def test_a_store_that_does_not_answer_delays_a_failure_little_and_leaves_no_thread_after_a_good_end() -> None:
+    for end in (lambda w: w.report(ValueError("here")), FailureWatch.stop):
+        store = KeptStore()
+        watch = FailureWatch(store, rank=1, world_size=2)
+        store.answers.clear()
+        watch._seconds_silent = failure._ANSWER_S
+        ending = threading.Thread(target=end, args=(watch,))
+        ending.start()
+        ending.join(0.3)
+        assert ending.is_alive() == (end is FailureWatch.stop), "what ends well waits for the answer"
+        store.answers.set()
+        ending.join(60)
+        watch._thread.join(60)
+        assert not ending.is_alive() and not watch._thread.is_alive()
 
 
 @pytest.mark.parametrize("raised", [KeyError("pace"), RuntimeError("out of range"), ConnectionError("a user's")])
-def test_an_error_in_the_watch_ends_the_rank_with_its_own_words_and_not_with_those_of_a_store_that_is_gone(
-    raised: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_error_in_the_watch_ends_all_ranks_with_its_own_words(
+    raised: Exception, ended: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(failure, "_POLL_S", 0.01)
-    monkeypatch.setattr(failure, "_SILENCE_S", 0.01)
-    monkeypatch.setattr(failure, "_GRACE_S", 0.5)
-    monkeypatch.setattr(failure.os, "_exit", ended.append)
     store = KeptStore()
+    watches = [FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
 
-    def look(**_: Any) -> None:
+    def tick() -> None:
         raise raised
 
-    watches = [failure.FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
-    watches[1].stragglers.look = look  # type: ignore[method-assign]
+    watches[1].heartbeat.tick = tick  # type: ignore[method-assign]
     for watch in watches[::-1]:
         watch._thread.join(60)
     printed = capsys.readouterr().err
-    assert ended == [1, 1] and "store" not in printed.replace("self._store", ""), printed
+    assert ended == [1, 1] and "in tick\n    raise raised" in printed, printed
     assert f"[rank 1] ends, because its watch for failures failed: {one_line(raised)}\n" in printed
-    assert "in look\n    raise raised" in printed
     assert f"[rank 0] ends, because rank 1 failed: {one_line(raised)}\n" in printed
 
 
-@pytest.mark.parametrize("kind", [dist.DistNetworkError, dist.DistStoreError])
 def test_an_error_of_the_store_in_the_watch_says_that_the_store_is_gone(
-    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ended: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(failure, "_POLL_S", 0.01)
-    monkeypatch.setattr(failure, "_GRACE_S", 0.01)
-    monkeypatch.setattr(failure.os, "_exit", ended.append)
-
     class Gone(KeptStore):
-        def check(self, keys: list[str]) -> bool:
-            raise kind("Connection reset by peer")
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("Connection reset by peer")
 
-    watch = failure.FailureWatch(Gone(), rank=1, world_size=2)
+    watch = FailureWatch(Gone(), rank=1, world_size=2)
     watch._thread.join(60)
     printed = capsys.readouterr().err
     assert ended == [1] and "[rank 1] ends, because the job's store is gone" in printed and "Traceback" not in printed
 
 
-def test_an_error_in_the_watch_after_the_run_has_ended_well_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(failure.os, "_exit", ended.append)
+def test_a_lost_card_ends_all_ranks(ended: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    class Lost(CardWatch):
+        def lost(self) -> str | None:
+            return "the roce card mlx5_0 of host a1 went down"
+
     store = KeptStore()
-    watch = failure.FailureWatch(store, rank=1, world_size=2)
-    monkeypatch.setattr(watch, "_leave", lambda: {}["left"])
-    watch.stop()
-    assert not watch._thread.is_alive() and ended == [] and "holmes/run/1/failure" not in store.values
-    assert "KeyError: 'left'" in capsys.readouterr().err
-
-
-def test_a_rank_that_is_in_its_run_when_rank_0_has_ended_well_goes_on() -> None:
-    ended = launch(3, "lost_connections:lose_store", {"ends well": True, "poll_s": 0.01})
-    assert ended == ["ended", "went on", "went on"]
+    watches = [FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
+    watches[1].cards = Lost({})
+    for watch in watches:
+        watch._thread.join(60)
+    said = (
+        "rank 1 failed: ConnectionLostError: the roce card mlx5_0 of host a1 went down. Started again, the run goes on"
+    )
+    printed = capsys.readouterr().err
+    assert ended == [1, 1] and all(f"[rank {rank}] ends, because {said}" in printed for rank in range(2)), printed
 
 
 def test_a_card_that_stays_down_is_told_and_one_that_flaps_is_not(
@@ -260,6 +260,22 @@ def test_a_card_that_stays_down_is_told_and_one_that_flaps_is_not(
         told.append(cards.lost())
         clock[0] += 1.0
     assert told[:5] == [None] * 5 and told[5] == f"the card ib0 went down ({tmp_path}/ib0/operstate says 'down')"
+
+
+def test_an_exception_with_a_line_is_shown_as_it_and_any_other_as_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: others.append(value))
+    named, wrapped, other = ValueError("named"), KeyError("while it was handled"), ValueError("other")
+    wrapped.__context__ = named
+    show_as(named, "once")
+    show_as(named, "a line")
+    for error in (named, wrapped, other):
+        sys.excepthook(type(error), error, None)
+    assert others == [other] and capsys.readouterr().err == "a line\na line\n"
+    assert (line_of(wrapped), line_of(other)) == ("a line", None)
+    assert (one_line(ValueError("a\nb")), one_line(ValueError())) == ("ValueError: a", "ValueError")
 
 
 @pytest.mark.parametrize(("name", "ends"), [("holmes-checkpoint", [1]), ("users", [])])

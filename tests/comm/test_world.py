@@ -51,14 +51,14 @@ def test_an_address_that_leads_here_but_is_not_this_hosts_is_left_to_torch() -> 
         main_address = "192.0.2.1"  # an address reserved for documentation
         main_port = 1
 
-    assert world._keep_store(Elsewhere(), None, several_hosts=True) is None
+    assert world._keep_store(Elsewhere(), 60.0, several_hosts=True) is None
     assert world._ipv4("no such host.invalid") is None and world._ipv4("127.0.0.1") == "127.0.0.1"
     taken: Any = socket.socket()
     with taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         Elsewhere.main_address, Elsewhere.main_port = taken.getsockname()
-        assert world._keep_store(Elsewhere(), None, several_hosts=False) is None
+        assert world._keep_store(Elsewhere(), 60.0, several_hosts=False) is None
 
 
 def test_ranks_of_an_attempt_meet_in_a_store_that_those_of_others_have_used() -> None:
@@ -80,5 +80,5 @@ def test_ranks_of_an_attempt_meet_in_a_store_that_those_of_others_have_used() ->
         assert sorted(given) == sorted(ranks)
         names += set(given.values())
     assert len(names) == len(set(names)) == 4
-    with pytest.raises(ConnectionLostError, match="not all ranks have come"):
+    with pytest.raises(ConnectionLostError, match="rank 1 has not come"):
         world.meet_in_store(store, 0, 2, timeout_s=0.05)

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from strategy_cases import Setting, build, samples
 
-from lightning_holmes.comm import failure, gloo, stragglers
+from lightning_holmes.comm import gloo
 
 CONNECT_S, LATE_S = 5.0, 7.0
 
@@ -55,29 +55,6 @@ def stuck(payload: dict[str, Any]) -> None:
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "timeout": timedelta(seconds=5)}
     setting = Setting(Path(payload["folder"]) / os.environ["RANK"], options)
     setting.trainer(callbacks=[Late(stuck=True)]).fit(build(), setting.loader(samples()))
-
-
-class Slow(pl.Callback):
-    """Makes the last rank's steps take three times as long as they would: longer than the other replica's, however busy the host is."""
-
-    began, took = 0.0, 0.01
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_rank == trainer.world_size - 1:
-            time.sleep(2 * self.took)
-            self.began = time.monotonic()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.took = time.monotonic() - self.began
-
-
-def slow(payload: dict[str, Any]) -> None:
-    """Fit with a replica whose steps take longer than the other replica's."""
-    torch.set_num_threads(1)
-    failure._POLL_S, stragglers._WINDOW_S = 0.005, 0.5
-    setting = Setting(Path(payload["folder"]) / os.environ["RANK"], {"pipeline_parallel_size": 1}, replicas=2)
-    trainer = setting.trainer(callbacks=[Slow()], max_epochs=-1, max_steps=130, num_sanity_val_steps=0)
-    trainer.fit(build(), setting.loader(samples()))
 
 
 def interrupted(payload: dict[str, Any]) -> None:

@@ -29,15 +29,19 @@ class Watch:
 @pytest.mark.parametrize(
     ("exception", "first", "line"),
     [
-        (ValueError("here"), Failure(2, "ValueError: here"), None),
+        (ValueError("here"), Failure(2, "ValueError: here", told_by=2), None),
         (ValueError("here"), None, None),
-        (ConfigurationError("no file"), Failure(2, "ConfigurationError: no file"), None),
-        (ValueError("a\nb"), Failure(0, "ValueError: a\nc"), "ends, because rank 0 failed: ValueError: a"),
-        (RemoteError("rank 0 ..."), Failure(0, "KeyError: 3"), "ends, because rank 0 failed: KeyError: 3"),
-        (KeyError("x"), Failure(0, "KeyError: 3"), "ends, because rank 0 failed: KeyError: 3; here KeyError: 'x'"),
+        (ConfigurationError("no file"), Failure(2, "ConfigurationError: no file", told_by=2), None),
+        (ValueError("a\nb"), Failure(0, "ValueError: a\nc", told_by=0), "ends, because rank 0 failed: ValueError: a"),
+        (RemoteError("rank 0 ..."), Failure(0, "KeyError: 3", told_by=0), "ends, because rank 0 failed: KeyError: 3"),
+        (
+            KeyError("x"),
+            Failure(0, "KeyError: 3", told_by=0),
+            "ends, because rank 0 failed: KeyError: 3; here KeyError: 'x'",
+        ),
         (
             ConfigurationError("no file"),
-            Failure(0, "ConfigurationError: no file"),
+            Failure(0, "ConfigurationError: no file", told_by=0),
             "ends with the same ConfigurationError as rank 0",
         ),
         (ConnectionLostError("cut"), None, "ConnectionLostError: cut"),
@@ -58,6 +62,6 @@ def test_only_the_rank_that_fails_first_shows_a_traceback(
 def test_each_host_has_the_words_since_it_may_have_a_log_of_its_own() -> None:
     exception, connection = ConfigurationError("no file"), Connection.__new__(Connection)
     connection.rank, connection.num_nodes = 2, 2
-    connection.watch = Watch(Failure(0, "ConfigurationError: no file"))  # type: ignore[assignment]
+    connection.watch = Watch(Failure(0, "ConfigurationError: no file", told_by=0))  # type: ignore[assignment]
     connection.report(exception, nullcontext)
     assert line_of(exception) == "[rank 2] ends, because rank 0 failed: ConfigurationError: no file"

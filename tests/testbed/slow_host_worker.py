@@ -2,7 +2,6 @@
 that takes snapshots, ends by SIGTERM, and resumes when it is restarted.
 
 END=20 python slow_host_worker.py FOLDER            # ends after this many steps of this start
-END=told python slow_host_worker.py FOLDER          # ends when rank 0 has reported a slow rank
 
 Prints a line per step, and writes ``losses.RANK.ATTEMPT``, a line with the step and its loss per step, and
 ``plan.RANK.ATTEMPT``.
@@ -25,11 +24,13 @@ from torch.utils.data import DataLoader, Dataset
 from training_worker import join_as_torchrun_would
 
 from lightning_holmes import HolmesStrategy
+<<<<<<< HEAD
 from lightning_holmes.comm import failure, stragglers
 from lightning_holmes.strategy import snapshots
+=======
+>>>>>>> 0a7a446 (Heartbeats: each rank says once a second where it is, silence and lateness are named by it, and the first failure wins a compare_set)
 
 LAYERS, FEATURES, ROWS, KINDS = 12, 384, 64, 16
-LOOK_S, WINDOW_S = 0.2, 8.0  # instead of a second and a minute
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -75,7 +76,6 @@ class Progress(Callback):
     def __init__(self, folder: Path | None = None, attempt: str = "0", end: str = "") -> None:
         self.folder, self.attempt, self.end = folder, attempt, end
         self.losses: dict[int, float] = {}
-        self.paced = False
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
         self.losses[trainer.global_step] = float(outputs["loss"])
@@ -90,14 +90,8 @@ class Progress(Callback):
         print(f"step {len(self.losses)} of this start done at {time.monotonic():.3f} s", flush=True)
         with (self.folder / f"losses.{place}").open("a") as file:
             file.write(f"{trainer.global_step} {outputs['loss']:.9g}\n")
-        paces = strategy._connection.watch.stragglers
-        if not self.paced and paces._first is not None:
-            self.paced = True
-            print(f"first pace told: {paces._first:.3f} s a step", flush=True)
-        if trainer.global_rank == 0:
-            ends = paces.told if self.end == "told" else len(self.losses) == int(self.end)
-            if ends:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if trainer.global_rank == 0 and len(self.losses) == int(self.end):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def train(progress: Progress, **options: Any) -> None:
@@ -117,8 +111,11 @@ def train(progress: Progress, **options: Any) -> None:
 
 
 def main(folder: Path) -> None:
+<<<<<<< HEAD
     failure._POLL_S, stragglers._WINDOW_S = LOOK_S, WINDOW_S
     snapshots.MEMORY = Path(memory_of_this_host(str(folder / "memory")))
+=======
+>>>>>>> 0a7a446 (Heartbeats: each rank says once a second where it is, silence and lateness are named by it, and the first failure wins a compare_set)
     strategy = HolmesStrategy(
         pipeline_parallel_size=2,
         num_microbatches=2,

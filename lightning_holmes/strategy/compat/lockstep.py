@@ -94,8 +94,6 @@ class Lockstep(Replacements):
         self.replace(loop, on_run_end=self._meeting(Place.END_OF_FIT, loop.on_run_end))
         if self._watch is not None:
             self.replace(self._watch, on_absence=lambda batch: self._begun == batch)
-            self.replace(self._watch.stalls, place=lambda: f"in step {self._trainer.global_step}")
-            self.replace(self._watch.stragglers, steps=lambda: self._trainer.global_step)
         return self
 
     def begin_step(self) -> None:
