@@ -23,6 +23,7 @@ __all__ = [
     "MODULE_REGISTRIES",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "abort_groups",
     "argument_names",
     "async_value",
     "attention_flop_formulas",
@@ -73,6 +74,11 @@ MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_
 def default_store() -> Any:
     """The key-value store with which the default process group was formed."""
     return dist.distributed_c10d._get_default_store()
+
+
+def abort_groups() -> None:
+    """Abort all NCCL groups: operations under way end, and the groups cannot be used any more."""
+    dist.distributed_c10d._abort_process_group()
 
 
 def gloo_device(interface: str | None) -> Any:

@@ -342,6 +342,12 @@ def test_operators_name_their_arguments() -> None:
     assert torch_private.argument_names(torch.ops.aten.empty_like.default) >= {"self", "dtype", "device"}
 
 
+def test_all_groups_can_be_aborted(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch_private.abort_groups()
+    assert not dist.is_initialized()
+
+
 def test_nccl_groups_take_the_network_module_by_name() -> None:
     if not dist.is_nccl_available():
         assert not hasattr(dist, "ProcessGroupNCCL")  # this torch is built without it: no group asks for it

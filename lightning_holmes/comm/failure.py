@@ -68,7 +68,6 @@ class FailureWatch:
         cards: watches the fast cards of this rank; if one stays down, the run ends.
         asked_to_end: on rank 0: another rank has asked to end the run (:meth:`ask_to_end`).
         on_absence: returns whether the last step that this rank has begun is that of a batch; called in a thread.
-        on_end: called with the line that this rank shows, before the watch ends its process.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float | None = None) -> None:
@@ -80,7 +79,6 @@ class FailureWatch:
         self.cards: CardWatch | None = None
         self.asked_to_end = False
         self.on_absence: Callable[[int], bool] = lambda batch: False
-        self.on_end: Callable[[str], None] = lambda line: None
         self._wake, self._stop, self._gone, self._told = (threading.Event() for _ in range(4))
         self._posts: dict[str, str] = {}  # what the training thread wants to be written
         self._mine: Failure | None = None
@@ -277,11 +275,8 @@ class FailureWatch:
     def _end_process(self, line: str, grace_s: float) -> None:
         """Print ``line`` and end the process, unless the run ends by itself within a moment, as it mostly does when connections break."""
         if not self._stop.wait(grace_s):
-            try:
-                print(line, file=sys.stderr, flush=True)
-                self.on_end(line)
-            finally:
-                os._exit(1)
+            print(line, file=sys.stderr, flush=True)
+            os._exit(1)
 
     # for the thread that watches the store
 

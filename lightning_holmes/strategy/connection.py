@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import numeric_address
 from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.failure import FailureWatch
+from lightning_holmes.comm.job_store import answer_within
 from lightning_holmes.comm.lost import describe_loss, is_lost
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.comm.uncaught import one_line, show_as
@@ -31,7 +32,9 @@ from lightning_holmes.comm.world import connect_world, without_interfaces
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, RemoteError
 from lightning_holmes.lightning_private import default_backend
 from lightning_holmes.strategy.options import Options
-from lightning_holmes.torch_private import default_store
+from lightning_holmes.torch_private import abort_groups, default_store
+
+_ABORT_S = 5.0
 
 
 class Connection:
@@ -193,8 +196,11 @@ class Connection:
         if self.watch is None:
             return
         self.told = str(said) if isinstance(said, RemoteError) else ""
-        on_end, first = self.watch.on_end, self.watch.report(said)
+        first = self.watch.report(said)
         self.watch = None
+        if self.backend == "nccl":  # kernels that wait for a lost rank would keep this process from ending
+            with suppress(Exception):
+                answer_within(abort_groups, timeout_s=_ABORT_S)
         line = f"[rank {self.rank}] {one_line(said)}"
         if isinstance(said, KeyboardInterrupt):
             if self.rank:  # on rank 0 Lightning prints it, and ends the process by sys.exit
@@ -211,4 +217,3 @@ class Connection:
             show_as(exception, line)  # no other rank answers: this line says more than the traceback
         elif said is not exception:
             print(line, file=sys.stderr, flush=True)
-        on_end(line)

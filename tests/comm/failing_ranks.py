@@ -30,7 +30,9 @@ def _begin(culprit: int) -> FailureWatch:
     pid = int(store.get("culprit"))
     watch = FailureWatch(store, rank, SIZE, 300.0)
     watch.heartbeat.where = lambda: ("in step 3, F0.1", True)
-    watch.on_end = lambda line: os.kill(pid, signal.SIGKILL) if rank == SIZE - 1 else None
+    if rank == SIZE - 1:
+        leave = os._exit
+        os._exit = lambda code: (os.kill(pid, signal.SIGKILL), leave(code))
     said = watch.heartbeat.number + 2
     while watch.heartbeat.number < said:
         threading.Event().wait(0.05)

@@ -24,11 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from training_worker import join_as_torchrun_would
 
 from lightning_holmes import HolmesStrategy
-<<<<<<< HEAD
-from lightning_holmes.comm import failure, stragglers
 from lightning_holmes.strategy import snapshots
-=======
->>>>>>> 0a7a446 (Heartbeats: each rank says once a second where it is, silence and lateness are named by it, and the first failure wins a compare_set)
 
 LAYERS, FEATURES, ROWS, KINDS = 12, 384, 64, 16
 
@@ -111,11 +107,7 @@ def train(progress: Progress, **options: Any) -> None:
 
 
 def main(folder: Path) -> None:
-<<<<<<< HEAD
-    failure._POLL_S, stragglers._WINDOW_S = LOOK_S, WINDOW_S
     snapshots.MEMORY = Path(memory_of_this_host(str(folder / "memory")))
-=======
->>>>>>> 0a7a446 (Heartbeats: each rank says once a second where it is, silence and lateness are named by it, and the first failure wins a compare_set)
     strategy = HolmesStrategy(
         pipeline_parallel_size=2,
         num_microbatches=2,
