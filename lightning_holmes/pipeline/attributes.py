@@ -89,6 +89,14 @@ def _own_content(value: Any) -> Hashable:
     return (type(value).__name__, id(value)) if is_looked_into(value) and not is_plain(value) else plain_content(value)
 
 
+def value_at(module: nn.Module, owner: str, path: Path) -> Any:
+    """The value at ``path`` below the submodule ``owner``; None if it is gone."""
+    value: Any = module.get_submodule(owner)
+    for key in path:
+        value = attributes_of(value).get(key)
+    return value
+
+
 def changes(before: Mapping[Any, Hashable], after: Mapping[Any, Hashable]) -> list[Any]:
     """The keys whose content differs, or that are new."""
     return [key for key, content in after.items() if key not in before or before[key] != content]

@@ -35,6 +35,31 @@ from lightning_holmes.pipeline.structure import BEFORE
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 _LOG_OPTIONS = _LOG_SIGNATURE.parameters.keys() - {"self", "name", "value"}
+MERGES = ("mean", "sum", "max", "min")
+"""The ways in which a batch's value may be that of its microbatches."""
+_USUAL = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}
+
+
+def log_arguments(name: str, value: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a ``self.log`` call beside name and value, by their names."""
+    if args or not kwargs.keys() <= _LOG_OPTIONS:
+        bound = _LOG_SIGNATURE.bind(None, name, value, *args, **kwargs).arguments
+        return {k: v for k, v in bound.items() if k in _LOG_OPTIONS}
+    return kwargs
+
+
+def usual_merge(reduce_fx: Any) -> str:
+    """How the microbatches' values of a logged value are put together unless the trial has shown another way; "" if there is none."""
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    return _USUAL.get(kind, "")
+
+
+def merge_values(way: str, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Put the microbatches' values of one logged value together: one of MERGES; weights count for the mean."""
+    if way not in ("sum", "max", "min"):
+        return weighted_mean(list(values), list(weights))
+    stacked = torch.stack(list(values))
+    return stacked.sum() if way == "sum" else stacked.max() if way == "max" else stacked.min()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +116,7 @@ class LogRecorder:
             position = self.num_layers
         if position not in self._mine:
             return
-        arguments = kwargs
-        if args or not kwargs.keys() <= _LOG_OPTIONS:
-            arguments = _LOG_SIGNATURE.bind(self.module, name, value, *args, **kwargs).arguments
-            arguments = {k: v for k, v in arguments.items() if k in _LOG_OPTIONS}
+        arguments = log_arguments(name, value, *args, **kwargs)
         if isinstance(value, Mapping):
             raise ValueError(f"self.log({name!r}, {{...}}) was called with a mapping; use self.log_dict")
         if isinstance(value, Metric):
@@ -128,13 +150,14 @@ def merge_calls(
     weights: Sequence[float],
     module: str,
     losses: Sequence[Tensor] | None = None,
+    merges: Mapping[str, str] | None = None,
 ) -> list[LogCall]:
     """Merge the log calls of all microbatches into one call for each logged name, or several if a step logs it several times.
 
-    Values whose reduction is the mean are averaged, weighted by the ``batch_size`` given to the call, else by the
-    microbatch's weight. Sums are added; of minima and maxima the least and greatest are taken. ``batch_size`` becomes
-    that of the whole batch. A logged value that is the loss itself (``losses``: one per microbatch) is averaged like
-    the loss, by ``microbatch_weight``, whatever its ``batch_size``.
+    A value is put together as ``merges`` has it for its name, else by its ``reduce_fx``: means are weighted by the ``batch_size``
+    given to the call, else by the microbatch's weight; sums are added; of minima and maxima the least and greatest are taken.
+    ``batch_size`` becomes that of the whole batch. A logged value that is the loss itself (``losses``: one per microbatch) is
+    averaged like the loss, by ``microbatch_weight``, whatever its ``batch_size`` and ``reduce_fx``.
     """
     grouped: dict[tuple[str, int], list[LogCall]] = {}
     counts: dict[tuple[str, int], int] = {}
@@ -145,7 +168,7 @@ def merge_calls(
     order = {key: index for index, key in enumerate(grouped)}
     merged = []
     for key in sorted(grouped, key=lambda k: (grouped[k][0].position, order[k])):
-        merged.append(_merge(grouped[key], sizes, weights, module, losses))
+        merged.append(_merge(grouped[key], sizes, weights, module, losses, merges or {}))
     return merged
 
 
@@ -155,16 +178,18 @@ def _merge(
     weights: Sequence[float],
     module: str,
     losses: Sequence[Tensor] | None,
+    merges: Mapping[str, str],
 ) -> LogCall:
     first, last = calls[0], calls[-1]
     arguments = dict(first.arguments)
     given = [c.arguments.get("batch_size") for c in calls]
+    is_loss = losses is not None and all(_is_loss(c, losses) for c in calls)
     if all(g is not None for g in given):
         # counts of samples or tokens add up; a plain 1 says that each batch counts once
         once = all(g == 1 for g in given) and any(sizes[c.microbatch] > 1 for c in calls)
         arguments["batch_size"] = 1 if once else sum(int(g) for g in given)  # type: ignore[arg-type, misc]
         call_weights = [float(g) for g in given]  # type: ignore[arg-type]
-        if losses is not None and all(_is_loss(c, losses) for c in calls):
+        if is_loss:
             call_weights = [weights[c.microbatch] for c in calls]
     else:
         call_weights = [weights[c.microbatch] for c in calls]
@@ -175,17 +200,14 @@ def _merge(
         value: Any = calls[0].value
     else:
         reduce_fx = arguments.get("reduce_fx", "mean")
-        kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-        stacked = torch.stack(values)
-        if kind in ("mean", "avg"):
-            value = weighted_mean(values, call_weights)
-        elif kind in ("sum", "max", "amax", "min", "amin"):
-            value = stacked.sum() if kind == "sum" else stacked.max() if "max" in kind else stacked.min()
-        else:
+        way = "mean" if is_loss else merges.get(first.name) or usual_merge(reduce_fx)
+        if not way:
+            kind = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
             raise UnsupportedModuleError(
                 f"{module}: self.log({first.name!r}, reduce_fx={kind}) has no known way over microbatches; use mean, "
                 f"sum, min or max, or log a torchmetrics.Metric"
             )
+        value = merge_values(way, values, call_weights)
     return LogCall(name=first.name, value=value, arguments=arguments, position=first.position, microbatch=0)
 
 

@@ -1,6 +1,6 @@
 """The request to run a step, its batch split into microbatches, and its result."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class StepRequest:
     ``exchange`` fetches parameters and takes gradients; None: all parameters are here, and gradients stay in
     ``p.grad``.
     ``is_last``: this rank's loader has no batch after this one.
+    ``merges``: by the name of a logged value, how the microbatches' values are put together (replay.MERGES); others by their ``reduce_fx``.
     """
 
     step_name: str
@@ -38,6 +39,7 @@ class StepRequest:
     context: Callable[[], Any]
     replica: int = 0
     is_last: bool = False
+    merges: Mapping[str, str] = field(default_factory=dict)
     loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None
     may_skip: bool = False
     exchange: ParameterExchange | None = None

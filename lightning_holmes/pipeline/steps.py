@@ -333,7 +333,7 @@ class StepDriver:
             losses = [loss_of(o, request.step_name) for o in run.outputs if o is not None]
             losses = losses if len(losses) == len(sizes) else None
         # settled on the last stage for all: only its step ran to the end, and so has updated every metric
-        merged = merge_calls(window.settle(calls), sizes, weights, name, losses)
+        merged = merge_calls(window.settle(calls), sizes, weights, name, losses, request.merges)
         output = batches.merge_outputs(run.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
             assert p2p is not None

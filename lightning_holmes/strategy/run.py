@@ -496,6 +496,7 @@ class Run:
             seed=derive_seed(self.base_seed, *place),
             replica=self.job.groups.data_parallel_rank,
             is_last=self._is_last_batch(step_name, arguments),
+            merges=self.known.merges if step_name == "training_step" else {},
             context=functools.partial(step_context, self.trainer, step_name),
             loss_scales=loss_scales,
             may_skip=self.job.connection.world_size == 1,

@@ -5,9 +5,9 @@ receive rank 0's result, or the error with which the module is refused.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,12 +40,15 @@ class TraceResult:
         reason: why the module runs whole: a step could not be traced, in a run that need not split the module; empty if all steps could.
         dependence: why its training steps are exact with one microbatch only, in a few words; empty if no reason was found,
             or if the user has given a number of microbatches.
+        merges: by the name of a value that training steps log, how the values of microbatches are put together (pipeline/replay.py), where the
+            trial has shown another way than the usual one.
     """
 
     structure: ModuleStructure | None = None
     batch_size: int | None = None
     reason: str = ""
     dependence: str = ""
+    merges: Mapping[str, str] = field(default_factory=dict)
 
     def knows(self, step_name: str) -> bool:
         """Return whether a step has been traced, or need not be."""
@@ -140,9 +143,10 @@ def _trace(
             with (
                 nullcontext() if found is not None else suppress(Exception)
             ):  # a step that could not be traced may fail here, too
-                company = find_batch_dependence(
+                company, merges = find_batch_dependence(
                     module, step_name, batch, sample.arguments, splitter, context=step_context
                 )
+                known = replace(known, merges=merges) if training else known
             if company is not None:
                 known = replace(known, dependence=_answer(company, step_name, wanted))
         if found is None:
@@ -153,7 +157,7 @@ def _trace(
                 raise UnsupportedModuleError(describe_compute(f"{type(module).__name__}.{step_name}", metric))
             reason = f"the step calls self.{metric}.compute(), which is to see the whole batch"
             known = replace(known, dependence=known.dependence or reason)
-        if splits and not known.dependence and found.kept_values:
+        if splits and not training and found.kept_values:  # of training steps the trial has told
             rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
         # the training step decides which list of layers is used; an evaluation step that used another list is traced anew when it runs next
         if before is not None and before.layers == found.layers:

@@ -1,5 +1,6 @@
 """Modules that no split into microbatches can run exactly are found by a trial, and named."""
 
+import time
 from typing import Any
 
 import pytest
@@ -108,9 +109,9 @@ def batch() -> dict[str, Tensor]:
         (WeightedTokenMean(), None),
         (Noisy(), None),
         (KeepsFirst("scale"), ["KeepsFirst", "microbatch_weight"]),
-        (KeepsFirst("mask"), None),
+        (KeepsFirst("mask"), ["self.kept"]),
         (KeepsFirst("sample"), None),
-        (Warming(over_tokens=False), None),
+        (Warming(over_tokens=False), ["self.steps"]),
         (Warming(over_tokens=True), ["Warming", "microbatch_weight"]),
         (
             Classifier(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))),
@@ -124,10 +125,83 @@ def batch() -> dict[str, Tensor]:
     ids=lambda v: type(v).__name__ if isinstance(v, LightningModule) else None,
 )
 def test_what_depends_on_company_is_named(module: LightningModule, words: list[str] | None) -> None:
-    found = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter())
+    found, _ = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter())
     assert (found is None) == (words is None), found
     assert found is None or all(word in found.reason for word in words or [])
     assert found is None or not found.is_cut_along_time
+
+
+class SameLoss(TokenMean):
+    """At its first step the loss is that of a uniform guess, whatever the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.layers[-1].weight)
+        nn.init.zeros_(self.layers[-1].bias)
+
+
+def test_losses_that_are_alike_by_chance_do_not_hide_other_gradients() -> None:
+    found, _ = find_batch_dependence(SameLoss(), "training_step", batch(), (), BatchSplitter())
+    assert found is not None and "gradients of SameLoss" in found.reason and "microbatch_weight" in found.reason
+
+
+class Logs(Classifier):
+    def training_step(self, batch: Any) -> Tensor:
+        loss = super().training_step(batch)
+        out = self.layers(batch["x"]).detach()
+        self.log("loss", loss)
+        self.log("worst", loss, reduce_fx="max")
+        self.log("tokens", (batch["y"] > 0).sum().float())
+        self.log_dict({"samples": float(len(out)), "rows": len(out)}, reduce_fx=torch.sum)
+        self.log("highest", out.max())
+        self.log("lowest", out.min(), False, True, True, reduce_fx=torch.min)
+        self.log("noise", torch.rand(()))
+        return loss
+
+
+class LogsPerplexity(Logs):
+    def training_step(self, batch: Any) -> Tensor:
+        loss = super().training_step(batch)
+        self.log("perplexity", loss.exp())
+        return loss
+
+
+def test_how_logged_values_are_put_together_is_found_for_each() -> None:
+    ways = {"worst": "mean", "tokens": "sum", "highest": "max"}
+    assert find_batch_dependence(Logs(), "training_step", batch(), (), BatchSplitter()) == (None, ways)
+    found, merges = find_batch_dependence(LogsPerplexity(), "training_step", batch(), (), BatchSplitter())
+    assert found is not None and "logs as perplexity is no mean" in found.reason and merges == ways
+
+
+class Leaves(Classifier):
+    """Leaves something on itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.losses, self.seen, self.when = what, [torch.zeros(())], 0, 0.0
+        self.sums = {"x": torch.zeros(4)}
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss = super().training_step(batch)
+        if self.what == "last":
+            self.last = loss.detach()
+        elif self.what == "losses":
+            self.losses.append(loss.detach())
+        elif self.what == "seen":
+            self.seen += len(batch["x"])
+            self.sums["x"] = self.sums["x"] + batch["x"].sum(0)
+        elif self.what == "time":
+            self.when = time.perf_counter()
+        return loss
+
+
+@pytest.mark.parametrize(("what", "named"), [("last", True), ("losses", True), ("seen", False), ("time", False)])
+def test_what_a_step_leaves_on_the_module_is_compared(what: str, named: bool) -> None:
+    module = Leaves(what)
+    found, _ = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter())
+    assert (found is not None and f"leaves self.{what} on the module" in found.reason) == named
+    assert found is None or named
+    assert not hasattr(module, "last") and len(module.losses) == 1 and module.seen == 0
 
 
 class Recurrent(LightningModule):
@@ -182,7 +256,7 @@ def test_a_batch_that_is_cut_along_time_is_told_by_the_layers_that_read_it(
     module: Recurrent, layer: str | None, step_name: str
 ) -> None:
     for length in (8, 4, 6):  # of samples or time, including as many as the trial uses
-        found = find_batch_dependence(module, step_name, torch.randn(8, length, 4), (), BatchSplitter())
+        found, _ = find_batch_dependence(module, step_name, torch.randn(8, length, 4), (), BatchSplitter())
         if layer is None:
             assert found is None or not found.is_cut_along_time, found
         else:
