@@ -30,7 +30,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import changes, snapshot, value_at
-from lightning_holmes.pipeline.batch import BatchSplitter, weighted_mean
+from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, weighted_mean
 from lightning_holmes.pipeline.object_state import is_plain
 from lightning_holmes.pipeline.replay import MERGES, log_arguments, merge_values, usual_merge
 from lightning_holmes.pipeline.runner import loss_of
@@ -118,6 +118,9 @@ def find_batch_dependence(
             f"with several microbatches it is the mean over them; log a torchmetrics.Metric, or use num_microbatches=1"
         )
         causes.append(f"what it logs as {_some(found.logged)} is no mean over its parts")
+    if found.output and found.loss is None:
+        reasons.append(f"{step_name} of {name}: {found.output}; num_microbatches=1 returns what plain Lightning does")
+        causes.append("the step's output cannot be put together from its parts")
     if found.kept:
         reasons.append(
             f"{step_name} of {name} leaves self.{_some(found.kept)} on the module, once for each microbatch: it is that of the last one, or "
@@ -164,11 +167,12 @@ def _parts(module: LightningModule, batch: Any, splitter: BatchSplitter) -> tupl
 class _Outcome:
     """What runs of a step over some samples have given.
 
-    ``gradients``: those of some small parameters, with ``gradient_tolerance``. ``logged``: by name and count of the call, the value and
+    ``output``: what the step returned. ``gradients``: those of some small parameters, with ``gradient_tolerance``. ``logged``: by name and count of the call, the value and
     its ``reduce_fx``. ``kept``: what has changed on the module, by path; only numbers, texts, tensors and containers of these.
     """
 
     loss: Tensor
+    output: Any
     gradients: Sequence[Tensor] = ()
     gradient_tolerance: float = _GRADIENT_TOLERANCE
     logged: Mapping[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
@@ -183,11 +187,12 @@ class _Differences:
     gradient: float = 0.0
     logged: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    output: str = ""
     merges: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_none(self) -> bool:
-        return self.loss is None and not (self.gradient or self.logged or self.kept)
+        return self.loss is None and not (self.gradient or self.logged or self.kept or self.output)
 
 
 def _find_differences(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]) -> _Differences:
@@ -217,6 +222,7 @@ def _find_differences(trial: "_Trial", small: Any, halves: list[Any], weights: l
         loss=None if chance.loss is not None else found.loss,
         gradient=0.0 if chance.loss is not None or chance.gradient else found.gradient,
         logged=[name for name in found.logged if name not in chance.logged],
+        output="" if chance.output else found.output,
         kept=[name for name in kept if name not in chance.kept],
     )
 
@@ -226,12 +232,28 @@ def _compare(together: _Outcome, parts: Sequence[_Outcome], weights: Sequence[fl
     logged, merges = _compare_logged(together, parts, weights)
     last = parts[-1].kept
     return _Differences(
-        loss=None if _agree(together.loss, apart) else (float(together.loss), float(apart)),
+        loss=None if _agree(together.loss, apart) else (together.loss.item(), apart.item()),
         gradient=_gradient_difference(together, parts, weights),
         logged=logged,
         kept=[name for name, value in together.kept.items() if name not in last or not _alike(value, last[name])],
+        output=_compare_output(together, parts, weights),
         merges=merges,
     )
+
+
+def _compare_output(together: _Outcome, parts: Sequence[_Outcome], weights: Sequence[float]) -> str:
+    """Why the step's output cannot be put together from its parts, or a number in it is no mean over them; "" if neither is so."""
+    sizes = [round(weight) for weight in weights]
+    try:
+        merged = merge_outputs([part.output for part in parts], sizes, list(weights), "what it returns")
+    except UnsupportedModuleError as reason:
+        return str(reason)
+    pairs = list(zip(tree.tensors_of(together.output), tree.tensors_of(merged), strict=False))
+    if any(one.shape != other.shape for one, other in pairs):
+        return "a tensor that it returns cannot be put together from those of the parts of a batch, as one entry a sample can"
+    if any(one.ndim == 0 and not _agree(one.detach().double(), other.detach().double()) for one, other in pairs):
+        return "a number that it returns is no mean over the parts of a batch"
+    return ""
 
 
 def _agree(together: Tensor, apart: Tensor) -> bool:
@@ -369,11 +391,18 @@ class _Trial:
             logged: dict[tuple[str, int], tuple[Any, Any]] = {}
             vars(copy)["log"] = functools.partial(_note, logged)
             with torch.enable_grad():
-                loss = loss_of(self._run(copy, batch, seed), self._step_name)
+                output = self._run(copy, batch, seed)
+                loss = loss_of(output, self._step_name)
                 gradients = _gradients(copy, loss)
             tolerance = _GRADIENT_TOLERANCE if self._computes_in_fp32(copy) else _GRADIENT_TOLERANCE_16
             found.append(
-                _Outcome(loss=loss.detach().double(), gradients=gradients, gradient_tolerance=tolerance, logged=logged)
+                _Outcome(
+                    loss=loss.detach().double(),
+                    output=output,
+                    gradients=gradients,
+                    gradient_tolerance=tolerance,
+                    logged=logged,
+                )
             )
         vars(copy)["log"] = lambda *_, **__: None
         kept = {}

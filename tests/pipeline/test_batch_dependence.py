@@ -173,6 +173,33 @@ def test_how_logged_values_are_put_together_is_found_for_each() -> None:
     assert found is not None and "logs as perplexity is no mean" in found.reason and merges == ways
 
 
+class Returns(Classifier):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def training_step(self, batch: Any) -> Any:
+        loss = super().training_step(batch)
+        out = self.layers(batch["x"]).detach()
+        found = {
+            "rows": out,
+            "mean": out.mean(),
+            "name": "a",
+            "two": torch.stack([loss, loss]).detach(),
+            "exp": loss.exp(),
+        }
+        return {"loss": loss, self.what: found[self.what]}
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("rows", ""), ("mean", ""), ("name", ""), ("two", "cannot be put together"), ("exp", "no mean over the parts")],
+)
+def test_what_a_step_returns_is_compared(what: str, words: str) -> None:
+    found, _ = find_batch_dependence(Returns(what), "training_step", batch(), (), BatchSplitter())
+    assert (found is None) == (not words) and (found is None or words in found.reason), found
+
+
 class Leaves(Classifier):
     """Leaves something on itself."""
 
