@@ -77,10 +77,13 @@ def lesson_of(module: LightningModule, pipeline_parallel_size: int = 2, **asked:
     )
 
 
-def test_a_value_that_changes_with_every_microbatch_is_told() -> None:
-    with pytest.warns(UserWarning, match=r"Anneals.training_step changes count on the module.*num_microbatches=1 does"):
-        traced = lesson_of(Anneals())
+def test_a_value_that_changes_with_every_microbatch_means_one_unless_a_number_is_given() -> None:
+    words = r"leaves self.count on the module"
+    traced = lesson_of(Anneals())
     assert traced.structure is not None and traced.structure.kept_values == ("count",)
+    assert words in traced.dependence
+    with pytest.warns(UserWarning, match=rf"training_step of Anneals {words}.*num_microbatches=1 leaves what"):
+        assert lesson_of(Anneals(), num_microbatches=2).dependence == ""
 
 
 def test_a_step_that_keeps_nothing_or_runs_whole_is_not() -> None:
