@@ -29,7 +29,7 @@ in the order of the file: the first host of the first cluster has the first rank
 
 Files written by discovery have more keys, which are all optional: ranks of a host; interface, addresses, up, fabric
 and near_devices of a NIC; fallback and speeds of a cluster; measured and shared_bandwidth of a link; unreachable,
-warnings and measured_at next to clusters. docs/topology.md lists them.
+warnings and measured_at next to clusters. docs/launching.md lists them.
 """
 
 from __future__ import annotations

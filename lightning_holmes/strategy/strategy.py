@@ -118,7 +118,7 @@ class HolmesStrategy(ParallelStrategy):
             many steps; "auto": so often that they take a hundredth of the time. A restarted job continues from the newest snapshot that the
             remaining hosts hold together (see docs/faults.md). None: no snapshots.
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
-            "auto" chooses for each group by the links between its ranks (see docs/gradient-sync.md). With optimizer nodes: "star" (each worker
+            "auto" chooses for each group by the links between its ranks (see docs/how-it-works.md). With optimizer nodes: "star" (each worker
             sends its own gradients), or "aggregator" (one worker of each cluster sends the cluster's sum, if the node is in another cluster).
         compression: "bf16": activations and gradients that cross between clusters are rounded to bf16; not exact. None: nothing is rounded.
         sharding: what is sharded over the replicas: "none", "optimizer" (each replica keeps its shard of the optimizer's state, and updates

@@ -21,7 +21,7 @@ FlashAttention.
 Assumed, since the sources do not say it: the tables' rows ran with that batch (the docs give the results of others);
 one 200 Gbit/s InfiniBand or RoCE card and one 25 Gbit/s Ethernet card per host in Holmes (recalled); eight 200 Gbit/s
 InfiniBand cards per host in Megatron-LM, with microbatches of 1 beyond 8 B and of 4 up to there, and pipelines that
-are not interleaved; full recomputation. docs/planning.md prints every error and says what this model cannot explain.
+are not interleaved; full recomputation. docs/predictions.md prints every error and says what this model cannot explain.
 
 ZERO3_ROWS are the rows of SC21's table 2 for ZeRO-3 without model parallelism (DeepSpeed of 2021): a layer is
 gathered for its forward and again for its backward, gradients are reduced in half precision at the same time, and

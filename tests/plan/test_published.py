@@ -25,7 +25,7 @@ from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search.planner import assign_layers
 
 FIT = fit_efficiencies()
-DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
+DOCS = Path(__file__).parents[2] / "docs" / "predictions.md"
 
 
 def test_only_infiniband_rows_of_one_source_are_fitted() -> None:
