@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 WORKERS ?= 4
 
 # Kept for every command: no network calls, one thread a process (several processes share the cores).
@@ -17,7 +18,7 @@ export TOKENIZERS_PARALLELISM := false
 export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install python demo test test-all oldest bench exhaustive soak lint docs clean
+.PHONY: help install python demo test test-all oldest newest gpu bench exhaustive soak lint docs clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +40,12 @@ $(STAMP): pyproject.toml constraints.txt
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(call install_into,$(OLDEST),constraints-oldest.txt)
 
+# As constraints.txt, but for the packages whose private names are used, and what they pin themselves.
+$(NEWEST)/.installed: pyproject.toml constraints.txt
+	@mkdir -p $(NEWEST)
+	@grep -vE '^(torch|lightning|pytorch-lightning|torchmetrics|setuptools)==' constraints.txt > $(NEWEST)/constraints.txt
+	$(call install_into,$(NEWEST),$(NEWEST)/constraints.txt)
+
 python:
 	@command -v $(PYTHON) >/dev/null || { echo "make: '$(PYTHON)' is not installed. Install Python 3.11 or newer (Debian, Ubuntu: apt-get install python3 python3-venv), or name one: make install PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $$($(PYTHON) --version) is too old. Python 3.11 or newer is needed; name one: make install PYTHON=python3.12"; exit 1; }
@@ -55,16 +62,22 @@ test: install ## every promise by at least one fit, in a few minutes; tests/full
 test-all: install ## what every change must pass: all tests but those of speed; large products of cases pairwise
 	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark'
 
-# Left out is what asks nothing of other packages than torch, whose version is one.
-oldest: $(OLDEST)/.installed ## run what touches other packages on the oldest versions that pyproject.toml promises
-	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark' $(addprefix --ignore=tests/, \
-		testbed plan cluster comm optim pipeline parity wild lightning_contract benchmarks gpu test_wheel.py)
+# What touches private names of torch and Lightning, and small fits of each kind.
+on_versions = $(1)/bin/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'versions and not benchmark'
+
+oldest: $(OLDEST)/.installed ## run what touches private names of torch and Lightning on the oldest versions that pyproject.toml promises
+	$(call on_versions,$(OLDEST))
+
+newest: $(NEWEST)/.installed ## the same on the newest torch, Lightning and torchmetrics that pip finds within these promises
+	$(call on_versions,$(NEWEST))
+
+gpu: ## on a machine with a GPU: parity, faults, speed, memory in at most 8 minutes (PART="parity mfu": only these)
+	$(PYTHON) tests/gpu/gpu_script.py $(PART)
 
 bench: install ## measure speeds and compare them with what is promised; alone on the machine, and no part of CI
 	$(BIN)/python -m pytest -n 0 -s -m benchmark
 
-PART ?= 1/1
-
+exhaustive: PART ?= 1/1
 exhaustive: install ## run every case of the large products (hours; PART=2/10: a tenth), and log each in runs/exhaustive.log
 	HOLMES_EXHAUSTIVE=$(PART) $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup tests/parity tests/lightning_contract \
 		tests/checkpoint/test_kills.py tests/strategy/test_optimizer_nodes.py tests/optim/test_node_store.py \
@@ -84,5 +97,5 @@ docs: install ## build the documentation into site/, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
 clean: ## remove what the other targets made: environment, caches, runs
-	rm -rf $(VENV) $(OLDEST) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis wandb lightning_logs runs
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis wandb lightning_logs runs
 	find lightning_holmes tests recipes -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,6 +30,8 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import lightning_private as private
 
+pytestmark = pytest.mark.versions
+
 
 def trainer_for(folder: Path, **options: Any) -> pl.Trainer:
     defaults: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "logger": False}

@@ -17,6 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_holmes import torch_private
 
+pytestmark = pytest.mark.versions
+
 
 class Recorder(torch_private.TorchDispatchMode):  # type: ignore[misc]
     """Records the names of operators and their outputs."""

@@ -1,34 +1,44 @@
-"""The code that the GPU tests run in their processes: several NCCL ranks that share one device."""
+"""What the ranks of `make gpu` run: functions of one payload, called in each process by launch.py.
 
+A payload names the device ("cuda" or "cpu"); the ranks share one card.
+"""
+
+import gc
+import itertools
 import os
-import subprocess
-import sys
+import signal
+import time
+import traceback
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
-import torchmetrics
+from gpu_models import MODELS
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-import lightning_holmes
-from recipes.gpt import GPT
-
-SEQUENCE, GLOBAL_BATCH, STEPS = 32, 8, 4
+from lightning_holmes import HolmesStrategy
 
 
-class Windows(Dataset):  # type: ignore[type-arg]
+class Samples(Dataset):  # type: ignore[type-arg]
+    """Sample ``index`` is ``make(generator)`` with a generator of its own."""
+
+    def __init__(self, count: int, make: Any) -> None:
+        self.count, self.make = count, make
+
     def __len__(self) -> int:
-        return GLOBAL_BATCH * STEPS
+        return self.count
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, 256, (SEQUENCE + 1,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+    def __getitem__(self, index: int) -> Tensor:
+        sample: Tensor = self.make(torch.Generator().manual_seed(index))
+        return sample
 
 
 class EveryNth(Sampler[int]):
-    """Sampler of one replica's samples, so that all replicas together see the global batch in order."""
+    """One replica's samples, so that all replicas together see the global batch in order."""
 
     def __init__(self, count: int, rank: int, replicas: int) -> None:
         self.indices = range(rank, count, replicas)
@@ -40,195 +50,325 @@ class EveryNth(Sampler[int]):
         return len(self.indices)
 
 
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.values: list[float] = []
+def tokens_of(case: dict[str, Any]) -> Any:
+    sizes = case["sizes"]
+    length = sizes["sequence_length"] + 1
+    return lambda generator: torch.randint(0, sizes["vocab_size"], (length,), generator=generator)
+
+
+class OfReplica(Callback):
+    """Gives the module the loader of its replica once the strategy knows which that is."""
+
+    def __init__(self, case: dict[str, Any], make: Any) -> None:
+        self.case, self.make = case, make
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        def loader() -> DataLoader[Tensor]:
+            place = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+            replicas, batch = place["num_replicas"], self.case["batch"]
+            data = Samples(batch * self.case["steps"], self.make)
+            sampler = EveryNth(len(data), place["rank"], replicas)
+            return DataLoader(data, batch_size=batch // replicas, sampler=sampler)
+
+        pl_module.train_dataloader = loader  # type: ignore[method-assign]
+        if self.case.get("validates"):
+            pl_module.val_dataloader = loader  # type: ignore[method-assign]
+
+
+class Steps(Callback):
+    """Records the mean loss over replicas of each step, if ``losses``, and when each ended: on CUDA by events, which nothing
+    waits for."""
+
+    def __init__(self, *, losses: bool, device: str) -> None:
+        self.records_losses, self.device = losses, device
+        self.losses: list[float] = []
+        self.marks: list[Any] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        loss = outputs["loss"].detach().clone()
-        self.values.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
+        if self.records_losses:
+            loss = outputs["loss"].detach().float().clone()
+            self.losses.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
+        if self.device == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """The seconds between the ends of steps."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            return [one.elapsed_time(other) / 1e3 for one, other in itertools.pairwise(self.marks)]
+        return [other - one for one, other in itertools.pairwise(self.marks)]
 
 
-class Data(GPT):
-    """The recipe's GPT with its own loader."""
-
-    def train_dataloader(self) -> Any:
-        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
-        sampler = EveryNth(GLOBAL_BATCH * STEPS, place["rank"], place["num_replicas"])
-        return DataLoader(Windows(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+def build(case: dict[str, Any]) -> LightningModule:
+    """Make the module of a case on the device."""
+    seed_everything(0, verbose=False)
+    with torch.device(case["device"]):
+        return MODELS[case["model"]](**case["sizes"])
 
 
-def train(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Train and return the losses of each step and the final weights on the host."""
-    seed_everything(0)
-    module = Data(hidden_size=64, num_layers=4, num_heads=4, sequence_length=SEQUENCE, tie_embeddings=options["tied"])
-    strategy: Any = "auto"
-    if options["holmes"] is not None:
-        strategy = lightning_holmes.HolmesStrategy(**options["holmes"])
-    losses = Losses()
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        num_nodes=int(os.environ["WORLD_SIZE"]) if options["holmes"] is not None else 1,
-        strategy=strategy,
-        precision=options["precision"],
-        max_epochs=1,
-        use_distributed_sampler=False,
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses],
-    )
-    trainer.fit(module)
-    return losses.values, {name: value.float().cpu() for name, value in module.state_dict().items()}
+def make_trainer(case: dict[str, Any], *callbacks: Callback, **options: Any) -> Trainer:
+    holmes = case["holmes"]
+    strategy = HolmesStrategy(**holmes) if isinstance(holmes, dict) else holmes or "auto"
+    given: dict[str, Any] = {
+        "accelerator": "gpu" if case["device"] == "cuda" else "cpu",
+        "devices": 1,
+        "num_nodes": int(os.environ["WORLD_SIZE"]) if holmes is not None else 1,
+        "strategy": strategy,
+        "precision": case.get("precision", "32-true"),
+        "max_epochs": 1,
+        "use_distributed_sampler": False,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(**given | options, callbacks=list(callbacks))
 
 
-class Validated(Data):
-    """Logs a loss directly and with a torchmetrics object in validation, on the module's device."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.mean = torchmetrics.MeanMetric()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.compute_loss(batch)
-        self.log("val_loss", loss, sync_dist=True)
-        self.mean(loss)
-        self.log("val_mean", self.mean)
-
-    def val_dataloader(self) -> Any:
-        return self.train_dataloader()
+def forget() -> None:
+    """Free what the last fit has left on the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
-def stop_and_resume(options: dict[str, Any]) -> dict[str, Any]:
-    """Train two epochs, of which the second one resumes from the first one's checkpoint in another layout; return
-    each rank's results."""
-    folder, accelerator, world_size = (
-        options["folder"],
-        options.get("accelerator", "gpu"),
-        int(os.environ["WORLD_SIZE"]),
-    )
+# parity
+
+
+def fit(case: dict[str, Any]) -> dict[str, Any]:
+    """Train a case; return its losses, and how far its weights moved, and to where, as one vector on the host."""
+    module, steps = build(case), Steps(losses=True, device=case["device"])
+    before = whole_vector(module)
+    make_trainer(case, OfReplica(case, tokens_of(case)), steps, gradient_clip_val=1.0).fit(module)
+    return {"losses": steps.losses, "moved": whole_vector(module) - before}
+
+
+def whole_vector(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().float().cpu().flatten() for p in module.parameters()])
+
+
+def fits(payload: dict[str, Any]) -> None:
+    """Train the cases in turn, and leave a file for each, so that a launch cut short still tells those before; end at the first error."""
+    folder, rank = Path(payload["folder"]), os.environ["RANK"]
+    for index, case in enumerate(payload["cases"]):
+        try:
+            found = fit(case)
+        except Exception:
+            found = {"error": traceback.format_exc()}
+        path = folder / f"fit{index}-rank{rank}"
+        torch.save(found, path.with_suffix(".part"))
+        path.with_suffix(".part").rename(path)
+        if "error" in found:
+            return
+        forget()
+
+
+# checkpoints
+
+
+def stop_and_resume(payload: dict[str, Any]) -> dict[str, Any]:
+    """Train an epoch in each layout, each resuming from the checkpoint of the one before."""
     found: dict[str, Any] = {"losses": [], "metrics": []}
     resumed = None
-    for epochs, holmes in enumerate(options["holmes"], start=1):
-        seed_everything(0)
-        losses = Losses()
-        trainer = Trainer(
-            accelerator=accelerator,
-            devices=1,
-            num_nodes=world_size if holmes is not None else 1,
-            strategy="auto" if holmes is None else lightning_holmes.HolmesStrategy(**holmes),
-            max_epochs=epochs,
-            use_distributed_sampler=False,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            callbacks=[losses, ModelCheckpoint(f"{folder}/epoch{epochs}", filename="end")],
+    for epochs, holmes in enumerate(payload["layouts"], start=1):
+        case = payload["case"] | {"holmes": holmes, "validates": True}
+        module, steps = build(case), Steps(losses=True, device=case["device"])
+        saves = ModelCheckpoint(f"{payload['folder']}/epoch{epochs}", filename="end")
+        trainer = make_trainer(
+            case, OfReplica(case, tokens_of(case)), steps, saves, max_epochs=epochs, enable_checkpointing=True
         )
-        module = Validated(hidden_size=64, num_layers=4, num_heads=4, sequence_length=SEQUENCE)
         trainer.fit(module, ckpt_path=resumed)
-        resumed = f"{folder}/epoch{epochs}/end.ckpt"
-        found["losses"] += losses.values
-        found["metrics"].append({name: float(value) for name, value in trainer.callback_metrics.items()})
-        found["device"] = str(next(iter(trainer.optimizers[0].state.values()))["exp_avg"].device)
+        resumed = f"{payload['folder']}/epoch{epochs}/end.ckpt"
+        found["losses"] += steps.losses
+        found["metrics"].append(float(trainer.callback_metrics["val_loss"]))
+        forget()
     return found
 
 
-def train_on_node(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Train as train() does, with an optimizer node that rank 0 starts; the ranks declare that they are on different
-    hosts."""
-    if os.environ["RANK"] != "0":
-        return train(options)
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['HOLMES_NODE_PORT']}"
-    command = [sys.executable, "-m", "lightning_holmes.optim.node", address, "0", "1"]
-    with subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, stdin=subprocess.DEVNULL) as node:
+# faults
+
+
+class Kill(Callback):
+    """Kills a rank in its third step, and notes when."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2 and trainer.global_rank == 1:
+            Path(self.folder, "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_with_a_kill(payload: dict[str, Any]) -> None:
+    """Train until rank 1 is killed; every other rank notes when it has noticed, and its error."""
+    case = payload["case"]
+    try:
+        make_trainer(case, OfReplica(case, tokens_of(case)), Kill(payload["folder"])).fit(build(case))
+    except BaseException as error:
+        Path(payload["folder"], f"noticed{os.environ['RANK']}").write_text(
+            f"{time.time()}\n{type(error).__name__}: {error}"
+        )
+        raise
+
+
+# speed
+
+
+def step_times(payload: dict[str, Any]) -> dict[str, Any]:
+    """Fit plain Lightning and Holmes in turn, ``rounds`` times, on one process, and return the seconds of all steps but each fit's
+    first ones. If the card cannot hold a batch, half of it is used."""
+    case, device = payload["case"], payload["case"]["device"]
+    while True:
+        seconds: dict[str, list[float]] = {"plain": [], "holmes": []}
+        peak = {}
         try:
-            return train(options)
-        finally:
-            node.kill()
+            for _ in range(payload["rounds"]):
+                for name, holmes in (("plain", None), ("holmes", payload["holmes"])):
+                    module, steps = build(case), Steps(losses=False, device=device)
+                    reset_peak(device)
+                    trainer = make_trainer(case | {"holmes": holmes}, OfReplica(case, tokens_of(case)), steps)
+                    trainer.fit(module)
+                    seconds[name] += steps.seconds()[payload["warm_up"] :]
+                    peak[name] = peak_bytes(device)
+                    parameters = sum(p.numel() for p in module.parameters())
+                    del module, trainer
+                    forget()
+            return {"seconds": seconds, "peak": peak, "batch": case["batch"], "parameters": parameters}
+        except torch.cuda.OutOfMemoryError:
+            if case["batch"] == 1:
+                raise
+            case = case | {"batch": case["batch"] // 2}
+        module = trainer = None
+        forget()
 
 
-def train_all(cases: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Tensor]]]:
-    return [train(case) for case in cases]
+def reset_peak(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
 
 
-class Deep(LightningModule):
-    """Twelve layers of 16 MiB each and little else: almost all memory of a step is parameters, gradients and states."""
+def peak_bytes(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
-    width, batch = 2048, 2
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(self.width, self.width, bias=False) for _ in range(12))
-        for layer in self.layers:
-            torch.nn.init.orthogonal_(layer.weight)
+class Waits(Callback):
+    """Counts what makes the host wait for the device, in steps 4 and 5, and where it is asked for."""
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for layer in self.layers:
-            batch = torch.tanh(layer(batch))
-        return batch.square().mean()
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.places: list[str] = []
+        self._caught: Any = None
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=False)
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.device == "cuda" and batch_idx == 4:
+            torch.cuda.set_sync_debug_mode("warn")
+            self._caught = warnings.catch_warnings(record=True)
+            self._found = self._caught.__enter__()
+            warnings.simplefilter("always")
 
-    def train_dataloader(self) -> Any:
-        inputs = torch.randn(6 * self.batch, self.width, generator=torch.Generator().manual_seed(1))
-        return DataLoader(inputs, batch_size=self.batch)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *rest: Any) -> None:
+        if self._caught is not None and rest[-1] == 5:
+            torch.cuda.set_sync_debug_mode("default")
+            self._caught.__exit__(None, None, None)
+            self._caught = None
+            self.places = [f"{w.filename}:{w.lineno}" for w in self._found if "synchroniz" in str(w.message)]
+
+
+def host_syncs(payload: dict[str, Any]) -> list[str]:
+    case = payload["case"]
+    waits = Waits(case["device"])
+    make_trainer(case, OfReplica(case, tokens_of(case)), waits).fit(build(case))
+    return waits.places
+
+
+# memory
 
 
 class PeakMemory(Callback):
-    """Records the peak device memory from the third step on, and makes torch raise in one step if the host would wait
-    for the device."""
+    """Records the device's peak from the third step on, above what was allocated before."""
 
-    def __init__(self) -> None:
-        self.peak = 0
+    def __init__(self, device: str) -> None:
+        self.device, self.peak = device, 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
-            torch.cuda.reset_peak_memory_stats()
-        self.peak = torch.cuda.max_memory_allocated()
+            reset_peak(self.device)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peak = peak_bytes(self.device)
 
 
-class Unwaiting(lightning_holmes.HolmesStrategy):
-    """Makes torch raise if the fourth batch's step would wait for the device."""
+def peak_memory(payload: dict[str, Any]) -> dict[str, Any]:
+    """Fit layers whose parameters are sharded over the ranks, and return the peak and the bytes of the model and of a layer."""
+    case, peak = payload["case"], PeakMemory(payload["case"]["device"])
+    width = case["sizes"]["width"]
+    before = torch.cuda.memory_allocated() if case["device"] == "cuda" else 0
+    module = build(case | {"device": "cpu"})
+    make_data = OfReplica(case, lambda generator: torch.randn(width, generator=generator))
+    make_trainer(case, make_data, peak).fit(module)
+    layer = 4 * width * width
+    return {"peak": max(0, peak.peak - before), "layer": layer, "model": layer * case["sizes"]["num_layers"]}
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        batch = self.lightning_module.trainer.global_step  # type: ignore[union-attr]
-        torch.cuda.set_sync_debug_mode("error" if batch == 3 else "default")
-        try:
-            return super().training_step(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+
+# optimizer states on the host
 
 
-def peak_memory(options: dict[str, Any]) -> dict[str, Any]:
-    """Run six steps of two replicas on the same samples and return the peak memory above the amount allocated before
-    the trainer was made."""
-    seed_everything(0)
-    module, losses, peak = Deep(), Losses(), PeakMemory()
-    in_shards = options["in_shards"]
-    trainer = Trainer(
-        accelerator="gpu",
-        devices=1,
-        num_nodes=int(os.environ["WORLD_SIZE"]),
-        strategy=Unwaiting(sharding="parameters", num_microbatches=2) if in_shards else "ddp",
-        max_epochs=1,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[losses, peak],
-    )
-    trainer.fit(module)
-    parameters = 4 * sum(p.numel() for p in module.parameters())
-    return {
-        "losses": losses.values,
-        "peak": peak.peak,
-        "parameters": parameters,
-        "layer": parameters // 12,
-        "activations": 32 * 2**20,  # includes the workspace of cuBLAS
+def train_beside(payload: dict[str, Any]) -> dict[str, Any]:
+    """Train one process with its optimizer in one of three places: "card", "node" or "fsdp2" (CPUOffloadPolicy); return the median
+    step, the peak, or that memory was not enough. ``limit``: the bytes of the card that may be used."""
+    case, device = payload["case"], payload["case"]["device"]
+    if payload.get("limit") and device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(payload["limit"] / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        seconds = fsdp2_with_offload(case) if payload["where"] == "fsdp2" else lightning_steps(case, payload["where"])
+    except torch.cuda.OutOfMemoryError:
+        return {"fits": False}
+    return {"fits": True, "seconds": sorted(seconds)[len(seconds) // 2], "peak": peak_bytes(device)}
+
+
+def lightning_steps(case: dict[str, Any], where: str) -> list[float]:
+    holmes = {"optimizer_nodes": 1, "num_microbatches": 1} if where == "node" else None
+    # with a node, the parameters need not fit on the card all at once before the fit
+    module, steps = build(case | {"device": "cpu"}), Steps(losses=False, device=case["device"])
+    reset_peak(case["device"])
+    make_trainer(case | {"holmes": holmes}, OfReplica(case, tokens_of(case)), steps).fit(module)
+    return steps.seconds()[1:]
+
+
+def fsdp2_with_offload(case: dict[str, Any]) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    device = case["device"]
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+    module: Any = build(case | {"device": "cpu"})
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(device, (1,)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda"),
     }
+    if case["precision"] == "bf16-mixed":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in module.layers:
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+    data, marks, batch = Samples(case["batch"] * case["steps"], tokens_of(case)), [], case["batch"]
+    for step in range(case["steps"]):
+        tokens = torch.stack([data[step * batch + i] for i in range(batch)]).to(device)
+        with torch.autocast(device, torch.bfloat16, enabled=case["precision"] == "bf16-mixed"):
+            logits = module(tokens[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+    torch.distributed.destroy_process_group()
+    return [other - one for one, other in itertools.pairwise(marks)][1:]

@@ -7,6 +7,8 @@ import torch
 
 from lightning_holmes.optim.after_step import AfterStep
 
+pytestmark = pytest.mark.versions
+
 
 class Derived(torch.optim.SGD):
     fails = False

@@ -3,11 +3,14 @@
 from collections import OrderedDict
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_holmes.pipeline.shadow import shadow_copy
+
+pytestmark = pytest.mark.versions
 
 
 class Named(OrderedDict[str, Any]):

@@ -9,6 +9,8 @@ import pytest
 from launch import launch
 from patch_cases import CASES
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.error is None])
 def test_after_a_run_of_a_pipeline_nothing_is_left(tmp_path: Path, case: str) -> None:

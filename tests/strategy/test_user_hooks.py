@@ -11,6 +11,8 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from lightning_holmes.strategy.user_hooks import overridden_hooks, steps_whose_state_is_read, users_callbacks
 
+pytestmark = pytest.mark.versions
+
 
 class Clock(pl.Callback):
     def on_validation_batch_end(self, *_: Any) -> None:
