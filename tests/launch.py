@@ -102,7 +102,7 @@ def launch_raw(
     return [
         Worker(
             exit_code=int((folder / f"exit{rank}").read_text()) if rank in ended else None,
-            output=(folder / f"log{rank}").read_text(errors="replace"),
+            output=log.read_text(errors="replace") if (log := folder / f"log{rank}").exists() else "",
             seconds=ended.get(rank, timeout_s),
         )
         for rank in pids

@@ -13,14 +13,15 @@ PARTS = ("parity", "checkpoint", "faults", "step_time", "mfu", "syncs", "memory"
 pytestmark = [pytest.mark.versions, pytest.mark.xdist_group("gpu script")]
 
 
-@pytest.mark.parametrize("parts", [("parity",), PARTS[1:3], PARTS[3:]], ids="-".join)
-def test_the_script_for_a_gpu_runs_on_the_cpu(parts: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+def test_the_script_for_a_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
+    parts = [part for part in PARTS if part != "mfu"]  # which is step_time with another model
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--tiny", *parts],
         env=os.environ | {"HOLMES_GPU_OUT": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     for part in parts:
