@@ -28,6 +28,7 @@ __all__ = [
     "async_value",
     "attention_flop_formulas",
     "backward_has_run",
+    "clamp_all",
     "collective_ranks",
     "computes",
     "default_store",
@@ -48,6 +49,7 @@ __all__ = [
     "is_dropout",
     "is_profiling",
     "local_tensor",
+    "multiply_all",
     "nccl_options",
     "noticing_checkpoints",
     "operator_name",
@@ -421,6 +423,20 @@ def has_accumulation_hook(parameter: Tensor) -> bool:
 def has_backward_hook(module: nn.Module) -> bool:
     """Whether a module has backward hooks, which get the gradients of its inputs and outputs."""
     return bool(module._backward_hooks)
+
+
+def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a scalar tensor; on an accelerator by few kernels for all of them."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        torch._foreach_mul_([t for t in tensors if t.device == device], factor.to(device))
+
+
+def clamp_all(tensors: Sequence[Tensor], most: float) -> None:
+    """Clamp tensors in place to within ``most``; on an accelerator by few kernels for all of them."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        here = [tensor for tensor in tensors if tensor.device == device]
+        torch._foreach_clamp_min_(here, -most)
+        torch._foreach_clamp_max_(here, most)
 
 
 def is_profiling() -> bool:

@@ -1,6 +1,7 @@
 """The private behaviour on which lightning_holmes/torch_private.py relies; a failure here means that torch has
 changed it."""
 
+import math
 import os
 import subprocess
 import sys
@@ -221,6 +222,17 @@ def test_operators_that_compute_are_told_from_views() -> None:
     assert not any(map(torch_private.computes, (ops.view.default, ops.t.default, ops.detach.default, ops.split.Tensor)))
     assert not torch_private.computes(torch.ops.prim.device.default)
     assert all(map(torch_private.computes, (ops.mm.default, ops.add.Tensor, ops.add_.Tensor, ops.clone.default)))
+
+
+def test_lists_of_tensors_are_changed_in_place_like_each_of_them() -> None:
+    made = [torch.randn(3, 2), torch.randn(5, dtype=torch.bfloat16), torch.tensor([math.nan, -4.0])]
+    multiplied, clamped = [t.clone() for t in made], [t.clone() for t in made]
+    torch_private.multiply_all(multiplied, torch.tensor(0.3))
+    torch_private.clamp_all(clamped, 0.5)
+    for tensor, one, other in zip(made, multiplied, clamped, strict=True):
+        torch.testing.assert_close(one, tensor * torch.tensor(0.3), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(other, tensor.clamp(-0.5, 0.5), rtol=0, atol=0, equal_nan=True)
+    torch_private.multiply_all([], torch.tensor(1.0))
 
 
 def test_a_profiler_is_noticed_and_records_all_threads() -> None:

@@ -111,9 +111,10 @@ class ReduceScatter:
 
     def scatter(self, tensor: Tensor) -> None:
         part = _part(tensor, self.group)
-        summed = torch.empty_like(part)
+        summed = part if _works_in_place(self.group) else torch.empty_like(part)
         _reduce_scatter(summed, tensor, group=self.group)
-        part.copy_(summed)
+        if summed is not part:
+            part.copy_(summed)
 
     def gather(self, tensor: Tensor) -> None:
         _native_gather(tensor, self.group)
@@ -264,4 +265,10 @@ def _part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _native_gather(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    _all_gather(tensor, _part(tensor, group).clone(), group=group)
+    part = _part(tensor, group)
+    _all_gather(tensor, part if _works_in_place(group) else part.clone(), group=group)
+
+
+def _works_in_place(group: dist.ProcessGroup) -> bool:
+    """Whether the part of a rank may lie at its place in the whole tensor, as NCCL allows for its in-place operations."""
+    return bool(dist.get_backend(group) == "nccl")

@@ -60,11 +60,14 @@ class GroupBuilder:
         self._gloo = GlooDevices()
         self.transports = transports or GroupTransports(None, rank=rank, backend=backend)
 
-    def build(self, ranks: Sequence[int], name: str, *, on_host: bool = False) -> dist.ProcessGroup | None:
+    def build(
+        self, ranks: Sequence[int], name: str, *, on_host: bool = False, connects: bool = True
+    ) -> dist.ProcessGroup | None:
         """Create the group of ``ranks``; None on ranks outside it and for a single rank.
 
         ``on_host``: use gloo, whatever the backend of tensors is. The first collective runs here, in one global order:
-        two NCCL communicators first used in different orders on two ranks would wait for each other.
+        two NCCL communicators first used in different orders on two ranks would wait for each other. With ``connects``
+        false the caller connects the group.
         """
         if len(ranks) < 2:
             return None
@@ -75,6 +78,8 @@ class GroupBuilder:
         self.owned.append(created)
         if on_host:
             self._on_host.add(name)
+        if not connects:
+            return created
         with self._naming_first_use(created, name):
             dist.all_reduce(torch.zeros(1, device=torch.device("cpu") if is_gloo else self.device), group=created)
         return created
@@ -154,9 +159,9 @@ class GroupBuilder:
     def build_p2p(self, source: int, destination: int, name: str) -> dist.ProcessGroup | None:
         """Create the group over which global rank ``source`` sends tensors to ``destination``; None on other ranks.
 
-        One transfer runs here, too: NCCL makes a separate communicator for the first transfer between two ranks.
+        One transfer runs here, and no collective: NCCL makes a communicator for transfers between two ranks, and another for collectives.
         """
-        made = self.build((source, destination), name)
+        made = self.build((source, destination), name, connects=False)
         if made is not None:
             number = torch.zeros(1, device=torch.device("cpu") if self.backend == "gloo" else self.device)
             with self._naming_first_use(made, name):

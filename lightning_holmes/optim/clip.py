@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.torch_private import clamp_all, multiply_all
 
 
 def global_grad_norm(
@@ -67,14 +68,12 @@ def clip_by_value(parameters: Sequence[nn.Parameter], max_value: float) -> None:
 def clip_parts_by_norm(parts: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale gradients, given the 2-norm ``norm`` of all gradients, so that it becomes at most ``max_norm``, as torch does."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for part in parts:
-        part.mul_(factor.to(part.device))
+    multiply_all(list(parts), factor)
 
 
 def clip_parts_by_value(parts: Iterable[Tensor], max_value: float) -> None:
     """Clamp the elements of gradients to within ``max_value``, as torch does."""
-    for part in parts:
-        part.clamp_(-max_value, max_value)
+    clamp_all(list(parts), max_value)
 
 
 def _gradient_parts(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -189,9 +189,10 @@ def _run(
     for parameter in parameters:
         vars(parameter).update(marks_of(group["params"][0]))
     twin = _twin(optimizer, group, parameters)
-    with torch.random.fork_rng(enabled=True):
+    device = values[0].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         # for tensors on the host: torch.manual_seed keeps a stack trace for each device type that is not initialised
-        (torch.default_generator if values[0].device.type == "cpu" else torch).manual_seed(0)
+        (torch.default_generator if device.type == "cpu" else torch).manual_seed(0)
         for gradients in steps:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient.clone()

@@ -8,6 +8,7 @@ gradients, so that all ranks skip the step and lower the scale.
     scale.agree(parameters)        # after the reduction, before the scaler unscales
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -44,12 +45,12 @@ class LossScale:
         Raises:
             UnsupportedModuleError: a stage has no gradient at all, which a GradScaler does not allow.
         """
-        found = [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]
-        gradients = [g for g in found if g.numel()] or found
-        finite = [gradient.isfinite().all() for gradient in gradients]
+        gradients = [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]
+        filled = [gradient for gradient in gradients if gradient.numel()]
+        finite = torch.nn.utils.get_total_norm(filled, math.inf).isfinite() if filled else torch.tensor(True)
         state = torch.zeros(2, device=self._device)  # an overflow anywhere; a stage without gradients
-        if finite:
-            state[0] = 1.0 - torch.stack(finite).all().to(torch.float32)
+        if gradients:
+            state[0] = 1.0 - finite.to(state)
         else:
             state[1] = 1.0
         for group in self._groups:
@@ -62,6 +63,6 @@ class LossScale:
                 'precision="16-mixed" needs one on every stage: use bf16-mixed, or a partition with some trained layer on '
                 "each stage"
             )
-        if overflow and bool(torch.stack(finite).all()):
-            gradients[0].view(-1)[:1].fill_(float("inf"))
+        if overflow and filled and bool(finite):
+            filled[0].view(-1)[:1].fill_(float("inf"))
         return bool(overflow)

@@ -169,9 +169,15 @@ def _join(
             if target == rank and own is not None:
                 flat[start : start + numel].copy_(own)
             elif own is not None:
-                wait_for(dist.isend(own, group=group, group_dst=target), group)
+                _transfer(dist.isend, own, group, target)
             elif target == rank:
-                wait_for(dist.irecv(flat[start : start + numel], group=group, group_src=piece.rank), group)
+                _transfer(dist.irecv, flat[start : start + numel], group, piece.rank)
     if not wanted:
         return None
     return dtensor.like(whole, parameter) if described.is_laid_out else whole
+
+
+def _transfer(operation: Any, tensor: Tensor, group: dist.ProcessGroup | None, peer: int) -> None:
+    """Send or receive a tensor, and wait. As a batch of one, since NCCL makes a new communicator of two ranks for any other transfer."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
+        wait_for(work, group)
