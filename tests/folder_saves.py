@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_holmes.checkpoint import Job
+from lightning_holmes.checkpoint import Membership
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.parts import items_of
 from lightning_holmes.checkpoint.saving import FolderSave
@@ -16,7 +16,7 @@ def save_folder(
     path: Path,
     values: Mapping[Any, Any],
     *,
-    job: Job | None = None,
+    job: Membership | None = None,
     systems: Sequence[int] = (0,),
     order: Sequence[str] | None = None,
     rest: bytes = b"rest",
@@ -34,7 +34,7 @@ def save_folder(
         num_optimizers=int(any(name[0] == "optimizer_0" for name in values)),
         rest=rest,
         plan=plan,
-    ).run(job or Job())
+    ).run(job or Membership())
 
 
 class Threads:
@@ -52,7 +52,7 @@ class Threads:
         self._barrier.wait(10)
         return found
 
-    def run(self, run: Callable[[Job], Any]) -> list[Any]:
+    def run(self, run: Callable[[Membership], Any]) -> list[Any]:
         """Return the result or exception of each rank."""
         results: list[Any] = [None] * self._size
 
@@ -70,7 +70,7 @@ class Threads:
         return results
 
 
-class _OfThreads(Job):
+class _OfThreads(Membership):
     def __init__(self, threads: Threads, rank: int, size: int) -> None:
         super().__init__(rank=rank, size=size)
         object.__setattr__(self, "threads", threads)

@@ -44,8 +44,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Inside strategy/: each row may import from itself and from those before it.
 STRATEGY: tuple[set[str], ...] = (
-    {"admission", "agreement", "building", "compat", "lightning_collectives", "optimizer_nodes", "resting"}
-    | {"lost_values", "removed_arguments", "resuming", "switches"}
+    {"admission", "agreement", "building", "compat", "lightning_collectives", "optimizer_nodes", "module_shards"}
+    | {"lost_values", "removed_arguments", "loaded_state", "switches"}
     | {"pytorch_lightning", "samples", "snapshots", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "job_layout", "job", "sharding", "gradients"},

@@ -4,9 +4,9 @@ A checkpoint is one plain Lightning file (plain.py), or a folder of which every 
 The strategy uses CheckpointManager.
 """
 
-from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.loading import read_plan, read_state_dict
 from lightning_holmes.checkpoint.manager import CheckpointManager, is_local
+from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value, module_part, optimizer_part, owned, owned_entries
 from lightning_holmes.checkpoint.plain import (
     fill_whole_module,
@@ -21,7 +21,7 @@ from lightning_holmes.checkpoint.state_loading import load_module_state, load_op
 __all__ = [
     "CheckpointManager",
     "Item",
-    "Job",
+    "Membership",
     "Value",
     "fill_whole_module",
     "is_local",

@@ -15,10 +15,10 @@ from torch import Tensor
 from lightning_holmes.checkpoint import atomic, run_state
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.folder import FolderReader, all_values
-from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.loading import load_folder
 from lightning_holmes.checkpoint.manager import bytes_of
 from lightning_holmes.checkpoint.manifest import PLAN, Manifest, ValueEntry, missing_files
+from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value, items_of, named_values, num_bytes
 from lightning_holmes.checkpoint.saving import FolderSave
 from lightning_holmes.checkpoint.torch_file import load_file, save_file
@@ -95,7 +95,7 @@ def _open_folder(path: Path, weights_only: bool) -> Source:
         raise CheckpointError(
             f"{path} lacks {', '.join(missing[:3])}, written on the hosts {hosts}: copy them here first"
         )
-    checkpoint = load_folder(path, Job(), weights_only=weights_only)
+    checkpoint = load_folder(path, Membership(), weights_only=weights_only)
     reader = FolderReader(manifest, path)
     names: dict[ValueEntry, list[Value]] = {}
     for name, entry in all_values(manifest):
@@ -144,7 +144,7 @@ def write_folder(source: Source, target: Path) -> None:
         num_optimizers=len(source.groups or []),
         rest=bytes_of(rest),
         plan=source.plan,
-    ).run(Job())
+    ).run(Membership())
 
 
 def write_file(source: Source, target: Path) -> None:

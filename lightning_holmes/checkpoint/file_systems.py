@@ -7,14 +7,13 @@ import os
 import socket
 import uuid
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.errors import CheckpointError
 
 PROBE = ".probe"
@@ -36,25 +35,25 @@ class FileSystems:
         return rank in self.leaders
 
 
-def find_file_systems(folder: Path, rank: int, size: int, all_gather: Callable[[Any], list[Any]]) -> FileSystems:
+def find_file_systems(folder: Path, member: Membership) -> FileSystems:
     """Make ``folder`` on every file system, and find which ranks share one; all ranks must call.
 
     Raises:
         CheckpointError: a rank cannot write to the folder.
     """
-    of_rank: list[int | None] = [None] * size
-    for number in range(size):
+    of_rank: list[int | None] = [None] * member.size
+    for number in range(member.size):
         if None not in of_rank:
             break
-        seen = _who_sees(folder, rank, of_rank.index(None), all_gather)
+        seen = _who_sees(folder, member, of_rank.index(None))
         of_rank = [number if known is None and sees else known for known, sees in zip(of_rank, seen, strict=True)]
     return FileSystems(of_rank=tuple(system for system in of_rank if system is not None))
 
 
-def _who_sees(folder: Path, rank: int, leader: int, all_gather: Callable[[Any], list[Any]]) -> list[bool]:
+def _who_sees(folder: Path, member: Membership, leader: int) -> list[bool]:
     """For each rank whether it sees a file that rank ``leader`` makes in ``folder``. All ranks must call."""
     probe = folder / f"{_of_host()}{os.getpid()}-{uuid.uuid4().hex}"
-    problem = ""
+    rank, problem = member.rank, ""
     try:
         if rank == leader:
             try:
@@ -63,9 +62,9 @@ def _who_sees(folder: Path, rank: int, leader: int, all_gather: Callable[[Any], 
                 probe.touch()
             except OSError as error:
                 problem = f"rank {rank} cannot write to {folder}: {error}"
-        name, problem = all_gather((probe.name, problem))[leader]
-        seen: list[bool] = all_gather(not problem and (rank == leader or _sees(folder, name)))
-        all_gather(None)  # after this, no rank is still looking for the file
+        name, problem = member.all_gather((probe.name, problem))[leader]
+        seen: list[bool] = member.all_gather(not problem and (rank == leader or _sees(folder, name)))
+        member.all_gather(None)  # after this, no rank is still looking for the file
     finally:
         if rank == leader and not problem:
             atomic.delete(probe)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_holmes.checkpoint import atomic, run_state
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderReader, FolderStateDict
-from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.manifest import PLAN, REST, Manifest, ValueEntry
+from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.torch_file import damaged_records, load_bytes, load_file
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
@@ -22,39 +22,43 @@ from lightning_holmes.pipeline import tree
 
 
 def load_folder(
-    path: Path, job: Job, apart: Callable[[Job], Job] = lambda job: job, *, weights_only: bool
+    path: Path,
+    member: Membership,
+    apart: Callable[[Membership], Membership] = lambda member: member,
+    *,
+    weights_only: bool,
 ) -> dict[str, Any]:
     """Return Lightning's checkpoint from a folder; its states are read when they are used. All ranks must call.
 
     Args:
-        apart: returns ``job`` with a gloo group of all ranks; called on all ranks, if one does not see all files.
+        apart: returns ``member`` with a gloo group of all ranks; called on all ranks, if one does not see all files.
 
     Raises:
         CheckpointError: the checkpoint is damaged or torn.
     """
     found, problem = _find(path)
-    everyone = job.all_gather((problem, [m.id for _, m in found]))
+    everyone = member.all_gather((problem, [m.id for _, m in found]))
     ids = [ids[0] for _, ids in everyone if ids]
     if not ids:
         raise CheckpointError(next(p for p, _ in everyone if p))
     # take the first checkpoint of the lowest rank that has one: other ranks may have been killed before they renamed theirs
     folder, manifest = next(((f, m) for f, m in found if m.id == ids[0]), (None, None))
     present = frozenset() if folder is None or manifest is None else manifest.present_files(folder)
-    holders = job.all_gather(present)
+    holders = member.all_gather(present)
     provider = next((rank for rank, files in enumerate(holders) if REST in files), None)
     if provider is None:
         raise CheckpointError(f"{path / REST} is missing or cut off, so that the checkpoint {path} is torn")
     rest = (folder / REST).read_bytes() if folder is not None and REST in present else b""
     if not all(REST in files for files in holders):
-        sent = (manifest.to_bytes(), rest) if manifest is not None and job.rank == provider else None
-        manifest_bytes, rest = job.all_gather(sent)[provider]
+        sent = (manifest.to_bytes(), rest) if manifest is not None and member.rank == provider else None
+        manifest_bytes, rest = member.all_gather(sent)[provider]
         manifest = manifest or Manifest.from_bytes(manifest_bytes, str(path))
     assert manifest is not None  # a rank that has the rest has the manifest
     if zlib.crc32(rest) != manifest.rest_crc32:
         raise CheckpointDamagedError(f"{path / REST} is damaged: its checksum differs from the one in the manifest")
     providers = _providers(path, manifest, holders)
     everywhere = all(files >= set(providers) for files in holders)
-    reader = FolderReader(manifest, folder, None if everywhere else NetworkFetch(apart(job), providers))
+    reader = FolderReader(manifest, folder, None if everywhere else NetworkFetch(apart(member), providers))
     checkpoint: dict[str, Any] = load_bytes(rest, str(path / REST), weights_only=weights_only)
     checkpoint["state_dict"] = FolderStateDict(reader)
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
@@ -70,7 +74,7 @@ def read_state_dict(path: Path, *, weights_only: bool = True) -> dict[str, Any]:
     """
     if not path.is_dir():
         return dict(load_file(path, weights_only=weights_only)["state_dict"])
-    state: FolderStateDict = load_folder(path, Job(), weights_only=weights_only)["state_dict"]
+    state: FolderStateDict = load_folder(path, Membership(), weights_only=weights_only)["state_dict"]
     return state.read_many(state)
 
 
@@ -119,16 +123,16 @@ class NetworkFetch:
     """Fetches the bytes of values from ranks that see their files; all ranks must call it together.
 
     Args:
-        job: with a gloo group: values are on the host, and WORLD may use NCCL.
+        member: with a gloo group: values are on the host, and WORLD may use NCCL.
         providers: for each file the rank that sends its values.
     """
 
-    def __init__(self, job: Job, providers: dict[str, int]) -> None:
-        self._job, self._providers = job, providers
+    def __init__(self, member: Membership, providers: dict[str, int]) -> None:
+        self._member, self._providers = member, providers
 
     def __call__(self, reader: FolderReader, wanted: Sequence[ValueEntry]) -> dict[ValueEntry, bytes]:
-        rank, group = self._job.rank, self._job.group
-        requests: list[list[ValueEntry]] = self._job.all_gather(list(wanted))
+        rank, group = self._member.rank, self._member.group
+        requests: list[list[ValueEntry]] = self._member.all_gather(list(wanted))
         fetched: dict[ValueEntry, bytes] = {}
         for receiver, entries in enumerate(requests):
             for entry in entries:

@@ -1,8 +1,8 @@
 """CheckpointManager: saves, loads and removes a strategy's checkpoints of either format, and waits for background writes.
 
 manager = CheckpointManager(distributed="auto", background=False)
-manager.save_folder(job, checkpoint, "last.ckpt", ...)
-checkpoint = manager.load(job, "last.ckpt", weights_only=None)
+manager.save_folder(member, checkpoint, "last.ckpt", ...)
+checkpoint = manager.load(member, "last.ckpt", weights_only=None)
 """
 
 import copy
@@ -22,8 +22,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
-from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.loading import load_folder, load_plain
+from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value, items_of, made_whole, named_values, share_of
 from lightning_holmes.checkpoint.saving import FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
@@ -55,17 +55,17 @@ class CheckpointManager:
         """Values of the next folder that this rank collects with other ranks as it writes them, and that its checkpoint therefore lacks. All ranks go
         through theirs."""
 
-    def writes_folders(self, job: Job, checkpoint_io: Any) -> bool:
+    def writes_folders(self, member: Membership, checkpoint_io: Any) -> bool:
         """Whether checkpoints are written as folders; a user's CheckpointIO plugin gets files, as it expects."""
         if self.distributed == "auto":
-            return job.size > 1 and type(checkpoint_io) is TorchCheckpointIO
+            return member.size > 1 and type(checkpoint_io) is TorchCheckpointIO
         return bool(self.distributed)
 
     # saving
 
     def save_folder(
         self,
-        job: Job,
+        member: Membership,
         checkpoint: dict[str, Any],
         path: Any,
         *,
@@ -86,45 +86,45 @@ class CheckpointManager:
         collected, self.collected = self.collected, ()
         self._writer.wait()
         # all-gather rather than broadcast: afterwards every rank's writer has ended, and removes nothing any more
-        name, token = job.all_gather((os.fspath(path), uuid.uuid4().hex[:8]))[0]
+        name, token = member.all_gather((os.fspath(path), uuid.uuid4().hex[:8]))[0]
         target = _local(name)
         rest = dict(checkpoint)
         state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
         if optimizers is not None:
             rest["optimizer_states"] = [{"param_groups": o.get("param_groups", [])} for o in optimizers]
-        shared = _share(job, named_values(state_dict, optimizers or []), parameters, assigned)
+        shared = _share(member, named_values(state_dict, optimizers or []), parameters, assigned)
         items: Iterable[Item] = itertools.chain(items_of(shared), collected)
         save = FolderSave(
             target=target,
             token=token,
-            file_systems=self._systems(job, target.parent),
+            file_systems=self._systems(member, target.parent),
             items=self._staging.copy(items) if background else items,
             order=order,
             num_optimizers=len(optimizers or []),
-            rest=bytes_of(rest) if job.rank == 0 else b"",
+            rest=bytes_of(rest) if member.rank == 0 else b"",
             plan=plan,
         )
-        write = functools.partial(self.prepared(job, save).run, self._apart(job))
+        write = functools.partial(self.prepared(member, save).run, self._apart(member))
         self._writer.run(write, background=background)
 
-    def prepared(self, job: Job, save: FolderSave) -> FolderSave:
+    def prepared(self, member: Membership, save: FolderSave) -> FolderSave:
         """Return ``save`` as it is to be run; all ranks call it together."""
         return save
 
-    def _apart(self, job: Job) -> Job:
-        """``job`` with a group that this manager alone uses, in whatever thread. All ranks must call."""
-        if self._group is None and job.size > 1:
-            self._group = job.make_group(self.group_name)
-        return replace(job, group=self._group)
+    def _apart(self, member: Membership) -> Membership:
+        """``member`` with a group that this manager alone uses, in whatever thread. All ranks must call."""
+        if self._group is None and member.size > 1:
+            self._group = member.make_group(self.group_name)
+        return replace(member, group=self._group)
 
-    def save_plain(self, job: Job, checkpoint: dict[str, Any], path: Any, *, background: bool) -> None:
+    def save_plain(self, member: Membership, checkpoint: dict[str, Any], path: Any, *, background: bool) -> None:
         """Write ``checkpoint``, which rank 0 has whole, as one file that plain Lightning reads. All ranks must call.
 
         Raises:
             CheckpointError: on every rank, if rank 0 could not write this checkpoint, or an earlier one in the background.
         """
         target = _local(os.fspath(path))
-        if background and job.rank == 0:
+        if background and member.rank == 0:
             checkpoint = copy.deepcopy(checkpoint)
 
         def write() -> None:
@@ -132,30 +132,30 @@ class CheckpointManager:
                 with atomic.writing(target) as temporary:
                     save_file(temporary, checkpoint)
             except OSError as error:
-                raise CheckpointError(not_written(job.rank, target, error)) from None
+                raise CheckpointError(not_written(member.rank, target, error)) from None
 
         problem = ""
-        if job.rank == 0:
+        if member.rank == 0:
             try:
                 self._writer.run(write, background=background)
             except CheckpointError as error:
                 problem = str(error)
-        problem = job.broadcast(problem)
+        problem = member.broadcast(problem)
         if problem:
             raise CheckpointError(problem)
 
-    def remove(self, job: Job, path: Any) -> None:
+    def remove(self, member: Membership, path: Any) -> None:
         """Remove a checkpoint of either format once the checkpoint that is being written is complete. All ranks must call."""
         target = _local(os.fspath(path))
         folder = str(target.parent)
         if folder in self._file_systems:
-            leads = self._file_systems[folder].is_leader(job.rank)
+            leads = self._file_systems[folder].is_leader(member.rank)
         else:
-            leads = job.rank == 0
+            leads = member.rank == 0
         if leads:
             self._writer.afterwards(functools.partial(atomic.remove, target))
 
-    def finish(self, job: Job, *, failed: bool = False) -> None:
+    def finish(self, member: Membership, *, failed: bool = False) -> None:
         """Wait for the current write. After a failure of the run, for which other ranks may be gone, wait for some seconds only. Otherwise, if checkpoints
         are written in the background, all ranks must call.
 
@@ -164,31 +164,31 @@ class CheckpointManager:
         """
         if failed:
             try:
-                self._writer.wait(timeout_s=None if job.size == 1 else _PATIENCE_S)
+                self._writer.wait(timeout_s=None if member.size == 1 else _PATIENCE_S)
             except Exception as error:
                 warnings.warn(f"a checkpoint was not written: {error}")
             return
-        problem = self.settle(job) if self.background else ""
+        problem = self.settle(member) if self.background else ""
         if problem:
             raise CheckpointError(problem)
 
-    def settle(self, job: Job) -> str:
+    def settle(self, member: Membership) -> str:
         """Wait for the current write; all ranks must call. Return on all of them the first one's error; "": none has one."""
         problem = ""
         try:
             self._writer.wait()
         except Exception as error:
             problem = str(error)
-        return next(filter(None, job.all_gather(problem)), "")
+        return next(filter(None, member.all_gather(problem)), "")
 
-    def _systems(self, job: Job, folder: Path) -> FileSystems:
+    def _systems(self, member: Membership, folder: Path) -> FileSystems:
         if str(folder) not in self._file_systems:
-            self._file_systems[str(folder)] = find_file_systems(folder, job.rank, job.size, job.all_gather)
+            self._file_systems[str(folder)] = find_file_systems(folder, member)
         return self._file_systems[str(folder)]
 
     # loading
 
-    def load(self, job: Job, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
+    def load(self, member: Membership, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
         """Return Lightning's checkpoint of either format; its states are read when they are used. All ranks must call.
 
         Raises:
@@ -196,15 +196,15 @@ class CheckpointManager:
             CheckpointNotFoundError: there is no checkpoint at ``path``.
         """
         self._writer.wait()
-        name = job.broadcast(os.fspath(path))
+        name = member.broadcast(os.fspath(path))
         path = _local(name)
         if path.is_symlink():
             path = path.parent / os.readlink(path)
-        path = Path(job.broadcast(str(path)))
+        path = Path(member.broadcast(str(path)))
         restricted = weights_only is not False
-        kinds = job.all_gather("folder" if _holds_folder(path) else "file" if path.is_file() else "")
+        kinds = member.all_gather("folder" if _holds_folder(path) else "file" if path.is_file() else "")
         if "folder" in kinds:
-            return load_folder(path, job, self._apart, weights_only=restricted)
+            return load_folder(path, member, self._apart, weights_only=restricted)
         if "" in kinds:
             if not any(kinds):
                 raise CheckpointNotFoundError(f"ckpt_path={str(path)!r}: there is no such checkpoint, file or folder")
@@ -212,11 +212,11 @@ class CheckpointManager:
                 f"the checkpoint {path} is one file, which ranks {[r for r, k in enumerate(kinds) if k]} see and ranks "
                 f"{[r for r, k in enumerate(kinds) if not k]} do not: copy it to their hosts"
             )
-        return load_plain(path, weights_only=restricted, check=job.rank == 0, agree=job.broadcast)
+        return load_plain(path, weights_only=restricted, check=member.rank == 0, agree=member.broadcast)
 
 
 def _share(
-    job: Job, values: Mapping[Value, Any], parameters: frozenset[str], assigned: frozenset[str]
+    member: Membership, values: Mapping[Value, Any], parameters: frozenset[str], assigned: frozenset[str]
 ) -> dict[Value, Any]:
     """The values that this rank writes. The ranks of a tensor group split their replica's share among them; all of them must call."""
 
@@ -226,10 +226,10 @@ def _share(
 
     alone = {name: value for name, value in values.items() if is_alone(name)}
     alike = {name: value for name, value in values.items() if name not in alone}
-    ours = share_of(alike, parameters, job.replica, job.num_replicas) | alone
-    if job.tensor_size == 1:
+    ours = share_of(alike, parameters, member.replica, member.num_replicas) | alone
+    if member.tensor_size == 1:
         return made_whole(ours, ours)
-    return made_whole(ours, share_of(ours, parameters, job.tensor_rank, job.tensor_size))
+    return made_whole(ours, share_of(ours, parameters, member.tensor_rank, member.tensor_size))
 
 
 def bytes_of(value: Any) -> bytes:

@@ -6,7 +6,7 @@ drawn from a seed of the run, which is saved. A plain file also holds the run's 
 
 from typing import Any
 
-from lightning_holmes.checkpoint.job import Job
+from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.errors import ConfigurationError
 
 KEY = "lightning_holmes"
@@ -20,19 +20,19 @@ def loader_states(checkpoint: dict[str, Any]) -> list[Any]:
     return list(state.get("combined_loader", []))
 
 
-def add(job: Job, checkpoint: dict[str, Any], *, base_seed: int, num_microbatches: int) -> None:
+def add(member: Membership, checkpoint: dict[str, Any], *, base_seed: int, num_microbatches: int) -> None:
     """Add to ``checkpoint`` the entries that the functions below read, among them each replica's loader states. All ranks must call.
 
     Args:
         num_microbatches: the number of microbatches of a replica's batch; 0 if nothing was trained.
     """
     states = loader_states(checkpoint)
-    of_replica = dict(reversed(job.all_gather((job.replica, states)))) if states else {}
+    of_replica = dict(reversed(member.all_gather((member.replica, states)))) if states else {}
     checkpoint[KEY] = {
         "base_seed": base_seed,
         "num_microbatches": num_microbatches,
-        "data_parallel_size": job.num_replicas,
-        "loader_states": [of_replica.get(replica, []) for replica in range(job.num_replicas)],
+        "data_parallel_size": member.num_replicas,
+        "loader_states": [of_replica.get(replica, []) for replica in range(member.num_replicas)],
     }
 
 

@@ -20,8 +20,8 @@ import torch
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.file_systems import FileSystems
 from lightning_holmes.checkpoint.folder import dcp_metadata, part_file, write_part
-from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, PLAN, REST, FileEntry, Manifest, ValueEntry
+from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.version import __version__
@@ -52,34 +52,34 @@ class FolderSave:
     obsolete: Sequence[Path] = ()
     copy: Callable[[Path, Path], None] = lambda folder, file: None
 
-    def run(self, job: Job) -> None:
+    def run(self, member: Membership) -> None:
         """Write the folder; every rank must call.
 
         Args:
-            job: its group is used by no other thread.
+            member: its group is used by no other thread.
 
         Raises:
             CheckpointError: on every rank, if one rank could not write. The target is then unchanged.
         """
         temporary = atomic.temporary_path(self.target, self.token)
         try:
-            self._run(job, temporary)
+            self._run(member, temporary)
         except BaseException:
             atomic.delete(temporary)
             raise
 
-    def _run(self, job: Job, temporary: Path) -> None:
-        rank, several = job.rank, len(self.file_systems.leaders) > 1
+    def _run(self, member: Membership, temporary: Path) -> None:
+        rank, several = member.rank, len(self.file_systems.leaders) > 1
         leads = self.file_systems.is_leader(rank)
-        parts = job.all_gather(self._write_part(rank, temporary))
+        parts = member.all_gather(self._write_part(rank, temporary))
         _raise_first(part["error"] for part in parts)
-        rest: bytes = job.broadcast(self.rest) if several else self.rest
+        rest: bytes = member.broadcast(self.rest) if several else self.rest
         problem = self._problem(rank, lambda: self._add_common_files(temporary, parts, rest)) if leads else ""
         if several:  # nothing is renamed before all are complete
-            _raise_first(job.all_gather(problem))
+            _raise_first(member.all_gather(problem))
         if rank == 0 and not problem:
             problem = self._problem(rank, lambda: atomic.replace(temporary, self.target))
-        _raise_first(job.all_gather(problem))
+        _raise_first(member.all_gather(problem))
         if leads:
             if rank != 0:
                 atomic.replace(temporary, self.target)

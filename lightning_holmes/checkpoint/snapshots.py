@@ -1,8 +1,8 @@
 """Snapshots: checkpoint folders in the memory of the hosts, from which a job that is started again resumes.
 
     manager = SnapshotManager(clusters)                   # saves as CheckpointManager does, in a thread
-    manager.save_folder(job, checkpoint, folder.snapshot(fit, step), ...)
-    found = find_newest(folder, fit, job.all_gather)      # (path, step) of the newest whole snapshot, or None
+    manager.save_folder(member, checkpoint, folder.snapshot(fit, step), ...)
+    found = find_newest(folder, fit, member.all_gather)      # (path, step) of the newest whole snapshot, or None
 
 Every host has its ranks' files, and copies of other ranks' files (copies.py). The newest two snapshots are kept: the older one until the
 newer is whole everywhere.
@@ -19,10 +19,10 @@ from typing import Any
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.copies import Copies, partner_of
-from lightning_holmes.checkpoint.job import Job
 from lightning_holmes.checkpoint.job_folder import JobFolder
 from lightning_holmes.checkpoint.manager import CheckpointManager
 from lightning_holmes.checkpoint.manifest import REST, Manifest
+from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import num_bytes
 from lightning_holmes.checkpoint.saving import FolderSave
 from lightning_holmes.errors import CheckpointError, ConfigurationError
@@ -79,37 +79,37 @@ class SnapshotManager(CheckpointManager):
         """Whether this rank is still writing."""
         return self._writer.is_busy
 
-    def settle(self, job: Job) -> str:
-        problem = super().settle(job)
-        if problem and job.rank == 0:
+    def settle(self, member: Membership) -> str:
+        problem = super().settle(member)
+        if problem and member.rank == 0:
             warnings.warn(f"a snapshot was not written, and the one before it stays: {problem}")
         if not problem and self._latest is not None:
             self.whole, self.write_s = self._latest, self._writer.last_s
         self._latest = None
         return problem
 
-    def save_folder(self, job: Job, checkpoint: dict[str, Any], path: Any, **about: Any) -> None:
-        self.settle(job)
-        super().save_folder(job, checkpoint, path, **about)
+    def save_folder(self, member: Membership, checkpoint: dict[str, Any], path: Any, **about: Any) -> None:
+        self.settle(member)
+        super().save_folder(member, checkpoint, path, **about)
         self._latest = Path(path)
 
-    def prepared(self, job: Job, save: FolderSave) -> FolderSave:
+    def prepared(self, member: Membership, save: FolderSave) -> FolderSave:
         systems = save.file_systems
         if self._copies is None and len(systems.leaders) > 1:
-            self._copies = Copies(self._apart(job).group, partner_of(systems.of_rank, self._clusters))
+            self._copies = Copies(self._apart(member).group, partner_of(systems.of_rank, self._clusters))
         here = [path for path in save.target.parent.iterdir() if path.is_dir()]
         if not self._has_room:
-            self._check_room(job, save, here)
+            self._check_room(member, save, here)
             self._has_room = True
         obsolete = [path for path in here if path not in (save.target, self.whole)]
-        save = replace(save, obsolete=obsolete if systems.is_leader(job.rank) else [])
+        save = replace(save, obsolete=obsolete if systems.is_leader(member.rank) else [])
         return save if self._copies is None else replace(save, copy=self._copies)
 
-    def _check_room(self, job: Job, save: FolderSave, here: Sequence[Path]) -> None:
+    def _check_room(self, member: Membership, save: FolderSave, here: Sequence[Path]) -> None:
         """Raise ConfigurationError if two snapshots do not fit in the host's memory beside what is not of this job. All ranks must call."""
-        sizes = job.all_gather(sum(num_bytes(value) for _, value in save.items) + len(save.rest))
+        sizes = member.all_gather(sum(num_bytes(value) for _, value in save.items) + len(save.rest))
         of_rank = save.file_systems.of_rank
-        ranks = [rank for rank, system in enumerate(of_rank) if system == of_rank[job.rank]]
+        ranks = [rank for rank, system in enumerate(of_rank) if system == of_rank[member.rank]]
         copied = [] if self._copies is None else [sender for rank in ranks for sender in self._copies.senders(rank)]
         needed = int(2 * _ROOM * sum(sizes[rank] for rank in (*ranks, *copied)))
         usage = shutil.disk_usage(save.target.parent)
@@ -121,6 +121,6 @@ class SnapshotManager(CheckpointManager):
                 f"{save.target.parent.parent} on host {socket.gethostname()} has {usage.free / 1e6:.0f} MB left of {usage.total / 1e6:.0f}: "
                 f"make it larger (docker run --shm-size=..., a Kubernetes volume with medium: Memory)"
             )
-        problems = [said for said in job.all_gather(problem) if said]
+        problems = [said for said in member.all_gather(problem) if said]
         if problems:
             raise ConfigurationError(problems[0])

@@ -1,6 +1,6 @@
 """RunCheckpoints: the strategy's checkpoint hooks: collect the states of a run, save them, and load them again.
 
-    checkpoints = RunCheckpoints(manager=manager, job=job, run=run, fit=fit, resumption=resumption, module=..., io=...)
+    checkpoints = RunCheckpoints(manager=manager, job=job, run=run, fit=fit, loaded_state=loaded_state, module=..., io=...)
     checkpoints.save({"state_dict": checkpoints.module_state(), ...}, "last.ckpt")
 
 States and files are handled by lightning_holmes.checkpoint.
@@ -33,7 +33,7 @@ from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
-from lightning_holmes.strategy.resuming import Resumption
+from lightning_holmes.strategy.loaded_state import LoadedState
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.user_hooks import looks_at_checkpoints, warn_of_parts
 
@@ -51,7 +51,7 @@ class RunCheckpoints:
     Attributes:
         run: the present run or the last one, if any.
         fit: the last run that trained, if any: Trainer.save_checkpoint after fit is common.
-        resumption: keeps loaded states until the layout is known.
+        loaded_state: keeps loaded states until the layout is known.
         io: the strategy's CheckpointIO; if it is not Lightning's own, it is given single files, as it expects.
     """
 
@@ -59,7 +59,7 @@ class RunCheckpoints:
     job: Job
     run: Run | None
     fit: Fit | None
-    resumption: Resumption
+    loaded_state: LoadedState
     module: pl.LightningModule
     io: CheckpointIO
 
@@ -164,7 +164,7 @@ class RunCheckpoints:
         if fit is None or self._is_half_done:  # module_state has raised for that
             return {}
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        hide = self.resumption.show_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
+        hide = self.loaded_state.show_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
         try:
             return self._optimizer_state(optimizer, fit)
         finally:
@@ -235,7 +235,7 @@ class RunCheckpoints:
     def num_microbatches(self) -> int:
         """The number of microbatches of a replica's training batch; 0 if it is not known yet."""
         if self.fit is None or self.fit.planned is None:
-            return self.resumption.num_microbatches or 0
+            return self.loaded_state.num_microbatches or 0
         return self.fit.plan.num_microbatches
 
     # saving
@@ -316,8 +316,8 @@ class RunCheckpoints:
         with self.job.explaining():
             loaded = self.manager.load(member, path, weights_only=weights_only)
         if self.module.trainer.state.fn == TrainerFn.FITTING:
-            self.resumption.seed = run_state.base_seed(loaded)
-            self.resumption.num_microbatches = run_state.num_microbatches(loaded, member.num_replicas)
+            self.loaded_state.seed = run_state.base_seed(loaded)
+            self.loaded_state.num_microbatches = run_state.num_microbatches(loaded, member.num_replicas)
             run_state.give_loaders_their_states(loaded, member.replica, member.num_replicas)
         return loaded
 
@@ -327,10 +327,10 @@ class RunCheckpoints:
         averages = any(isinstance(c, WeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
         if averages and trainer.state.fn == TrainerFn.FITTING:
             saved = checkpoint.get("current_model_state", saved)  # training continues from these, not from the average
-        self.resumption.weights = (saved, strict)
+        self.loaded_state.weights = (saved, strict)
         if self._open_run is None:
             return
-        put = functools.partial(self.resumption.put_weights, self._open_run.pipeline)
+        put = functools.partial(self.loaded_state.put_weights, self._open_run.pipeline)
         if self._stage_shards is None:
             put()
         else:
@@ -339,9 +339,9 @@ class RunCheckpoints:
     def load_optimizers(self, saved: Mapping[str, Any], fit: Fit) -> None:
         """Load the states of the optimizers of ``fit``, now or as soon as its layout is known, and the states of stateful loaders."""
         optimizers = fit.trainer.strategy.optimizers
-        self.resumption.hold_optimizers(optimizers, saved["optimizer_states"])
+        self.loaded_state.hold_optimizers(optimizers, saved["optimizer_states"])
         if fit.planned is not None:
-            self.resumption.put_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
+            self.loaded_state.put_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
         # Lightning restores loaders when it makes them; but if ``estimated_stepping_batches`` was read, they were made, and their first
         # pass begun, before Lightning knew the states
         restore_loaders(fit.trainer.fit_loop)
@@ -351,7 +351,7 @@ def save_folder_alone(checkpoint: dict[str, Any], path: Any, module: pl.Lightnin
     """Save a module that has not been run yet, and that this process has whole, as a checkpoint folder."""
     manager = checkpoints.CheckpointManager(distributed=True, background=False)
     manager.save_folder(
-        checkpoints.Job(), checkpoint, path, **_names(module), plan="", assigned=frozenset(), background=False
+        checkpoints.Membership(), checkpoint, path, **_names(module), plan="", assigned=frozenset(), background=False
     )
 
 

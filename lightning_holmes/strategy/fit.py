@@ -76,7 +76,7 @@ class Fit(Run):
         self._num_tested = 0  # the optimizer's groups that were tested
         self._on_nodes: RemoteParameters | None = None  # parameters that stay on optimizer nodes when the run has ended
         super().__init__(trainer, context)
-        context.resumption.optimizers = []  # drop those of an earlier run that ended before its first batch
+        context.loaded_state.optimizers = []  # drop those of an earlier run that ended before its first batch
         self.accumulates = False
         self._has_stepped = False  # whether the training step has run for this batch
         self._clock: StepClock | None = None
@@ -172,12 +172,12 @@ class Fit(Run):
         self.unchanged = UnchangedParameters(
             self.module, callbacks, lambda: held_values(self.pipeline, self.stage_shards)
         )
-        self.context.resumption.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
+        self.context.loaded_state.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
         if self._clock is not None:
             self.gradients.reducer.watch(self._clock.add_beside)
 
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
-        is_new = self.context.builder.waits and self.context.resting.of(self.module) is None
+        is_new = self.context.builder.waits and self.context.module_shards.of(self.module) is None
         return self.options.optimizer_nodes > 0 and training is not None and is_new
 
     def _values(self) -> Iterable[tuple[str, Tensor]]:
@@ -218,7 +218,7 @@ class Fit(Run):
         self.gradients.close()
         self.exchange, self.has_gradients = None, False
         if self._on_nodes is not None and not self._on_nodes.stays:  # the run has failed
-            self.context.resting.take(self.module)
+            self.context.module_shards.take(self.module)
             self._on_nodes = None
         if self.sharing is not None and not self.sharing.shards.stays:
             self.sharing = None
@@ -290,21 +290,21 @@ class Fit(Run):
             is_eager=not deferred,
             scaler=scaler,
             precision=self.trainer.precision,
-            with_states=self.context.resumption.names_of_states(self.parameter_groups.names_of),
+            with_states=self.context.loaded_state.names_of_states(self.parameter_groups.names_of),
         )
 
     def _fill_nodes(self, remote: RemoteParameters) -> None:
         """Send the module's values to the optimizer nodes; if it was built without memory, only the nodes have all of it from then on."""
         context = self.context
-        former = context.resting.take(self.module)
+        former = context.module_shards.take(self.module)
         if context.builder.waits:
-            context.resting.fill(
-                remote, context.builder, context.resumption, self.pipeline, self.job.connection.all_gather
+            context.module_shards.fill(
+                remote, context.builder, context.loaded_state, self.pipeline, self.job.connection.all_gather
             )
         else:
             remote.lay_out(by_elements=True, former=former)
             if former is not None:
-                context.resting.keep(remote, self.module)
+                context.module_shards.keep(remote, self.module)
         self.sharing = None
         self._on_nodes = remote if remote.stays else None
 

@@ -98,10 +98,10 @@ class Job:
         return self.placement.coordinate(0)
 
     @property
-    def membership(self) -> checkpoint.Job:
+    def membership(self) -> checkpoint.Membership:
         """This rank's place in the job, as the checkpoint package takes it."""
         connection, groups, placement = self.connection, self.groups, self.placement
-        return checkpoint.Job(
+        return checkpoint.Membership(
             rank=connection.rank,
             size=connection.world_size,
             replica=groups.data_parallel_rank,

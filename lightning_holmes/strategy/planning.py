@@ -25,10 +25,10 @@ from lightning_holmes.plan.tables import print_plan
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.loaded_state import LoadedState
+from lightning_holmes.strategy.module_shards import ModuleShards
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
-from lightning_holmes.strategy.resting import RestingShards
-from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.runtime_plan import decide
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.snapshots import Snapshots
@@ -41,10 +41,10 @@ class RunContext:
 
     Attributes:
         builder: builds the module, which may have no memory yet.
-        resumption: the states that were loaded from a checkpoint.
+        loaded_state: the states that were loaded from a checkpoint.
         splitter: splits batches; it learns from the batches of all runs.
         former: the plan of the previous run, whose layout is kept if it fits.
-        resting: the shards of a module that stays sharded between runs.
+        module_shards: the shards of a module that stays sharded between runs.
         snapshots: the snapshots of a fit; None if it takes none.
         undo: undoes the run's changes, last change first, even if its set-up fails half-way.
     """
@@ -52,10 +52,10 @@ class RunContext:
     job: Job
     options: Options
     builder: ModuleBuilder
-    resumption: Resumption
+    loaded_state: LoadedState
     splitter: BatchSplitter
     former: RuntimePlan | None
-    resting: RestingShards
+    module_shards: ModuleShards
     undo: Replacements
     snapshots: Snapshots | None = None
 
@@ -109,7 +109,7 @@ def plan_run(
             gradient_sync=options.gradient_sync,
             topology_given=options.topology != "auto",
             measures=not torch.are_deterministic_algorithms_enabled(),
-            resumed_microbatches=context.resumption.take_num_microbatches() if training is not None else None,
+            resumed_microbatches=context.loaded_state.take_num_microbatches() if training is not None else None,
         )
     )
 

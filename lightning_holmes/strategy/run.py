@@ -102,9 +102,9 @@ class Run:
         context.undo.callback(self._end)
         divides = self.job.placement.pipeline_parallel_size > 1 or self.options.optimizer_nodes > 0
         divides = divides or self.may_shard
-        context.builder.begin(self.pipeline, is_pipeline=divides, overwritten=context.resumption.weights is not None)
+        context.builder.begin(self.pipeline, is_pipeline=divides, overwritten=context.loaded_state.weights is not None)
         if not context.builder.waits:
-            context.resumption.put_weights(self.pipeline)
+            context.loaded_state.put_weights(self.pipeline)
 
     def _make_driver(self, pipeline: PipelineModule, schedule: str, num_chunks: int) -> StepDriver:
         groups = self.job.groups
@@ -206,14 +206,16 @@ class Run:
                     self._fill_shards(held)
                 held = None
             elif held is None:
-                kept = self.context.builder.fill(self.pipeline, overwritten=self.context.resumption.weights is not None)
+                kept = self.context.builder.fill(
+                    self.pipeline, overwritten=self.context.loaded_state.weights is not None
+                )
                 everyone = [] if kept is None else connection.all_gather(kept)
                 held = None if kept is None else [everyone[rank] for rank in self._ranks]
             if held is not None:
                 group = self.job.groups.pipeline
                 move_parameters(self.pipeline, held, self._held(), self._ranks, group, connection.rank)
             if not waits:
-                self.context.resumption.put_weights(self.pipeline)
+                self.context.loaded_state.put_weights(self.pipeline)
         if training is not None or self.trainer.state.fn != TrainerFn.FITTING:
             show_plan(plan, self.pipeline, self.job)
         self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
@@ -221,9 +223,9 @@ class Run:
     def _lives_in_shards(self, planned: RuntimePlan) -> bool:
         """Whether a module that was built without memory gets its values in shards: because the plan says so, or because its values are already
         in shards."""
-        is_resting = self.context.resting.of(self.module) is not None
+        in_shards = self.context.module_shards.of(self.module) is not None
         divides = planned.plan.sharding == "parameters" or self.options.optimizer_nodes > 0
-        return self.context.builder.defers and (divides or is_resting)
+        return self.context.builder.defers and (divides or in_shards)
 
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
         """Whether the values of a module that was built without memory go to optimizer nodes, to which there is no connection yet."""
@@ -236,16 +238,16 @@ class Run:
             held: the names of the parameters that each rank of the pipeline has by the previous plan, if there is one.
         """
         context, job = self.context, self.job
-        resting = context.resting
+        module_shards = context.module_shards
         self.sharing = make_sharing(self.pipeline, job.groups, self.plan, job.connection.device)
         self.context.undo.callback(self.sharing.shards.queue.close)
-        shards, former = self.sharing.shards, resting.take(self.module)
+        shards, former = self.sharing.shards, module_shards.take(self.module)
         if former is not None:
             context.builder.bring_parts(self.pipeline, overwritten=True)  # the former shards have the values
             everyone = job.connection.all_gather(set(former.parameters))
             held = [everyone[rank] for rank in self._ranks]
-        if held is None or context.resumption.weights is not None:
-            resting.fill(shards, context.builder, context.resumption, self.pipeline, job.connection.all_gather)
+        if held is None or context.loaded_state.weights is not None:
+            module_shards.fill(shards, context.builder, context.loaded_state, self.pipeline, job.connection.all_gather)
         elif former is not None and held == self._held():
             shards.lay_out(by_elements=former.by_elements, former=former)
         else:
@@ -254,7 +256,7 @@ class Run:
                 former.queue.close()
             move_parameters(self.pipeline, held, self._held(), self._ranks, job.groups.pipeline, job.connection.rank)
             shards.lay_out(by_elements=True)
-        resting.keep(shards, self.module)
+        module_shards.keep(shards, self.module)
         self.exchange = Fetched(shards)
 
     def _why_not_sharded(self) -> str | None:
@@ -349,7 +351,7 @@ class Run:
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)
             strategy.model_to_device()
         seed: int = job.connection.broadcast(agreement.choose_seed())
-        saved = context.resumption.take_seed()
+        saved = context.loaded_state.take_seed()
         if fitting and saved is not None:  # dropout continues as before the checkpoint
             seed = saved
         dtensor.check_axes([*self.module.named_parameters(), *self.module.named_buffers()], job.device_mesh)
@@ -446,7 +448,7 @@ class Run:
         """Give every rank the whole trained module again, unless the run has failed."""
         hurries, self.is_open = self.ends_together, False  # after a signal, the remaining time is for the checkpoint
         self.pipeline.uninstall()
-        in_shards = self.context.resting.of(self.module) is not None
+        in_shards = self.context.module_shards.of(self.module) is not None
         if self.context.builder.leave(self.pipeline, in_shards=in_shards) or self.planned is None:
             pass  # a module built without memory may not fit one process, and each rank keeps its part; or nothing was released
         elif not hurries and not self.job.connection.failed:

@@ -29,8 +29,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_holmes.checkpoint import Job as Membership
-from lightning_holmes.checkpoint import atomic
+from lightning_holmes.checkpoint import Membership, atomic
 from lightning_holmes.checkpoint.finding import newest_whole
 from lightning_holmes.checkpoint.job_folder import MEMORY, JobFolder, job_name, name_start
 from lightning_holmes.checkpoint.manifest import MANIFEST

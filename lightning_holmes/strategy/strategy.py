@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_holmes.checkpoint import CheckpointManager
-from lightning_holmes.checkpoint import Job as Membership
+from lightning_holmes.checkpoint import CheckpointManager, Membership
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
@@ -57,12 +56,12 @@ from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.launcher import HolmesLauncher
+from lightning_holmes.strategy.loaded_state import LoadedState
+from lightning_holmes.strategy.module_shards import ModuleShards
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.pytorch_lightning import refuse_trainer
 from lightning_holmes.strategy.removed_arguments import refuses_removed
-from lightning_holmes.strategy.resting import RestingShards
-from lightning_holmes.strategy.resuming import Resumption
 from lightning_holmes.strategy.run import Evaluation, Run
 from lightning_holmes.strategy.snapshots import Snapshots, begin_snapshots
 from lightning_holmes.strategy.switches import Switches
@@ -75,8 +74,8 @@ _OF_RUNS = (
     "_fit",
     "_undo",
     "_splitter",
-    "_resumption",
-    "_resting",
+    "_loaded_state",
+    "_module_shards",
     "_manager",
     "_snapshots",
 )
@@ -187,8 +186,8 @@ class HolmesStrategy(ParallelStrategy):
         self._snapshots: Snapshots | None = None  # of the present fit
         self._undo = Replacements()  # of what a run changes, while it lasts
         self._splitter = BatchSplitter()
-        self._resumption = Resumption()
-        self._resting = RestingShards()
+        self._loaded_state = LoadedState()
+        self._module_shards = ModuleShards()
         self._manager = CheckpointManager(
             distributed=self._options.save_distributed_checkpoint, background=self._options.async_checkpoint
         )
@@ -386,7 +385,7 @@ class HolmesStrategy(ParallelStrategy):
                 device=self.root_device,
                 environment=self.cluster_environment,
             )
-            self._snapshots.switches = Switches(lambda: self._training.pipeline, self._resumption)
+            self._snapshots.switches = Switches(lambda: self._training.pipeline, self._loaded_state)
             return self._snapshots.choose(find_checkpoint, ckpt_path)
 
     def _explaining(self) -> AbstractContextManager[None]:
@@ -423,10 +422,10 @@ class HolmesStrategy(ParallelStrategy):
             job=self._joined,
             options=options,
             builder=self._builder,
-            resumption=self._resumption,
+            loaded_state=self._loaded_state,
             splitter=self._splitter,
             former=None if self._run is None else self._run.planned or self._run.context.former,
-            resting=self._resting,
+            module_shards=self._module_shards,
             undo=self._undo,
             snapshots=self._snapshots if trainer.state.fn == TrainerFn.FITTING else None,
         )
@@ -466,7 +465,7 @@ class HolmesStrategy(ParallelStrategy):
             return  # no rank has failed, and callbacks may save
         if self._fit is not None:
             self._fit.abandon()
-        self._resumption.weights, self._resumption.optimizers = None, []
+        self._loaded_state.weights, self._loaded_state.optimizers = None, []
         if self._connection is not None:
             self._connection.report(exception, self._explaining)
         if self._snapshots is not None:
@@ -634,7 +633,7 @@ class HolmesStrategy(ParallelStrategy):
             job=self._job,
             run=self._run,
             fit=self._fit,
-            resumption=self._resumption,
+            loaded_state=self._loaded_state,
             module=self.lightning_module,
             io=self.checkpoint_io,
         )

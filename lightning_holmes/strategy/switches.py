@@ -4,7 +4,7 @@ frozen, which modules are in eval mode, which norms track no statistics; and the
 A snapshot contains them, so that a resumed run has them even if the hook that has changed them is not called again: Lightning calls
 on_train_epoch_start, in which BaseFinetuning changes them, only when an epoch begins.
 
-    switches = Switches(lambda: fit.pipeline, resumption)
+    switches = Switches(lambda: fit.pipeline, loaded_state)
     saved = switches.read()             # between two batches
     switches.put(saved)                 # before the first batch of a resumed run
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.strategy.resuming import Resumption
+from lightning_holmes.strategy.loaded_state import LoadedState
 
 Saved = Mapping[str, Sequence[str]]
 """The names of parameters or modules that have a setting off, by the name of the setting (an attribute such as ``requires_grad``)."""
@@ -25,11 +25,11 @@ class Switches:
 
     Args:
         pipeline: returns the fit's module.
-        resumption: keeps the optimizers' states, with their groups, until the first batch.
+        loaded_state: keeps the optimizers' states, with their groups, until the first batch.
     """
 
-    def __init__(self, pipeline: Callable[[], PipelineModule], resumption: Resumption) -> None:
-        self._pipeline, self._resumption = pipeline, resumption
+    def __init__(self, pipeline: Callable[[], PipelineModule], loaded_state: LoadedState) -> None:
+        self._pipeline, self._loaded_state = pipeline, loaded_state
 
     def read(self) -> Saved:
         """Return which switches are off now."""
@@ -49,7 +49,7 @@ class Switches:
             module.training = name not in saved["training"]
             if hasattr(module, "track_running_stats"):
                 vars(module)["track_running_stats"] = name not in saved["track_running_stats"]
-        self._resumption.put_groups(self._parameters)
+        self._loaded_state.put_groups(self._parameters)
 
     @property
     def _parameters(self) -> Mapping[str, nn.Parameter]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_holmes.checkpoint import CheckpointManager, Job
+from lightning_holmes.checkpoint import CheckpointManager, Membership
 from lightning_holmes.checkpoint.atomic import sync_file
 from lightning_holmes.checkpoint.folder import FolderStateDict
 
@@ -34,7 +34,7 @@ def throughput(folder: str) -> dict[str, list[float]]:
     numel = STATE_BYTES // size // TENSORS // 4
     part = {f"w{rank}.{i}": torch.randn(numel) for i in range(TENSORS)}
     names = [f"w{r}.{i}" for r in range(size) for i in range(TENSORS)]
-    job = Job(rank=rank, size=size)
+    job = Membership(rank=rank, size=size, make_group=lambda name: dist.new_group(backend="gloo"))
     about: dict[str, Any] = {"order": names, "parameters": frozenset(names), "plan": "", "assigned": frozenset()}
     keepers = {way: CheckpointManager(distributed=True, background=way == "stall") for way in ("save", "stall")}
     own, new = Path(folder) / f"plain{rank}.pt", Path(folder) / f"new{rank}.pt"
@@ -73,7 +73,7 @@ def throughput(folder: str) -> dict[str, list[float]]:
             if number > 0:  # the first round allocates staging memory and imports modules
                 found[way].append(seconds)
             if way == "stall":
-                keepers["stall"].finish()
+                keepers["stall"].finish(job)
             os.sync() if rank == 0 and "save" in way else None
             dist.barrier()
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from folder_saves import save_folder
 from torch import nn
 
-from lightning_holmes.checkpoint import CheckpointManager, Job, load_module_state
+from lightning_holmes.checkpoint import CheckpointManager, Membership, load_module_state
 from lightning_holmes.checkpoint.converting import open_source, write_file, write_folder
 from lightning_holmes.checkpoint.finding import whole_checkpoints
 from lightning_holmes.checkpoint.folder import FolderStateDict
@@ -54,7 +54,7 @@ def build() -> nn.Module:
 
 def read_all(path: Path) -> Any:
     """Load a checkpoint as the strategy does, and read every value."""
-    loaded = CheckpointManager(distributed=True, background=False).load(Job(), path, weights_only=None)
+    loaded = CheckpointManager(distributed=True, background=False).load(Membership(), path, weights_only=None)
     state = loaded["state_dict"]
     whole = state.read_many(state) if isinstance(state, FolderStateDict) else {k: v.clone() for k, v in state.items()}
     for optimizer in loaded["optimizer_states"]:
@@ -271,7 +271,9 @@ def test_another_models_checkpoint_names_what_differs(folder: Path, file: Path) 
     other = nn.Sequential(nn.Linear(20, 30), *(nn.Linear(3, 3) for _ in range(8)))
     pipeline = PipelineModule(other, None, Partition((1,)), (0,), torch.device("cpu"))
     for path in (folder, file):
-        state = CheckpointManager(distributed=True, background=False).load(Job(), path, weights_only=None)["state_dict"]
+        state = CheckpointManager(distributed=True, background=False).load(Membership(), path, weights_only=None)[
+            "state_dict"
+        ]
         with pytest.raises(CheckpointError) as raised:
             load_module_state(pipeline, {**dict(state), "extra": torch.ones(1)}, strict=True)
         text = str(raised.value)

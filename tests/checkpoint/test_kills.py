@@ -16,7 +16,7 @@ from folder_saves import save_folder
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.checkpoint import CheckpointManager, Job
+from lightning_holmes.checkpoint import CheckpointManager, Membership
 from lightning_holmes.checkpoint.finding import whole_checkpoints
 
 KILLS = 50 if EXHAUSTIVE else 5
@@ -60,7 +60,7 @@ def test_a_checkpoint_survives_kills(tmp_path: Path) -> None:
         interrupted += len(set(tmp_path.glob(".saving-*")) - before) > 0
         found = whole_checkpoints({str(tmp_path / "last.ckpt")}, tmp_path)
         assert found == {str(tmp_path / "last.ckpt")}
-        loaded = manager.load(Job(), tmp_path / "last.ckpt", weights_only=None)
+        loaded = manager.load(Membership(), tmp_path / "last.ckpt", weights_only=None)
         number = loaded["global_step"]
         values = loaded["state_dict"].read_many(loaded["state_dict"])
         assert number >= first - 1 and len(values) == 20

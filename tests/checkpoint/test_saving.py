@@ -12,7 +12,7 @@ import torch
 from folder_saves import Threads, save_folder
 from launch import launch
 
-from lightning_holmes.checkpoint import CheckpointManager, Job, atomic, manager, read_state_dict, saving
+from lightning_holmes.checkpoint import CheckpointManager, Membership, atomic, manager, read_state_dict, saving
 from lightning_holmes.checkpoint.converting import open_source, write_file
 from lightning_holmes.checkpoint.file_systems import PROBE, _of_host, find_file_systems
 from lightning_holmes.checkpoint.folder import FolderReader
@@ -27,7 +27,7 @@ RANKS = 4
 def save(roots: list[Path], token: str, value: float, *, apart: bool = False) -> list[Any]:
     """Save ``last.ckpt`` from all ranks; with ``apart``, ranks 2 and 3 have their own file system."""
 
-    def run(job: Job) -> None:
+    def run(job: Membership) -> None:
         save_folder(
             roots[job.rank] / "last.ckpt",
             {("state_dict", f"weight{job.rank}"): torch.full((100,), value + job.rank)},
@@ -98,9 +98,11 @@ def test_a_full_or_read_only_disk_is_named_and_what_was_saved_before_stays(distr
         checkpoint: dict[str, Any] = {"state_dict": {"a": torch.ones(100), "b": torch.ones(numel)}}
         if distributed:
             names: dict[str, Any] = {"order": ["a", "b"], "parameters": frozenset("ab")}
-            manager.save_folder(Job(), checkpoint, path, **names, plan="", assigned=frozenset(), background=False)
+            manager.save_folder(
+                Membership(), checkpoint, path, **names, plan="", assigned=frozenset(), background=False
+            )
         else:
-            manager.save_plain(Job(), checkpoint, path, background=False)
+            manager.save_plain(Membership(), checkpoint, path, background=False)
 
     with pytest.raises(CheckpointError, match="No space left on device; nothing is left of it"):
         save_weights(10**6)
@@ -132,9 +134,7 @@ def test_each_file_system_has_its_part_and_the_whole_index(tmp_path: Path) -> No
 
 
 def test_file_systems_are_found_by_trying(tmp_path: Path) -> None:
-    found = Threads(RANKS).run(
-        lambda job: find_file_systems(tmp_path / ("a" if job.rank in (0, 3) else "b"), job.rank, RANKS, job.all_gather)
-    )
+    found = Threads(RANKS).run(lambda job: find_file_systems(tmp_path / ("a" if job.rank in (0, 3) else "b"), job))
     assert {systems.of_rank for systems in found} == {(0, 1, 1, 0)}
     assert found[0].leaders == (0, 1)
     assert [list((tmp_path / name).iterdir()) for name in "ab"] == [[], []]
@@ -146,17 +146,18 @@ def test_what_a_killed_process_has_left_in_looking_for_file_systems_is_removed_b
         left = [f"{_of_host()}{pid}-ab" for pid in (dead.pid, alive.pid)] + [f"{PROBE}-00000000-{dead.pid}-ab"]
         for name in left:
             (tmp_path / name).touch()
-        find_file_systems(tmp_path, 0, 1, lambda value: [value])
+        find_file_systems(tmp_path, Membership())
         assert {path.name for path in tmp_path.iterdir()} == set(left[1:])
 
 
 def test_looking_for_file_systems_leaves_nothing_where_another_rank_fails(tmp_path: Path) -> None:
-    def lost(value: Any) -> list[Any]:
-        assert list(tmp_path.iterdir()) != []
-        raise RuntimeError("Connection closed by peer")
+    class Lost(Membership):
+        def all_gather(self, value: Any) -> list[Any]:
+            assert list(tmp_path.iterdir()) != []
+            raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        find_file_systems(tmp_path, 0, 2, lost)
+        find_file_systems(tmp_path, Lost(size=2))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from folder_saves import save_folder
 
-from lightning_holmes.checkpoint import Job
+from lightning_holmes.checkpoint import Membership
 from lightning_holmes.checkpoint.copies import partner_of
 from lightning_holmes.checkpoint.job_folder import JobFolder
 from lightning_holmes.checkpoint.manifest import MANIFEST
@@ -80,13 +80,13 @@ def test_two_snapshots_must_fit_and_two_are_kept(folder: JobFolder, monkeypatch:
 
     def save_weights(number: int, step: int) -> None:
         checkpoint = {"state_dict": {"w": torch.zeros(number)}, "global_step": step}
-        manager.save_folder(Job(), checkpoint, folder.snapshot(1, step), **_ABOUT)
+        manager.save_folder(Membership(), checkpoint, folder.snapshot(1, step), **_ABOUT)
 
     with pytest.raises(ConfigurationError, match=r"take 84 MB, and .* has 64 MB left of 64:.*--shm-size"):
         save_weights(10_000_000, 1)
     for step in (1, 2, 3):
         save_weights(7_000_000 if step == 1 else 4, step)
-    manager.settle(Job())
+    manager.settle(Membership())
     assert manager.whole == folder.snapshot(1, 3)
     assert folder.snapshots(0) == {} and sorted(folder.snapshots(1)) == [2, 3]
 

@@ -22,7 +22,7 @@ from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.checkpoint.finding import is_folder
 from lightning_holmes.commands.convert import main as convert
 from lightning_holmes.errors import ConfigurationError, HolmesError
-from lightning_holmes.strategy.job import Job
+from lightning_holmes.strategy.job import Membership
 from lightning_holmes.strategy.run import Run
 
 
@@ -163,7 +163,7 @@ def left_by_fits(_: Any) -> list[tuple[int, list[str]]]:
         make_trainer(HolmesStrategy(), devices=2).fit(Stack(), loader())
         gc.collect()
         names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-        left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, (HolmesStrategy, Job, Run))]
+        left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, (HolmesStrategy, Membership, Run))]
         found.append((sum("gloo" in name for name in names), left))
     return found
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launch import launch_raw
 
-from lightning_holmes.checkpoint import CheckpointManager, Job
+from lightning_holmes.checkpoint import CheckpointManager, Membership
 
 ENDLESS = 100_000
 
@@ -104,7 +104,7 @@ def test_sigterm_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(
     assert first["step"] == last["step"]
     assert first["step"] in (2, 3) if 0 in ranks else first["step"] < ENDLESS / 100
     saved = CheckpointManager(distributed=folders, background=False).load(
-        Job(), tmp_path / "told.ckpt", weights_only=None
+        Membership(), tmp_path / "told.ckpt", weights_only=None
     )
     assert saved["global_step"] == first["step"] and len(saved["state_dict"]) == 6
 
@@ -147,7 +147,9 @@ def test_ctrl_c_ends_all_ranks_at_a_batch_boundary_with_a_checkpoint(tmp_path: P
     """In a terminal all processes get the signal. Lightning's exit code is 1."""
     first, last = run({"ranks": [0, 1], "signal": "SIGINT"}, tmp_path, codes=(1, 1))
     assert first["step"] == last["step"] == 3
-    saved = CheckpointManager(distributed=True, background=False).load(Job(), tmp_path / "told.ckpt", weights_only=None)
+    saved = CheckpointManager(distributed=True, background=False).load(
+        Membership(), tmp_path / "told.ckpt", weights_only=None
+    )
     assert saved["global_step"] == 3 and len(saved["state_dict"]) == 6
 
 

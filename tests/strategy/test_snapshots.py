@@ -26,7 +26,7 @@ from snapshot_cases import STEPS, Net, Noisy, snapshots_in
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.checkpoint import Job
+from lightning_holmes.checkpoint import Membership
 from lightning_holmes.checkpoint.job_folder import JobFolder
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.strategy.snapshots import Snapshots
@@ -201,7 +201,7 @@ def test_a_snapshot_that_is_left_of_long_ago_does_not_beat_the_checkpoint_of_a_r
 
     def chosen(ckpt_path: Any = None) -> str:
         given: Any = None, SimpleNamespace(whole=None)
-        taken = Snapshots(*given, folder, 0, every=3, device=torch.device("cpu"), member=Job())
+        taken = Snapshots(*given, folder, 0, every=3, device=torch.device("cpu"), member=Membership())
         return Path(taken.choose(lambda path: str(requeued), ckpt_path)).name
 
     assert chosen() == "0-3"
@@ -227,7 +227,7 @@ def test_auto_leaves_a_hundredth_of_the_time_to_pauses_and_a_tenth_to_writing(mo
     trainer.save_checkpoint = save
     manager: Any = SimpleNamespace(is_writing=False, write_s=0.0)
     folder: Any = SimpleNamespace(snapshot=lambda fit, step: Path(f"{fit}-{step}"))
-    taken = Snapshots(trainer, manager, folder, 0, every="auto", device=torch.device("cpu"), member=Job())
+    taken = Snapshots(trainer, manager, folder, 0, every="auto", device=torch.device("cpu"), member=Membership())
     taken.is_active = True
     due: list[float] = []
     for tenth in range(3000):

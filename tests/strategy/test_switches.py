@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_holmes.strategy.resuming import Resumption
+from lightning_holmes.strategy.loaded_state import LoadedState
 from lightning_holmes.strategy.switches import Switches
 
 
@@ -16,9 +16,9 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     return module, torch.optim.SGD(module[2].parameters(), lr=0.1)
 
 
-def switches_of(module: nn.Module, resumption: Resumption) -> Switches:
+def switches_of(module: nn.Module, loaded_state: LoadedState) -> Switches:
     pipeline: Any = SimpleNamespace(module=module, parameters=dict(module.named_parameters()))
-    return Switches(lambda: pipeline, resumption)
+    return Switches(lambda: pipeline, loaded_state)
 
 
 def test_what_hooks_have_switched_and_added_is_put_back() -> None:
@@ -28,18 +28,18 @@ def test_what_hooks_have_switched_and_added_is_put_back() -> None:
     module[2].bias.requires_grad_(False)
     module[2].eval()
     module[1].track_running_stats = False
-    saved = switches_of(module, Resumption()).read()
+    saved = switches_of(module, LoadedState()).read()
     groups = [
         {"params": list(names), "lr": lr}
         for names, lr in ((("2.weight", "2.bias"), 0.1), (("0.weight", "0.bias"), 0.02))
     ]
     for again in (False, True):
         other, optimizer = build()
-        resumption = Resumption()
-        resumption.hold_optimizers([optimizer], [{"state": {}, "param_groups": groups}])
+        loaded_state = LoadedState()
+        loaded_state.hold_optimizers([optimizer], [{"state": {}, "param_groups": groups}])
         if again:
             optimizer.add_param_group({"params": list(other[0].parameters()), "lr": 0.5})
-        switches = switches_of(other, resumption)
+        switches = switches_of(other, loaded_state)
         switches.put(saved)
         assert switches.read() == saved
         assert other[1].track_running_stats is False and other[0].training and not other[2].training

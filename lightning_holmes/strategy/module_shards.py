@@ -1,10 +1,10 @@
-"""RestingShards: keeps a module that was built without memory in shards, from when it has values, and between runs.
+"""ModuleShards: keeps a module that was built without memory in shards, from when it has values, and between runs.
 
-The module is never whole: one part at a time is built, or read from a checkpoint, sharded, and released. A strategy has one RestingShards.
+The module is never whole: one part at a time is built, or read from a checkpoint, sharded, and released. A strategy has one ModuleShards.
 
-    resting.fill(shards, builder, resumption, pipeline, connection.all_gather)
+    module_shards.fill(shards, builder, loaded_state, pipeline, connection.all_gather)
     ...
-    resting.of(module)          # the shards of the last run, for checkpoints after it and for the next run
+    module_shards.of(module)          # the shards of the last run, for checkpoints after it and for the next run
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,10 @@ from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.building import ModuleBuilder
-from lightning_holmes.strategy.resuming import Resumption
+from lightning_holmes.strategy.loaded_state import LoadedState
 
 
-class RestingShards:
+class ModuleShards:
     """The shards of the last module that stays in shards; none at the start."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class RestingShards:
         self,
         shards: StageShards,
         builder: ModuleBuilder,
-        resumption: Resumption,
+        loaded_state: LoadedState,
         pipeline: PipelineModule,
         all_gather: Callable[[Any], list[Any]],
     ) -> None:
@@ -56,7 +56,7 @@ class RestingShards:
             UnsupportedModuleError: a parameter gets no value from anywhere.
             ConfigurationError: in an earlier run this rank held only a part of the parameters that it needs now.
         """
-        saved = resumption.take_weights()
+        saved = loaded_state.take_weights()
         bring_part = builder.bring_parts(pipeline, overwritten=saved is not None)
         at_once = saved is not None and checkpoint.renames(
             pipeline.module

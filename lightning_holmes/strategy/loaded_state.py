@@ -1,7 +1,7 @@
-"""Resumption: keeps the states of a checkpoint, from when Lightning loads it until the run that continues from it is set up.
+"""LoadedState: keeps the states of a checkpoint, from when Lightning loads it until the run that continues from it is set up.
 
-resumption.weights = (state_dict, strict)      # the layout is not known yet
-resumption.put_weights(pipeline)               # now it is: each rank reads its part; all ranks must call
+loaded_state.weights = (state_dict, strict)      # the layout is not known yet
+loaded_state.put_weights(pipeline)               # now it is: each rank reads its part; all ranks must call
 """
 
 import copy
@@ -38,7 +38,7 @@ class _Waiting:
         return {**self.state, "param_groups": groups}
 
 
-class Resumption:
+class LoadedState:
     """The loaded states for the next run of a strategy; each is removed when it is taken.
 
     Attributes:

@@ -1,8 +1,8 @@
-"""Job: this rank's place among all ranks, and the messages that they exchange about a checkpoint.
+"""Membership: this rank's place among all ranks, and the messages that they exchange about a checkpoint.
 
-job = Job(rank=0, size=4, ...)
-job.all_gather("here")                    # in WORLD, from the main thread
-replace(job, group=group).broadcast(1)    # in a group of all ranks that one thread alone uses
+member = Membership(rank=0, size=4, ...)
+member.all_gather("here")                    # in WORLD, from the main thread
+replace(member, group=group).broadcast(1)    # in a group of all ranks that one thread alone uses
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Membership:
     """This rank's position in the job: among all ranks, its replica among the replicas, and its rank in its tensor group.
 
     Attributes:
