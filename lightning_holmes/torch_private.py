@@ -83,14 +83,16 @@ def abort_groups() -> None:
     dist.distributed_c10d._abort_process_group()
 
 
-def gloo_device(interface: str | None) -> Any:
-    """Return a gloo transport device, with its thread, on a network interface.
+def gloo_device(interface: str | None, *, address: str | None = None) -> Any:
+    """Return a gloo transport device, with its thread, on a network interface, or on the one that has ``address``.
 
     The device is not lazy: groups that share a lazy device wait for each other's connections for ever (torch 2.13).
 
     Raises:
         RuntimeError: the interface does not exist, or has no address.
     """
+    if address is not None:
+        return dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
     if interface is None:
         return dist.ProcessGroupGloo.create_default_device(lazy_init=False)
     return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)

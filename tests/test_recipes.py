@@ -396,7 +396,6 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
         "sharding": "optimizer",
         "optimizer_nodes": 0,
         "optimizer_states": "memory",
-        "keep_parameters": "auto",
         "master_weights": True,
         "timeout": "0:05:00",
     }

@@ -122,10 +122,12 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True)
 class PointToPoint:
-    """Reduce-scatter and all-gather by sends and receives: each member receives its part from all others, and sums it."""
+    """Reduce-scatter and all-gather by sends and receives: each member receives its part from all others, and sums it. ``tag``: with gloo,
+    another thread may use the group at the same time with another one."""
 
     group: dist.ProcessGroup
     name: str = "p2p"
+    tag: int = 0
 
     def sum(self, tensor: Tensor) -> None:
         self.scatter(tensor)
@@ -150,8 +152,10 @@ class PointToPoint:
         operations = []
         for distance in range(1, size):
             to, source = (place + distance) % size, (place - distance) % size
-            operations.append(dist.P2POp(dist.irecv, received(source), group=self.group, group_peer=source))
-            operations.append(dist.P2POp(dist.isend, sent(to), group=self.group, group_peer=to))
+            operations.append(
+                dist.P2POp(dist.irecv, received(source), group=self.group, group_peer=source, tag=self.tag)
+            )
+            operations.append(dist.P2POp(dist.isend, sent(to), group=self.group, group_peer=to, tag=self.tag))
         for work in dist.batch_isend_irecv(operations):
             wait_for(work, self.group)
 

@@ -23,7 +23,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_private import build_trainers_for_one_cpu, declared_precision
 from lightning_holmes.optim.node.description import describe_module
 from lightning_holmes.optim.node.node_options import MEMORY, NodeOptions
-from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, join
+from lightning_holmes.optim.node.role import DEFAULT_PORT, PORT, SECRET, join
 from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
 
 
@@ -41,7 +41,7 @@ def main(args: list[str]) -> None:
     parser.add_argument(
         "--master-addr",
         default=os.environ.get("MASTER_ADDR"),
-        help="the host of rank 0; several hosts, separated by commas, if a restarted job may have rank 0 on another one; default MASTER_ADDR",
+        help="the host of rank 0; several hosts, separated by commas, if rank 0 may be on any of them; default MASTER_ADDR",
     )
     parser.add_argument(
         "--rdzv-endpoint", metavar="HOST[:PORT]", help="torchrun's option; its host is used instead of --master-addr"
@@ -56,12 +56,6 @@ def main(args: list[str]) -> None:
         help=f"the port on which rank 0 waits for nodes; default: the environment variable {PORT}, or {DEFAULT_PORT}",
     )
     parser.add_argument("--wait", type=float, default=1800.0, help="seconds to wait for rank 0; default 1800")
-    parser.add_argument(
-        "--wait-again",
-        type=float,
-        default=0.0,
-        help="seconds to wait for rank 0 again after the job has failed; default 0, but --wait if torchrun has restarts left",
-    )
     parser.add_argument(
         "--states",
         metavar="FOLDER",
@@ -112,7 +106,6 @@ def main(args: list[str]) -> None:
             may_import=False,
             options=options,
             wait_s=given.wait,
-            again_s=given.wait_again,
             expected=expected,
         )
         sys.stdout.flush()

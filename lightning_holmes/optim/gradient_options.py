@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.collective_choice import check_collective
-from lightning_holmes.plan.node_routes import ROUTES, several_in_a_cluster
 from lightning_holmes.plan.placement import Placement, cluster_levels
 
 
@@ -27,8 +26,7 @@ class GradientOptions:
     compression: str | None = None
 
     def __post_init__(self) -> None:
-        if self.gradient_sync not in ROUTES:
-            check_collective(self.gradient_sync)
+        check_collective(self.gradient_sync)
 
     def notes(self, placement: Placement, clusters: Sequence[str]) -> list[str]:
         """Return a line for each option that has no effect on this placement. ``clusters``: the cluster of each global rank.
@@ -44,11 +42,6 @@ class GradientOptions:
             raise ConfigurationError(
                 'gradient_sync="hierarchical" needs a data-parallel group that has as many ranks, two or more, in each of '
                 'several clusters, and here is none; use "auto", or a pipeline_parallel_size with which groups cross'
-            )
-        if self.gradient_sync == "aggregator" and not any(several_in_a_cluster(ranks, clusters) for ranks in groups):
-            raise ConfigurationError(
-                'gradient_sync="aggregator" needs a cluster with several workers of a pipeline rank, of which one speaks with the '
-                'optimizer nodes, and here is none; use "auto"'
             )
         found = []
         if self.gradient_sync != "auto" and placement.data_parallel_size == 1:

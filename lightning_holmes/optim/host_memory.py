@@ -3,7 +3,8 @@
     memory = HostMemory(device)                     # of one thread, which runs in a stream of its own on CUDA (comm/queue.py)
     with memory.receiving(buffers) as hosts:        # hosts are the buffers themselves if these are on the host
         link.ask({...}, into=hosts)
-    hosts = memory.sending(buffers)
+    hosts = memory.start_copying(buffers)
+    memory.wait()
 
 There are two pieces of pinned memory, used in turn, as large as the largest request: one is copied while the other is filled.
 """
@@ -41,15 +42,24 @@ class HostMemory:
         if self._device.type == "cuda":
             self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
 
-    def sending(self, buffers: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the values of ``buffers`` on the host; they stay valid until the second request after this one."""
-        if not _passes(self._device):
-            return buffers
+    @property
+    def copies(self) -> bool:
+        """Whether tensors pass through host memory: they are not on the host themselves."""
+        return _passes(self._device)
+
+    def start_copying(self, buffers: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Start to copy ``buffers`` to the host; the copies may be read after :meth:`wait`, until the second request after this one."""
         hosts = self._take(buffers)
         _copy(buffers, hosts)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
         return hosts
+
+    def wait(self) -> None:
+        """Wait on the host until the last copy is done."""
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
 
     def _take(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         self._turn = 1 - self._turn

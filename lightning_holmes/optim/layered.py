@@ -175,17 +175,14 @@ class LayeredReducer:
                 self.parameters[name].grad = None
         if not buffers:
             return None
-        work = self.queue.start(
-            self._reduction(parts, buffers),
-            "bucket_reduce",
-            of="of shared parameters" if stage is None else f"of stage {stage}",
-        )
+        label = "of shared parameters" if stage is None else f"of stage {stage}"
+        work = self._start_reduction(parts, buffers, label)
         self._works.append(work)
         return work
 
-    def _reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Callable[[], None]:
-        """Return the function that reduces these gradients; it runs in the queue."""
-        return lambda: self._sum(parts, buffers)
+    def _start_reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor], label: str) -> Work:
+        """Start to reduce these gradients; the work that is returned is done when their buffers may be used again."""
+        return self.queue.start(lambda: self._sum(parts, buffers), "bucket_reduce", of=label)
 
     def _sum(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
         for part, buffer in zip(parts, buffers, strict=True):

@@ -5,7 +5,7 @@ its own step does nothing. After it the commit is sent, with these options. Clip
 commit.
 
     reducer = RemoteReducer(parameters, groups, placement, device, ..., is_eager=True)           # in place of LayeredReducer
-    states = RemoteOptimizer(optimizer, names, parameters, reducer, num_replicas=2)              # in place of ShardedOptimizer
+    states = RemoteOptimizer(optimizer, names, parameters, reducer)                              # in place of ShardedOptimizer
     host = RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=None)          # in place of ShardedHost
 """
 
@@ -29,7 +29,7 @@ from lightning_holmes.optim.elementwise import Separability, marks_of, test_sepa
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
-from lightning_holmes.optim.node.link import NodeLink, at_once
+from lightning_holmes.optim.node.link import Action, Stream
 from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 
@@ -70,25 +70,33 @@ class RemoteReducer(LayeredReducer):
         self._is_last = self.is_eager and last
         super().begin(last=last)
         if self._is_last:
-            self.tell_all({"tell": "begin", "window": self.window, "options": self.options()})
+            self.shards.tell_all(Action.BEGIN, number=self.window, message={"options": self.options()})
 
-    def _reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Callable[[], None]:
-        about = {"tell": "gradient", "window": self.window, "is_last": self._is_last}
-        touched = [[name for name in part.names if name in self._touched] for part in parts]
-        self.is_half_done |= self._is_last
+    def _start_reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor], label: str) -> Work:
+        """Start to send gradients; the work that is returned is done when their buffers may be used again."""
+        window, is_last, tree = self.window, self._is_last, self.shards.tree
+        touched = [torch.tensor([name in self._touched for name in part.names], dtype=torch.uint8) for part in parts]
+        self.is_half_done |= is_last
+        hosts: list[Tensor] = []
 
         def push() -> None:
-            acts = []
-            hosts = self._host_memory.sending(buffers)
-            for part, names, host in zip(parts, touched, hosts, strict=True):
+            self._host_memory.wait()
+            transfers = []
+            for part, flags, host in zip(parts, touched, hosts or buffers, strict=True):
                 link, unit = self.shards.link_of(part)
-                aggregator = self.shards.aggregators.get(unit)
-                all_names = names if aggregator is None else aggregator.sum(unit, host, names, of=part.names)
-                sent = {} if all_names is None else {"touched": all_names, "values": host}
-                acts.append((link, functools.partial(link.tell, about | {"unit": unit} | sent)))
-            at_once(acts)
+                transfers.append(self.shards.order(link, Action.GRADIENT, unit=unit, number=window, flag=is_last))
+                transfers.append(link.send(flags, Stream.PUSH))
+                if tree.size > 1 or flags.any():
+                    tree.sum(host)
+                    transfers.append(link.send(tree.share(host), Stream.PUSH))
+            for transfer in transfers:
+                transfer.wait()
 
-        return push
+        if not self._host_memory.copies:
+            return self.queue.start(push, "bucket_reduce", of=label)
+        copied = self.queue.start(lambda: hosts.extend(self._host_memory.start_copying(buffers)))
+        self._works.append(self.queue.start(push, "bucket_reduce", of=label))
+        return copied
 
     def end(self) -> None:
         """End a batch: sum gradients of parameters that other pipeline ranks hold, too, over these ranks before they are sent."""
@@ -100,22 +108,11 @@ class RemoteReducer(LayeredReducer):
         super().end()
 
     def finish(self, *, last: bool) -> None:
-        """After the ``last`` batch of a window: tell the nodes that this worker has sent all its gradients. Does not wait."""
+        """After the ``last`` batch of a window: note that all its gradients are on their way. Does not wait."""
         if not last:
             return
-        window = self.window
-        self.tell_all({"tell": "done", "window": window})
         self._works.clear()
         self._is_new = self.is_complete = True
-
-    def tell_all(self, message: Mapping[str, Any]) -> Work:
-        """Send ``message`` to every node, after the gradients that are queued."""
-
-        def tell() -> None:
-            for link in self.shards.links:
-                link.tell(message)
-
-        return self.queue.start(tell)
 
     def watch(self, on_run: OnRun | None) -> None:
         super().watch(on_run)
@@ -131,7 +128,6 @@ class RemoteOptimizer:
 
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
-        num_replicas: the number of replicas over which collected states are distributed.
         scales: whether a GradScaler checks for overflows.
     """
 
@@ -144,7 +140,6 @@ class RemoteOptimizer:
         parameters: RemoteParameters,
         reducer: RemoteReducer,
         *,
-        num_replicas: int,
         scales: bool = False,
     ) -> None:
         self.optimizer, self._scales = optimizer, scales
@@ -153,9 +148,6 @@ class RemoteOptimizer:
         self.stepped = {name for of_group in names for name in of_group}
         self._parameters, self._reducer = parameters, reducer
         self._groups = [list(of_group) for of_group in names]
-        self._sizes: Mapping[str, Mapping[str, int]] = {}
-        order = (name for part in parameters.parts for name in part.names)
-        self._replica_of = {name: place % num_replicas for place, name in enumerate(order)}
         held = parameters.parameters
         first = {n: dict(optimizer.state[held[n]]) for n in self.stepped if optimizer.state.get(held[n])}
         for group in optimizer.param_groups:
@@ -196,12 +188,10 @@ class RemoteOptimizer:
             )
         marks = marks_on(parameters, names)
         options = options_of(self.optimizer)[len(self._groups) :]
-        self._reducer.tell_all({"tell": "groups", "options": options, "names": list(names), "marks": marks}).wait()
+        message = {"options": options, "names": list(names), "marks": marks}
+        self._parameters.ask(Action.GROUPS, everyone=True, message=message)
         self._groups += names
-        self._parameters.run = ""  # a restarted run would have the groups of configure_optimizers only
         self.stepped |= {name for of_group in names for name in of_group}
-        for link in self._parameters.links:
-            link.ask({"ask": "groups", "count": len(self._groups)})
 
     def _added_groups(self) -> list[list[str]]:
         """Return the names of this rank's parameters in each new group; earlier groups hold no parameters, or the same ones again
@@ -222,16 +212,10 @@ class RemoteOptimizer:
                 f"{type(self.optimizer).__name__} was given a parameter group between a batch's beginning and its step, when optimizer nodes "
                 f"may have updated layers already: add it in on_train_batch_start or before, or use optimizer_nodes=0"
             )
-        commit = {
-            "tell": "commit",
-            "window": self._reducer.window,
-            "edits": list(self.edits),
-            "options": options_of(self.optimizer),
-        }
-        self._reducer.tell_all(commit)
+        message = {"edits": list(self.edits), "options": options_of(self.optimizer)}
+        self._parameters.tell_all(Action.COMMIT, number=self._reducer.window, message=message)
         self._reducer.is_half_done = False
         self._parameters.version += 1
-        self._parameters.committed = self._reducer.window
 
     # states
 
@@ -252,41 +236,48 @@ class RemoteOptimizer:
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Send ``states`` to the nodes, from the first replica."""
-        if self._parameters.replica or not states:
-            return
-        for part in self._parameters.parts:
-            link, unit = self._parameters.link_of(part)
-            link.ask({"ask": "load", "unit": unit, "states": {n: dict(states[n]) for n in part.names if n in states}})
+        parameters = self._parameters
+        for part in parameters.parts if states and not parameters.replica else ():
+            given = {n: dict(states[n]) for n in part.names if n in states}
+            link, unit = parameters.link_of(part)
+            load = functools.partial(parameters.order, link, Action.LOAD, unit=unit, message=given)
+            parameters.commands.start(lambda load=load: load().wait()).wait()  # type: ignore[misc]
 
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
         self._parameters.settle()
-        replica = self._parameters.replica
         found: dict[str, dict[str, Any]] = {}
         for part in self._parameters.parts:
-            names = [n for n in part.names if n in self.stepped and (destination is None or destination(n) == replica)]
-            if names:
-                link, question = self._about(part, names)
-                found |= link.ask(question | {"ask": "states"})["states"]
+            found |= self._collected(part, destination)
         return found
 
-    def _about(self, part: Part, names: Sequence[str]) -> tuple[NodeLink, dict[str, Any]]:
-        link, unit = self._parameters.link_of(part)
-        return link, {"unit": unit, "names": names, "version": self._parameters.version}
+    def _collected(self, part: Part, destination: Callable[[str], int] | None) -> dict[str, dict[str, Any]]:
+        """Return the states of those of the part's parameters that this replica wants. All replicas must call."""
+        parameters, wanted = self._parameters, dict[int, list[str]]()
+        for name in part.names:
+            for replica in range(parameters.num_replicas) if destination is None else [destination(name)]:
+                wanted.setdefault(replica, []).append(name)
+        link, unit = parameters.link_of(part)
+        found: dict[str, dict[str, Any]] = {}
+
+        def run() -> None:
+            order = parameters.order(link, Action.STATES, unit=unit, message=wanted)
+            if parameters.replica in wanted:
+                found.update(link.told())
+            order.wait()
+
+        parameters.commands.start(run).wait()
+        return found
 
     def each_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the states of this replica, one unit at a time; see OwnedStates."""
         self._parameters.settle()
-        replica = self._parameters.replica
         for part in self._parameters.parts:
-            wanted = [n for n in part.names if n in self.stepped and self.destination(n) == replica]
-            if wanted:
-                give_back_freed_memory()  # of the unit before, which is large
-                link, question = self._about(part, wanted)
-                yield from link.ask(question | {"ask": "states"})["states"].items()
+            give_back_freed_memory()  # of the unit before, which is large
+            yield from self._collected(part, self.destination).items()
 
     def destination(self, name: str) -> int:
-        """Return the replica that saves a parameter's state: parameters are distributed round-robin."""
-        return self._replica_of.get(name, 0)
+        """Return the replica that saves a parameter's state."""
+        return self._parameters.destination(name)
 
     def close(self) -> None:
         """Give parameters their own values again; states can still be collected. The optimizer object refuses to step afterwards."""
@@ -365,8 +356,7 @@ class RemoteHost:
     def unscale(self, factor: float) -> bool:
         """Let the nodes multiply gradients by ``factor`` before they step; returns whether any is not finite, on any stage. All ranks
         must call."""
-        question = {"ask": "finite", "window": self._reducer.window}
-        overflows = not all(link.ask(question)["finite"] for link in self._reducer.shards.links)
+        overflows = not all(self._reducer.shards.ask(Action.FINITE, number=self._reducer.window))
         if self._groups.pipeline is not None:
             overflows = any_of(overflows, self._groups.pipeline)
         self.shards.edits.append(("scale", factor))
@@ -384,8 +374,8 @@ class RemoteHost:
                 "know it after that batch; ask in on_before_optimizer_step, or use optimizer_nodes=0"
             )
         counted = [name for name in names if self._is_owner(name)]
-        question = {"ask": "norm", "window": self._reducer.window, "names": counted, "edits": list(self.shards.edits)}
-        squared = math.fsum(link.ask(question)["squared"] for link in self._reducer.shards.links)
+        message = {"names": counted, "edits": list(self.shards.edits)}
+        squared = math.fsum(self._reducer.shards.ask(Action.NORM, number=self._reducer.window, message=message))
         found = torch.tensor(squared, dtype=torch.float64, device=self._groups.builder.device)
         if self._groups.pipeline is not None:
             dist.all_reduce(found, group=self._groups.pipeline)

@@ -431,10 +431,9 @@ class CostModel:
         return min(whole / 2 if scatters else whole, in_levels), self._gather(group, trained_bytes)
 
     def _gather(self, group: StageGroup, num_bytes: float) -> float:
-        """Seconds to all-gather num_bytes: half of an all-reduce. With optimizer nodes: to receive them; half if parameters are kept
-        from forward to backward, since they are then received once for both passes."""
+        """Seconds to all-gather num_bytes: half of an all-reduce. With optimizer nodes: to receive them."""
         if self.training.optimizer_nodes:
-            return num_bytes * (0.5 if self.training.keeps_parameters else 1.0) / self._node_bytes_per_s
+            return num_bytes / self._node_bytes_per_s
         if group.local_size * group.num_hosts == 1:
             return 0.0
         return _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts) / 2

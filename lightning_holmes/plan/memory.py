@@ -41,7 +41,7 @@ class RankMemory:
         """Bytes that a layer, or what runs before or after the layers, holds all the time."""
         training = self.training
         if training.optimizer_nodes:
-            return place.parameter_bytes / self.tensor if training.keeps_parameters else 0.0
+            return 0.0
         if training.sharded_parameters:
             held = place.parameter_bytes + place.trained_bytes * (training.gradient_ratio + training.state_ratio)
             return held / self.shards / self.tensor
@@ -52,8 +52,7 @@ class RankMemory:
         """Bytes of unsharded parameters and gradients, in addition to the shards, while ``place`` is computed; 0 without sharded_parameters."""
         if not self.training.sharded_parameters:
             return 0.0
-        parameters = 0.0 if self.training.keeps_parameters else place.parameter_bytes
-        return (parameters + place.trained_bytes * self.training.gradient_ratio) / self.tensor
+        return (place.parameter_bytes + place.trained_bytes * self.training.gradient_ratio) / self.tensor
 
     def held_bytes(self, place: LayerCost) -> float:
         """Bytes of activations of one microbatch held from forward to backward. With recomputation pass costs with recomputation."""

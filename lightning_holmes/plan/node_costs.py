@@ -4,7 +4,7 @@
     load.memory_bytes                       # 16 bytes a parameter, with AdamW in fp32
 
 The nodes' network cards are assumed to be as fast as those of the workers' hosts, and the workers share them. Not modelled: the nodes'
-own work, disks, gradients that wait at a node to be added, aggregation of gradients inside a cluster (route "aggregator"), and that
+own work, disks, gradients that wait at a node to be added, sums inside a cluster of workers, and that
 the last layers are not received again for their backward.
 """
 
@@ -50,7 +50,7 @@ def node_load(model: ModelCost, training: Training, *, replicas: int) -> NodeLoa
         count=count,
         memory_bytes=(values + gradients + trained * training.state_ratio) / count,
         received_bytes=replicas * gradients / count,
-        sent_bytes=replicas * parameters * (1 if training.keeps_parameters else 2) / count,
+        sent_bytes=replicas * parameters * 2 / count,
     )
 
 

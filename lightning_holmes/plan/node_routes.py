@@ -1,62 +1,67 @@
 """How workers and optimizer nodes reach each other, from their clusters and network cards. Pure functions.
 
-clusters_apart((0, 1, 2, 3), ["a", "a", "b", "b"], of_nodes=["a"], known=True)     # [(2, 3)]
-speaking_levels((0, 1, 2, 3), ["x", "x", "y", "y"])                                # [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
-near_addresses(cluster, [("roce", "10.65.0.3/16")])                                # {"node0": "10.65.0.3", "node1": ...}
+share_nodes(["a", "b"], ["b", "a", None])                            # [[1], [0]]
+sums_inside(["a", "a"], ["b"])                                       # True
+near_addresses(cluster, [("roce", "10.65.0.3/16")])                  # {"node0": "10.65.0.3", "node1": ...}
 """
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from lightning_holmes.cluster.topology import Cluster
-
-ROUTES = ("star", "aggregator")
-"""star: every worker sends its gradients to the optimizer nodes. aggregator: one worker of a cluster sends their sum if the node is elsewhere."""
+from lightning_holmes.cluster.topology import Cluster, OptimizerHost
 
 
-def clusters_apart(
-    ranks: Sequence[int], clusters: Sequence[str], of_nodes: Sequence[str | None], *, known: bool
-) -> list[tuple[int, ...]]:
-    """Group ``ranks`` by cluster; return the groups of two or more for which at least one of their nodes is, or may be, in another cluster.
-
-    Args:
-        clusters: the cluster of each global rank.
-        of_nodes: the clusters of the nodes of these ranks; None: not known.
-        known: return a group only if that is certain: a node is in another cluster, or the ranks are in several clusters, so that
-            a node whose cluster is not known can be in one of them at most.
-    """
-    crosses = len({clusters[rank] for rank in ranks}) > 1
-    return [
-        members
-        for cluster, members in several_in_a_cluster(ranks, clusters).items()
-        if any(other != cluster and (other is not None or crosses or not known) for other in of_nodes)
-    ]
+def cluster_of(name: str, hosts: Sequence[OptimizerHost]) -> str | None:
+    """Return the cluster of the node on host ``name``, compared without domains if no host has exactly this name; None if not known."""
+    same = [host.cluster for host in hosts if host.name == name]
+    return next(iter(same or [h.cluster for h in hosts if h.name.split(".")[0] == name.split(".")[0]]), None)
 
 
-def several_in_a_cluster(ranks: Sequence[int], clusters: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Group ``ranks`` by cluster; return the groups of two or more."""
-    inside: dict[str, tuple[int, ...]] = {}
-    for rank in ranks:
-        inside[clusters[rank]] = (*inside.get(clusters[rank], ()), rank)
-    return {cluster: members for cluster, members in inside.items() if len(members) > 1}
+def share_nodes(of_ranks: Sequence[str | None], of_nodes: Sequence[str | None]) -> list[list[int]]:
+    """Return for each pipeline rank the nodes that hold its stages, from the clusters of both. The nodes of a cluster are shared among the ranks of
+    that cluster; ranks of clusters without nodes share the nodes that are in no rank's cluster, or all nodes if there are none. With fewer
+    nodes than ranks, ranks share nodes in turn; with more, a rank has several."""
+    own = {
+        c: [n for n, other in enumerate(of_nodes) if other == c] for c in of_ranks if c is not None and c in of_nodes
+    }
+    rest = [n for n, cluster in enumerate(of_nodes) if cluster not in own] or list(range(len(of_nodes)))
+    groups = [cluster if cluster in own else None for cluster in of_ranks]
+    found = []
+    for rank, cluster in enumerate(groups):
+        nodes = rest if cluster is None else own[cluster]
+        alike = [r for r, other in enumerate(groups) if other == cluster]
+        place = alike.index(rank)
+        found.append(nodes[place :: len(alike)] or [nodes[place % len(nodes)]])
+    return found
 
 
-def speaking_levels(members: Sequence[int], hosts: Sequence[str]) -> list[list[tuple[int, ...]]]:
-    """The groups of each level, innermost first, in which one member sends for all: the members on each host, then groups with one
-    member of each host. A single level with all members if they are on one host, one on each host, or unequal numbers.
+def sums_inside(of_workers: Sequence[str], of_nodes: Sequence[str | None]) -> bool:
+    """Whether the workers of a cluster sum gradients, and hand on parameters, among themselves, so that a slow link carries them once for each
+    cluster: they have the same number, two or more, in each cluster, and a node is in another cluster than some of them. A node whose
+    cluster is not known can be in one of several only."""
+    sizes = {of_workers.count(cluster) for cluster in of_workers}
+    crosses = len(set(of_workers)) > 1
+    apart = any(node not in (None, cluster) or crosses for node in of_nodes for cluster in of_workers)
+    return len(sizes) == 1 and min(sizes) > 1 and apart
 
-    Args:
-        members: global ranks in one cluster.
-        hosts: the host of each global rank.
-    """
-    on_host: dict[str, tuple[int, ...]] = {}
-    for rank in members:
-        on_host[hosts[rank]] = (*on_host.get(hosts[rank], ()), rank)
-    inside = list(on_host.values())
-    sizes = {len(ranks) for ranks in inside}
-    if len(inside) == 1 or len(sizes) > 1 or sizes == {1}:
-        return [[tuple(members)]]
-    return [inside, list(zip(*inside, strict=True))]
+
+def place_units(
+    num_bytes: Mapping[int, int], num_places: int, stage_of: Mapping[int, int | None] | None = None
+) -> dict[int, int]:
+    """Assign a place to each unit, so that all places hold about the same number of bytes: the largest units first, each at the place
+    that holds least. Units of one stage are at different places, as long as there are enough."""
+    loads = [0] * num_places
+    taken: dict[int, set[int]] = {}
+    found = {}
+    for index in sorted(num_bytes, key=lambda i: (-num_bytes[i], i)):
+        stage = None if stage_of is None else stage_of[index]
+        used = set() if stage is None else taken.setdefault(stage, set())
+        if len(used) == num_places:
+            used.clear()
+        found[index] = min((place for place in range(num_places) if place not in used), key=lambda place: loads[place])
+        used.add(found[index])
+        loads[found[index]] += num_bytes[index]
+    return found
 
 
 def near_addresses(cluster: Cluster, ports: Sequence[tuple[str, str]]) -> dict[str, str]:

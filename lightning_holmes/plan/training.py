@@ -41,7 +41,6 @@ class TrainingOptions:
 
     sharding: AskedSharding = "auto"
     optimizer_nodes: int = 0
-    keep_parameters: bool | Literal["auto"] = "auto"
     master_weights: bool = False
     compression: str | None = None
 
@@ -66,7 +65,6 @@ class Training:
             its backwards (arXiv 2106.02679).
         optimizer_nodes: number of nodes that hold parameters and optimizer states (LuWu, arXiv 2409.00918); ranks hold two stages at a
             time, and receive a stage from the nodes where they would gather it with sharded parameters. See node_costs.py.
-        keeps_parameters: with optimizer nodes, whether ranks hold all of their parameters from forward to backward.
         overlap_reduce, overlap_gather: whether gradient reduction overlaps the last backward, and the gathering of a sharded
             optimizer's parameters the next forward.
         update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
@@ -91,7 +89,6 @@ class Training:
     sharded_optimizer: bool | Literal["auto"] = False
     sharded_parameters: bool = False
     optimizer_nodes: int = 0
-    keeps_parameters: bool = False
     overlap_reduce: bool = False
     overlap_gather: bool = False
     update_s_per_byte: float = 0.0
@@ -156,7 +153,6 @@ def make_training(
         sharded_optimizer=master or in_shards or _SHARDED_OPTIMIZER[options.sharding],
         sharded_parameters=in_shards,
         optimizer_nodes=options.optimizer_nodes,
-        keeps_parameters=options.keep_parameters is True,  # the run decides "auto", since it knows the free memory
         overlap_reduce=True,
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),

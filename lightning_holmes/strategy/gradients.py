@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -11,25 +11,24 @@ from torch.optim import Optimizer
 from lightning_holmes.comm.collectives import Collective, make_collective
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
-from lightning_holmes.comm.queue import ThreadQueue, make_comm_queue
+from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.exchange import Layered, Replicated, ShardedStates
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import describe_optimizer
-from lightning_holmes.optim.node_route import choose_route
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer, RemoteReducer, marks_on
-from lightning_holmes.optim.remote_parameters import RemoteParameters
+from lightning_holmes.optim.remote_parameters import RemoteParameters, Tree
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.parameters import StageParameters
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.plan.node_routes import sums_inside
 from lightning_holmes.plan.placement import clusters_of_stages
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy.optimizer_nodes import OptimizerNodes
-from lightning_holmes.strategy.sharding import keeps_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,16 +173,12 @@ def make_remote_gradients(
     *,
     optimizer: Optimizer,
     names: Sequence[Sequence[str]],
-    options: GradientOptions,
     nodes: OptimizerNodes,
     clusters: Sequence[str],
-    hosts: Sequence[str],
     optimizer_states: str,
     state_bytes: float,
-    keep_parameters: bool | Literal["auto"],
     fill: Callable[[RemoteParameters], None],
     master_weights: bool,
-    all_gather: Callable[[Any], list[Any]],
     is_eager: bool,
     scaler: Any,
     precision: str,
@@ -194,67 +189,55 @@ def make_remote_gradients(
 
     Args:
         names: for each of the optimizer's groups, the names of this rank's parameters.
-        clusters, hosts: the names of each global rank's cluster and host.
+        clusters: the name of each global rank's cluster.
         state_bytes: bytes of the optimizer's states for each element of a parameter.
         master_weights: nodes step fp32 weights, from which parameters are rounded.
-        keep_parameters: whether workers keep parameters from the forward to the backward.
         fill: lays out the parameters, which are connected to their nodes by then, and gives the nodes the values.
-        all_gather: all-gathers a Python value over WORLD.
         is_eager: nodes do not wait for the optimizer's step; the same on all ranks.
         scaler: the GradScaler of ``precision="16-mixed"``, or None.
-        precision: see OptimizerNodes.open.
+        precision: the Trainer's precision.
         with_states: the names of parameters whose optimizer states are loaded afterwards.
     """
     parameters = StageParameters.of(pipeline, plan.rank_of)
-    size, rank = plan.placement.data_parallel_size, groups.data_parallel_rank
-    num_bytes = sum(p.numel() * p.itemsize for p in parameters.by_name.values())
-    keeps, why = keeps_parameters(keep_parameters, num_bytes, device, all_gather)
-    if groups.builder.rank == 0:
-        print(f"workers {'keep' if keeps else 'let go of'} parameters between forward and backward: {why}", flush=True)
     places = clusters_of_stages(plan.placement, clusters)
-    by_rank = nodes.share(places)
+    own = nodes.share(places)[groups.pipeline_rank]
+    ranks = plan.placement.data_parallel_group(groups.pipeline_rank, 0)
+    sync = groups.gradients
+    is_tree = sync is not None and groups.builder.backend == "gloo"
+    is_tree = is_tree and sums_inside([clusters[rank] for rank in ranks], nodes.clusters_of(own))
+    inside = None if sync is None or not is_tree else sync.inside or sync.whole
     remote = RemoteParameters(
         parameters.by_name,
         stages=pipeline.stages,
         stages_of=parameters.stages_of,
         shared=parameters.shared,
-        num_replicas=size,
-        replica=rank,
+        num_replicas=len(ranks),
+        replica=groups.data_parallel_rank,
         device=device,
-        queue=ThreadQueue(device),
-        num_nodes=len(by_rank[groups.pipeline_rank]),
-        keeps=keeps,
+        num_nodes=len(own),
+        tree=Tree(inside, groups.builder.describe),
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
     )
     units = remote.lay_out_units(master_weights=master_weights, with_states=with_states)
-    place_of = remote.place_of(len(by_rank[groups.pipeline_rank]))
-    links = nodes.open(
-        units,
-        place_of,
-        describe_optimizer(optimizer, names, marks_on(parameters.by_name, names))
-        | {"state_bytes": 2 * state_bytes if master_weights else state_bytes},
-        pipeline_rank=groups.pipeline_rank,
+    told = describe_optimizer(optimizer, names, marks_on(parameters.by_name, names))
+    remote.links = nodes.open(
+        {
+            "module": type(pipeline.module).__qualname__,
+            "precision": precision,
+            "optimizer": told | {"state_bytes": 2 * state_bytes if master_weights else state_bytes},
+            "states": optimizer_states,
+            "share": (remote.tree.place, remote.tree.size),
+        },
         clusters=places,
-        num_workers=size,
-        worker=rank,
-        states=optimizer_states,
-        module=type(pipeline.module).__qualname__,
-        precision=precision,
+        pipeline_rank=groups.pipeline_rank,
+        ranks=ranks,
+        worker=groups.data_parallel_rank,
+        units=units,
     )
-    remote.connect(links, place_of)
     fill(remote)
-    route = choose_route(
-        options.gradient_sync,
-        place_of=place_of,
-        node_clusters=nodes.clusters_of(by_rank),
-        clusters=clusters,
-        hosts=hosts,
-        placement=plan.placement,
-        groups=groups,
-        stages=pipeline.stages,
-    )
-    remote.aggregators = route.aggregators
+    if inside is not None and groups.data_parallel_rank == 0:
+        print(f"workers sum gradients for the optimizer nodes in {groups.builder.describe(inside)}", flush=True)
     reducer = RemoteReducer(
         remote,
         groups,
@@ -262,14 +245,11 @@ def make_remote_gradients(
         device,
         stages=pipeline.stages,
         shared=list(parameters.shared),
-        queue=ThreadQueue(device),
+        queue=remote.commands,
         collective=None,
         is_eager=is_eager,
     )
-    for told in sorted(filter(None, all_gather(route.told if rank == 0 else ""))):
-        if groups.builder.rank == 0:
-            print(told, flush=True)
-    states = RemoteOptimizer(optimizer, names, remote, reducer, num_replicas=size, scales=scaler is not None)
+    states = RemoteOptimizer(optimizer, names, remote, reducer, scales=scaler is not None)
     return Gradients(
         reducer=reducer,
         exchange=Layered(remote, reducer, states),

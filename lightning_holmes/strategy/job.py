@@ -14,8 +14,6 @@ import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_holmes import checkpoint
@@ -76,18 +74,9 @@ class Job:
                 ask_rank_0=connection.ask_rank_0,
                 timeout=connection.options.timeout,
                 topology=self.topology,
-                rank=connection.rank,
                 hosts=connection.options.optimizer_hosts,
             )
         return self._nodes
-
-    def leave(self, exception: BaseException) -> None:
-        """If ``exception`` is a signal that ends this process, note for the optimizer nodes its exit code, and whether the process will be started
-        again."""
-        if self._nodes is not None and isinstance(exception, SIGTERMException | KeyboardInterrupt):
-            code = 1 if isinstance(exception, KeyboardInterrupt) else int(exception.code or 0)
-            again = isinstance(exception, SIGTERMException) and dist.is_torchelastic_launched()
-            self._nodes.end_with(code, again=again)
 
     @property
     def place_of_rank_0(self) -> tuple[int, int, int]:

@@ -1,18 +1,17 @@
 """OptimizerNodes: the optimizer nodes of a job, from the first fit that needs them to the end of the job.
 
-Rank 0 starts the nodes on its own host, or, if HOLMES_NODE_SECRET is set, waits for nodes that are started elsewhere by `lightning-holmes
-optimizer-node` with the same secret. Then it tells the other ranks the nodes' addresses.
+Rank 0 keeps the store in which they meet, and starts the nodes on its own host, or, if HOLMES_NODE_SECRET is set, waits for nodes that are
+started elsewhere by `lightning-holmes optimizer-node` with the same secret.
 
-    nodes = OptimizerNodes(
-        1, num_hosts=1, is_rank_0=True, master=None, ask_rank_0=ask, timeout=None, topology=topology
-    )                                                            # every rank must call
+    nodes = OptimizerNodes(1, num_hosts=1, is_rank_0=True, master=None, ask_rank_0=ask, timeout=None, topology=topology)   # every rank
     by_rank = nodes.share(clusters)                              # every rank, in each fit
-    links = nodes.open(units, place_of, told, ...)
+    links = nodes.open(about, clusters=clusters, ...)
 """
 
-import itertools
+import contextlib
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -22,22 +21,36 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
+from lightning_holmes import errors
+from lightning_holmes.cluster.interfaces import source_address
 from lightning_holmes.cluster.topology import OptimizerHost, Topology
+from lightning_holmes.comm.answer import answer_within
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
-from lightning_holmes.optim.node.channel import Address, Channel
-from lightning_holmes.optim.node.description import UnitLayout
-from lightning_holmes.optim.node.link import NodeLink
-from lightning_holmes.optim.node.server import DEFAULT_PORT, PORT, SECRET, Listener, versions
-from lightning_holmes.plan.node_routes import near_addresses
+from lightning_holmes.optim.node.link import Link
+from lightning_holmes.optim.node.role import (
+    BEAT_S,
+    DEFAULT_PORT,
+    END,
+    LEFT,
+    PORT,
+    SECRET,
+    SILENT_S,
+    open_store,
+    read,
+    versions,
+    write,
+)
+from lightning_holmes.plan.node_routes import cluster_of, near_addresses, share_nodes
 
 _START_S = 120.0  # a node imports torch and this package
 _COME_S = 1800.0  # a node may be started later than rank 0
 # rank 0 waits for this share of the time for which other ranks wait for it, so that its error reaches them
 _SHARE = 0.8
-EVERYWHERE = ""
-"""The key, in a node's addresses by worker host, of the address for all hosts that have no entry of their own."""
+_ANSWER_S = 5.0
+_END_S = 2.0
 
 
 class OptimizerNodes:
@@ -47,7 +60,7 @@ class OptimizerNodes:
         master: the address at which rank 0 waits for nodes of other hosts; None: for nodes of this host only.
         ask_rank_0: calls its argument on rank 0, and returns its result, or raises its error, on every rank.
         timeout: how long to wait for a node; None: without limit.
-        topology: the topology of the workers, among which this process is ``rank``.
+        topology: the topology of the workers.
         hosts: the hosts of a topology file that are optimizer nodes.
 
     Raises:
@@ -64,7 +77,6 @@ class OptimizerNodes:
         ask_rank_0: Callable[[Callable[[], Any]], Any],
         timeout: timedelta | None,
         topology: Topology,
-        rank: int = 0,
         hosts: Sequence[OptimizerHost] = (),
     ) -> None:
         given = os.environ.get(SECRET)
@@ -73,304 +85,220 @@ class OptimizerNodes:
                 f"optimizer_nodes={count} with num_nodes={num_hosts}: nodes are started by themselves on one host only; set {SECRET} "
                 f"to a secret of this job on all hosts, and start each node by `lightning-holmes optimizer-node -- SCRIPT`"
             )
-        self._timeout_s = None if timeout is None else timeout.total_seconds()
-        self._ask_rank_0 = ask_rank_0
-        self.outlive = given is not None
-        """Whether the nodes are started elsewhere, and stay when this job's processes end."""
-        self._secret, self._addresses, self._clusters = "", list[Mapping[str, Address]](), list[str | None]()
-        self._kept: list[list[Any]] = []
-        self._hosts, self._topology = hosts, topology
-        self._host = topology.host_of_rank(rank).name
-        self._num_sessions = 0
-        self._registry: _Registry | None = None
+        self._count, self._timeout, self._ask_rank_0 = count, timeout, ask_rank_0
+        self._topology, self._hosts = topology, hosts
+        self._nodes: list[dict[str, Any]] = []
+        self._num_fits = 0
+        self._store: Any = None
+        self._is_over = threading.Event()
+        weakref.finalize(self, self._is_over.set)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        """The nodes that rank 0 has started itself."""
         if is_rank_0:
-            wait_s = _SHARE * (_COME_S if self._timeout_s is None else self._timeout_s)
+            self._host, port = ("127.0.0.1", 0) if given is None else (master or "127.0.0.1", _port())
+            self._secret = given or secrets.token_hex(32)
+            listener = _listen(self._host, port)
+            self._port = listener.getsockname()[1]
+            self._store = open_store(self._host, self._port, self._secret, listen=listener.detach())
+            weakref.finalize(self, _end, self._store, count)
             if given is None:
-                self._registry = _Registry("127.0.0.1", secrets.token_hex(32), count, wait_s=min(_START_S, wait_s))
-            else:
-                port = int(os.environ.get(PORT, DEFAULT_PORT))
-                self._registry = _Registry(master or "127.0.0.1", given, count, port=port, wait_s=wait_s)
-            weakref.finalize(self, self._registry.end)
-            if given is None:
-                self._registry.start()
+                self.processes += [self._start(number) for number in range(count)]
 
-    def end_with(self, code: int, *, again: bool) -> None:
-        """Note, before this process ends, its exit code, and whether it will be started again."""
-        if self._registry is not None:
-            self._registry.ending = code, again
+    def _start(self, number: int) -> "subprocess.Popen[bytes]":
+        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
+        environment = os.environ | {
+            SECRET: self._secret,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        where = [f"{self._host}:{self._port}", str(number), str(self._count)]
+        return subprocess.Popen(
+            [python, "-m", "lightning_holmes.optim.node", *where], env=environment, stdin=subprocess.DEVNULL
+        )
 
-    def _find(self) -> tuple[str, list[Mapping[str, Address]], list[str | None], list[list[Any]]]:
-        """Wait for the nodes, on rank 0. Return the secret, and for each node its addresses by worker host, its cluster, and the commits of which
-        it has kept units."""
-        assert self._registry is not None
-        told = self._registry.wait()
-        clusters = [node["cluster"] or cluster_of(node["host"], self._hosts) for node in told]
-        addresses: list[Mapping[str, Address]] = []
-        for number, (node, name) in enumerate(zip(told, clusters, strict=True)):
-            own = next((cluster for cluster in self._topology.clusters if cluster.name == name), None)
-            near = {} if own is None else near_addresses(own, node["ports"])
-            heard = self._registry.listen(number, sorted(set(near.values()))) if near else {}
-            for address in heard:
-                print(f"optimizer node {number} listens at {address}, too, for workers of cluster {name}", flush=True)
-            elsewhere: Address = node["address"]
-            addresses.append({EVERYWHERE: elsewhere} | {host: heard[address] for host, address in near.items()})
-        return self._registry.secret, addresses, clusters, [node["kept"] for node in told]
+    def _find(self) -> tuple[str, int, str]:
+        """Wait for the nodes, on rank 0; returns where they and the other ranks meet."""
+        wait_s = _SHARE * (_COME_S if self._timeout is None else self._timeout.total_seconds())
+        wait_s = min(_START_S, wait_s) if self.processes else wait_s
+        end, missing = time.monotonic() + wait_s, list(range(self._count))
+        if not self.processes:
+            print(f"waiting for {self._count} optimizer nodes at {self._host}:{self._port}", flush=True)
+        while missing := [number for number in missing if not self._store.check([f"node/{number}"])]:
+            ended = [process for process in self.processes if process.poll() is not None]
+            if ended or time.monotonic() > end:
+                why = (
+                    f"process {ended[0].pid} ended with code {ended[0].returncode}; what it has printed says why"
+                    if ended
+                    else f"within {wait_s:.0f} s; nodes of other hosts are started by lightning-holmes optimizer-node, with this job's {SECRET}"
+                )
+                come = self._count - len(missing)
+                raise self._refuse(
+                    HolmesError(
+                        f"{come} of {self._count} optimizer nodes have come to {self._host}:{self._port}: {why}"
+                    )
+                )
+            time.sleep(0.1)
+        mine = versions()
+        for number in range(self._count):
+            node = read(self._store, f"node/{number}")
+            different = [
+                f"{k} {node['versions'].get(k)}, here {mine[k]}" for k in mine if node["versions"].get(k) != mine[k]
+            ]
+            if different:
+                said = f"optimizer node {number} on {node['host']} has {'; '.join(different)}: install the same versions on all hosts"
+                raise self._refuse(ConfigurationError(said))
+        if not self.processes and (come := self._store.add("nodes", 0)) > self._count:
+            raise self._refuse(
+                ConfigurationError(
+                    f"optimizer_nodes={self._count}, but {come} nodes have come: start {self._count}, or set optimizer_nodes to the number "
+                    f"of those that you start"
+                )
+            )
+        return self._host, self._port, self._secret
+
+    def _refuse(self, error: HolmesError) -> HolmesError:
+        write(self._store, END, {"code": 1, "why": str(error)})
+        return error
 
     def _meet(self) -> None:
-        if not self._addresses:
-            self._secret, self._addresses, self._clusters, self._kept = self._ask_rank_0(self._find)
-
-    def have_kept(self, run: str, version: int) -> bool:
-        """Return whether all nodes still hold the values that they had when the workers of an earlier start had made ``version - 1`` steps of
-        ``run``. All ranks must call."""
-        self._meet()
-        return all(kept and all(tuple(commit) == (run, version) for commit in kept) for kept in self._kept)
-
-    def kept_values(self) -> dict[str, Tensor]:
-        """Fetch all parameters that the nodes have kept, by name, on the CPU. Any rank may call after :meth:`have_kept`.
-
-        Raises:
-            ConnectionLostError: a node is gone.
-        """
-        found: dict[str, Tensor] = {}
-        for number in range(len(self._addresses)):
-            channel = Channel.connect(
-                self._address(number), self._secret, {"kind": "kept"}, peer=f"optimizer node {number}"
-            )
-            try:
-                while "unit" in (said := channel.receive()):
-                    views = UnitLayout.from_plain(said["unit"]).views(said["values"])
-                    found |= {name: view.clone() for name, view in views.items()}
-            finally:
-                channel.close()
-        return found
-
-    def _address(self, number: int) -> Address:
-        """Return the address of a node for this rank's host."""
-        addresses = self._addresses[number]
-        return addresses.get(self._host, addresses[EVERYWHERE])
+        if not self._nodes:
+            found = self._ask_rank_0(self._find)
+            if self._store is None:
+                self._store = open_store(*found)
+            self._nodes = [read(self._store, f"node/{number}") for number in range(self._count)]
+            names = [f"process {node['pid']} on host {node['host']}" for node in self._nodes]
+            watch = (self._store.clone(), names, self._is_over)
+            threading.Thread(target=_watch, args=watch, name="holmes-node-watch", daemon=True).start()
 
     def share(self, clusters: Sequence[str | None]) -> list[list[int]]:
         """Return for each pipeline rank the nodes that hold its stages; ``clusters``: of each pipeline rank. All ranks must call."""
         self._meet()
-        return share_nodes(clusters, self._clusters)
+        return share_nodes(clusters, [self._cluster(node) for node in self._nodes])
 
-    def clusters_of(self, by_rank: Sequence[Sequence[int]]) -> list[list[str | None]]:
-        """Return the clusters of the nodes that :meth:`share` has returned; None for nodes whose cluster is not known."""
-        return [[self._clusters[number] for number in numbers] for numbers in by_rank]
+    def clusters_of(self, numbers: Sequence[int]) -> list[str | None]:
+        """Return the clusters of nodes; None for nodes whose cluster is not known."""
+        return [self._cluster(self._nodes[number]) for number in numbers]
+
+    def _cluster(self, node: Mapping[str, Any]) -> str | None:
+        return node["cluster"] or cluster_of(node["host"], self._hosts)
+
+    def _addresses(self, number: int, ranks: Sequence[int]) -> list[str]:
+        """Return the address of a node for each of these global ranks: on a fast card that they share, or else where rank 0 reaches it."""
+        node, name = self._nodes[number], self._cluster(self._nodes[number])
+        own = next((cluster for cluster in self._topology.clusters if cluster.name == name), None)
+        near = {} if own is None else near_addresses(own, node["ports"])
+        return [near.get(self._topology.host_of_rank(rank).name, node["address"]) for rank in ranks]
 
     def open(
         self,
-        units: Mapping[int, UnitLayout],
-        place_of: Mapping[int, int],
-        optimizer: Mapping[str, Any],
+        about: Mapping[str, Any],
         *,
-        pipeline_rank: int,
         clusters: Sequence[str | None],
-        num_workers: int,
+        pipeline_rank: int,
+        ranks: Sequence[int],
         worker: int,
-        states: str,
-        module: str,
-        precision: str,
-        run: str = "",
-        adopt: int = 0,
-    ) -> list[NodeLink]:
+        units: Sequence[Mapping[int, Any]],
+    ) -> list[Link]:
         """Connect to the nodes of this rank's stages. All ranks must call.
 
         Args:
-            units: the layout of each unit that the nodes hold, by number.
-            place_of: for each unit, the index of its node among those that :meth:`share` returns for this rank.
+            about: what each node is told; see Session.
             clusters: for each pipeline rank, the cluster that contains all of its workers, or None.
-            states: HolmesStrategy's optimizer_states.
-            module: the name of the module's class.
-            precision: the Trainer's precision.
-            run: a name for this fit's values, under which the nodes keep them when the workers are lost; empty: the nodes do not keep them.
-            adopt: the version of the kept values from which the nodes shall continue; 0: the nodes are given values.
+            ranks: the global ranks that hold the same stages, of which this one is number ``worker``.
+            units: for each node of this rank, the layouts of its units by number.
 
         Raises:
-            HolmesError: a node cannot be reached, or does not know the optimizer.
+            HolmesError: a node cannot be reached, or cannot serve these workers.
         """
-        self._num_sessions += 1
+        self._num_fits += 1
         by_rank = self.share(clusters)
         numbers = by_rank[pipeline_rank]
+        place = f"pipeline rank {pipeline_rank}"
         links = []
-        for place, number in enumerate(numbers):
-            told = {
-                "place": f"pipeline rank {pipeline_rank}",
-                "module": module,
-                "precision": precision,
-                "num_workers": num_workers,
-                "units": {i: unit.to_plain() for i, unit in units.items() if place_of[i] == place},
-                "optimizer": dict(optimizer),
-                "states": states,
-                "run": run,
-                "adopt": adopt,
-                "num_places": sum(number in of_rank for of_rank in by_rank),
-            }
+        for number in numbers:
+            name, addresses = f"fit/{self._num_fits}/{pipeline_rank}/{number}", self._addresses(number, ranks)
+            if worker == 0:
+                session = self._store.add(f"node/{number}/sessions", 1) - 1
+                told = {"name": name, "place": place, "addresses": addresses}
+                write(self._store, f"node/{number}/session/{session}", told)
+            own = source_address(addresses[worker])
+            assert own is not None, f"no way to {addresses[worker]}"
             links.append(
-                NodeLink(
-                    self._address(number),
-                    self._secret,
-                    session=f"{self._num_sessions}/{pipeline_rank}",
-                    worker=worker,
-                    told=told,
-                    number=number,
-                    timeout_s=self._timeout_s,
+                Link(
+                    PrefixStore(f"{name}/{worker}", self._store),
+                    own,
+                    is_node=False,
+                    peer=f"optimizer node {number}",
+                    timeout=self._timeout,
+                    explain=_explainer(self._store, number),
                 )
             )
+        for link, own_units, number in zip(links, units, numbers, strict=True):
+            sharing = sum(number in of_rank for of_rank in by_rank)
+            link.tell({**about, "place": place, "num_places": sharing, "units": dict(own_units)})
+        for link in links:
+            link.told()
         return links
 
 
-def cluster_of(name: str, hosts: Sequence[OptimizerHost]) -> str | None:
-    """Return the cluster of the node on host ``name``, compared without domains if no host has exactly this name; None if not known."""
-    same = [host.cluster for host in hosts if host.name == name]
-    return next(iter(same or [h.cluster for h in hosts if h.name.split(".")[0] == name.split(".")[0]]), None)
+def _explainer(store: Any, number: int) -> Callable[[str], Exception]:
+    """Return a function that makes the error of a lost connection to a node: the reason that the node has written, if any."""
+    key = f"node/{number}/failure"
+
+    def explain(said: str) -> Exception:
+        with contextlib.suppress(Exception):  # rank 0, which keeps the store, may be gone
+            if answer_within(lambda: store.check([key]), timeout_s=_ANSWER_S):
+                kind, text = answer_within(lambda: read(store, key), timeout_s=_ANSWER_S)
+                found = getattr(errors, kind, None)
+                return (found if isinstance(found, type) and issubclass(found, HolmesError) else HolmesError)(text)
+        return ConnectionLostError(
+            f"connection lost to optimizer node {number}: its process has ended, or the network to it was cut. gloo says: {said}. The run "
+            f"can go on from its last checkpoint"
+        )
+
+    return explain
 
 
-def share_nodes(of_ranks: Sequence[str | None], of_nodes: Sequence[str | None]) -> list[list[int]]:
-    """Return for each pipeline rank the nodes that hold its stages, from the clusters of both. The nodes of a cluster are shared among the ranks of
-    that cluster; ranks of clusters without nodes share the nodes that are in no rank's cluster, or all nodes if there are none."""
-    own = {
-        c: [n for n, other in enumerate(of_nodes) if other == c] for c in of_ranks if c is not None and c in of_nodes
-    }
-    rest = [n for n, cluster in enumerate(of_nodes) if cluster not in own] or list(range(len(of_nodes)))
-    groups = [cluster if cluster in own else None for cluster in of_ranks]
-    found = []
-    for rank, cluster in enumerate(groups):
-        nodes = rest if cluster is None else own[cluster]
-        alike = [r for r, other in enumerate(groups) if other == cluster]
-        found.append([nodes[i] for i in nodes_of(alike.index(rank), len(alike), len(nodes))])
-    return found
-
-
-def nodes_of(pipeline_rank: int, num_pipelines: int, num_nodes: int) -> list[int]:
-    """Return the nodes that hold the stages of a pipeline rank: with fewer nodes than ranks, ranks share nodes in turn; with more, a rank has
-    several."""
-    own = [number for number in range(num_nodes) if number % num_pipelines == pipeline_rank]
-    return own or [pipeline_rank % num_nodes]
-
-
-class _Registry:
-    """Accepts the nodes' connections on rank 0, and ends the nodes.
-
-    Args:
-        wait_s: how long the nodes may take to connect, in seconds.
-    """
-
-    def __init__(self, host: str, secret: str, count: int, *, wait_s: float, port: int = 0) -> None:
-        self.secret = secret
-        self._count, self._wait_s = count, wait_s
-        self._nodes: dict[int, tuple[Channel, dict[str, Any]]] = {}
-        self._numbers: set[int] = set()
-        self._changed = threading.Condition()
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.ending: tuple[int, bool] | None = None
-        """This process's exit code, and whether it will be started again, if they are known before it ends; else None."""
-        self._listener = Listener(host, secret, "an optimizer node", self._join, port=port)
-
-    def _join(self, channel: Channel, hello: dict[str, Any]) -> None:
-        with self._changed:
-            number = hello["number"]
-            if number < 0 or number in self._numbers:
-                number = next(free for free in itertools.count() if free not in self._numbers)
-            self._numbers.add(number)
-        try:
-            channel.send({"number": number, "again": _restarts()})
-            told = channel.receive()
-        except ConnectionLostError:  # the node that is started in its place gets its number
-            with self._changed:
-                self._numbers.discard(number)
-            return
-        with self._changed:
-            self._nodes[number] = channel, told
-            self._changed.notify_all()
-
-    def start(self) -> None:
-        """Start the nodes on this host."""
-        host, port = self._listener.address
-        python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
-        environment = os.environ | {
-            SECRET: self.secret,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        for number in range(self._count):
-            command = [python, "-m", "lightning_holmes.optim.node", f"{host}:{port}", str(number), str(self._count)]
-            self._processes.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
-
-    def wait(self) -> list[dict[str, Any]]:
-        """Wait for all nodes, and return what each has reported: its address, host, cluster and more.
-
-        Raises:
-            HolmesError: a node does not connect in time, or has ended.
-            ConfigurationError: a node has other versions, or there are too many nodes.
-        """
-        end = time.monotonic() + self._wait_s
-        address = ":".join(map(str, self._listener.address))
-        if not self._processes:
-            print(f"waiting for {self._count} optimizer nodes at {address}", flush=True)
-        with self._changed:
-            while len(self._nodes) < self._count:
-                ended = [p for p in self._processes if p.poll() is not None]
-                if ended or time.monotonic() > end:
-                    come = f"{len(self._nodes)} of {self._count} optimizer nodes have come to {address}"
-                    why = (
-                        f"process {ended[0].pid} ended with code {ended[0].returncode}; what it has printed says why"
-                        if ended
-                        else f"within {self._wait_s:.0f} s; nodes of other hosts are started by lightning-holmes optimizer-node, with this job's {SECRET}"
+def _watch(store: Any, nodes: Sequence[str], is_over: threading.Event) -> None:
+    """End this process if one of the ``nodes`` shows no sign of life, until ``is_over``: gloo waits for a link that is cut."""
+    beats = dict.fromkeys(range(len(nodes)), (-1, time.monotonic()))
+    with contextlib.suppress(RuntimeError, dist.DistError):  # rank 0, which keeps the store, is gone
+        while not is_over.wait(2 * BEAT_S) and not store.check([END]):
+            for number, (before, since) in beats.items():
+                if store.check([f"node/{number}/failure"]):
+                    return  # connections break, and tell it
+                now = store.add(f"node/{number}/beats", 0)
+                if now != before:
+                    beats[number] = now, time.monotonic()
+                elif time.monotonic() - since > SILENT_S:
+                    said = f"optimizer node {number} has shown no sign of life for {SILENT_S:.0f} s"
+                    print(
+                        f"this rank ends: {said}: {nodes[number]} is stopped or cut off",
+                        file=sys.stderr,
+                        flush=True,
                     )
-                    self.end(f"{come}: {why}")
-                    raise HolmesError(f"{come}: {why}")
-                self._changed.wait(0.2)
-        self._check_versions()
-        if sorted(self._nodes) != list(range(self._count)):
-            raise ConfigurationError(
-                f"optimizer_nodes={self._count}, but the nodes that have come have the numbers {', '.join(map(str, sorted(self._nodes)))}: "
-                f"start {self._count}, or set optimizer_nodes to the number of those that you start"
-            )
-        return [told for _, (_, told) in sorted(self._nodes.items())]
-
-    def listen(self, number: int, hosts: Sequence[str]) -> dict[str, Address]:
-        """Let a node listen at further addresses of its own, and return the full addresses, with ports, by ``hosts``."""
-        channel, _ = self._nodes[number]
-        channel.send({"listen": list(hosts)})
-        found: dict[str, Address] = channel.receive()["addresses"]
-        return found
-
-    def _check_versions(self) -> None:
-        mine = versions()
-        for number, (_, told) in sorted(self._nodes.items()):
-            different = [
-                f"{key} {told['versions'].get(key)}, here {mine[key]}"
-                for key in mine
-                if told["versions"].get(key) != mine[key]
-            ]
-            if different:
-                said = f"optimizer node {number} on {told['host']} has {'; '.join(different)}: install the same versions on all hosts"
-                self.end(said)
-                raise ConfigurationError(said)
-
-    def end(self, why: str = "") -> None:
-        """Tell the nodes to end as soon as the other ranks do not need them either, or, if this process will be started again, to wait for
-        that. Does not wait for the nodes.
-
-        Args:
-            why: what keeps the job from beginning; empty if nothing does.
-        """
-        self._listener.close()
-        # last_value: the exception that ends a process
-        failed = bool(why) or getattr(sys, "last_value", None) is not None
-        code, again = self.ending or (int(failed), failed and _restarts())
-        for channel, _ in self._nodes.values():
-            try:
-                channel.send({"end": {"code": code, "again": again, "why": why}})
-            except HolmesError:
-                pass  # the node is gone
-            channel.close()
-        self._processes.clear()
+                    os._exit(1)
 
 
-def _restarts() -> bool:
-    """Return whether torchrun will start this job again if it fails."""
-    started = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(started) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+def _port() -> int:
+    return int(os.environ.get(PORT, DEFAULT_PORT))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigurationError(
+            f"nobody can listen for optimizer nodes at {host}:{port}: {error}; set {PORT}"
+        ) from error
+
+
+def _end(store: Any, count: int) -> None:
+    """Tell the nodes that the job ends, as soon as the other ranks do not need them either; the store may end when they have read it."""
+    with contextlib.suppress(Exception):
+        if not store.check([END]):
+            # last_value: the exception that ends a process
+            write(store, END, {"code": int(getattr(sys, "last_value", None) is not None), "why": ""})
+        here, end = sum(store.check([f"node/{number}"]) for number in range(count)), time.monotonic() + _END_S
+        while store.add(LEFT, 0) < here and time.monotonic() < end:
+            time.sleep(0.02)

@@ -28,7 +28,6 @@ from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
-from lightning_holmes.plan.node_routes import ROUTES
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
@@ -66,7 +65,6 @@ class Options:
     sharding: AskedSharding
     optimizer_nodes: int
     optimizer_states: str
-    keep_parameters: bool | Literal["auto"]
     master_weights: bool
     monitor: bool | int
     timeout: timedelta | None
@@ -90,7 +88,7 @@ class Options:
         )
         _check_one_of("compression", self.compression, (*COMPRESSIONS, None))
         _check_one_of("sharding", self.sharding, SHARDINGS)
-        for name in ("save_distributed_checkpoint", "keep_parameters"):
+        for name in ("save_distributed_checkpoint",):
             _check_one_of(name, getattr(self, name), (True, False, "auto"))
         for name in ("broadcast_batch", "async_checkpoint", "master_weights"):
             _check_one_of(name, getattr(self, name), (True, False))
@@ -119,14 +117,9 @@ class Options:
                 f"optimizer_nodes={nodes!r}, but the topology has {hosts} hosts with role: optimizer; leave optimizer_nodes out"
             )
         _check_text("optimizer_states", self.optimizer_states, '"memory", or a folder of the optimizer nodes')
-        for name, default in (("optimizer_states", "memory"), ("keep_parameters", "auto")):
-            if getattr(self, name) != default and not nodes:
-                raise ConfigurationError(
-                    f"{name}={getattr(self, name)!r} is for optimizer nodes, of which there are none; set optimizer_nodes, or leave it out"
-                )
-        if self.gradient_sync in ROUTES and not nodes:
+        if self.optimizer_states != "memory" and not nodes:
             raise ConfigurationError(
-                f"gradient_sync={self.gradient_sync!r} is for optimizer nodes, of which there are none; set optimizer_nodes, or leave it out"
+                f"optimizer_states={self.optimizer_states!r} is for optimizer nodes, of which there are none; set optimizer_nodes, or leave it out"
             )
         if nodes:
             self._check_optimizer_nodes(f"optimizer_nodes={nodes}")
@@ -154,8 +147,8 @@ class Options:
             ("compression", self.compression, "workers send gradients and pull parameters as they are"),
             (
                 "gradient_sync",
-                self.gradient_sync not in ("auto", *ROUTES),
-                f"nodes sum gradients, which come by {' or '.join(map(repr, ROUTES))}",
+                self.gradient_sync != "auto",
+                "nodes sum the gradients",
             ),
         ):
             if value:

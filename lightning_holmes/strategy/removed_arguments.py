@@ -32,6 +32,7 @@ REMOVED: dict[str, str] = {
     "sharded_parameters": 'use sharding="parameters" for True; the default "auto" shards parameters where nothing else fits',
     "snapshot_folder": "snapshots are in /dev/shm; if they do not fit, make it larger (docker run --shm-size=..., in Kubernetes a volume with "
     "medium: Memory)",
+    "keep_parameters": "leave it out: beside optimizer nodes a worker fetches parameters for the forward and again for the backward",
 }
 
 

@@ -8,7 +8,7 @@ shards = shard_optimizer(options, found, ...)                    # if it is on
 import inspect
 import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import psutil
@@ -42,7 +42,6 @@ from lightning_holmes.torch_private import step_hooks
 
 _BEFORE_STEP = (*GRADIENT_HOOKS, *BACKWARD_HOOKS)
 
-_KEPT_SHARE = 0.25  # of a worker's free memory; activations need the rest
 _PLANNED_SHARE = 0.5  # of a device's memory; above it, a plan for it is made
 
 
@@ -369,18 +368,6 @@ def why_deferred(trainer: "pl.Trainer") -> str:
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     found = overridden_hooks(trainer.lightning_module, users_callbacks(callbacks), _BEFORE_STEP)
     return next((f"{type(owner).__name__}.{hook} may change a step or leave it out" for owner, hook in found), "")
-
-
-def keeps_parameters(
-    asked: bool | Literal["auto"], num_bytes: int, device: torch.device, gather: Callable[[Any], list[Any]]
-) -> tuple[bool, str]:
-    """Return whether workers of optimizer nodes keep their ``num_bytes`` of parameters from the forward to the backward, and why; the same on
-    all ranks. All ranks must call."""
-    if asked != "auto":
-        return asked, "asked for"
-    largest, free = max(gather(num_bytes)), min(gather(_free_bytes(device, gather)))
-    why = f"up to {largest / 1e6:.1f} MB, where {free / 1e6:.0f} MB are free"
-    return largest <= _KEPT_SHARE * free, why
 
 
 def hidden_in_hooks(shards: OwnedStates | None, *, shards_parameters: bool, optimizer_nodes: int) -> dict[str, str]:

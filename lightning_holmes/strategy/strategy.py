@@ -117,8 +117,7 @@ class HolmesStrategy(ParallelStrategy):
             many steps; "auto": so often that they take a hundredth of the time. A restarted job continues from the newest snapshot that the
             remaining hosts hold together (see docs/faults.md). None: no snapshots.
         gradient_sync: how gradients are summed over replicas: "all_reduce", "reduce_scatter", "p2p" or "hierarchical";
-            "auto" chooses for each group by the links between its ranks (see docs/how-it-works.md). With optimizer nodes: "star" (each worker
-            sends its own gradients), or "aggregator" (one worker of each cluster sends the cluster's sum, if the node is in another cluster).
+            "auto" chooses for each group by the links between its ranks (see docs/how-it-works.md). Not with optimizer nodes, which sum.
         compression: "bf16": activations and gradients that cross between clusters are rounded to bf16; not exact. None: nothing is rounded.
         sharding: what is sharded over the replicas: "none", "optimizer" (each replica keeps its shard of the optimizer's state, and updates
             its shard of the parameters) or "parameters" (each replica keeps its shard of parameters, gradients and optimizer states; a stage is
@@ -128,8 +127,6 @@ class HolmesStrategy(ParallelStrategy):
             gradients, and pull a stage's parameters before they compute it (see docs/optimizer-nodes.md). The schedule is then
             "breadth_first".
         optimizer_states: where optimizer nodes keep parameters and states: "memory", or a folder on the nodes' hosts.
-        keep_parameters: with optimizer nodes, workers keep parameters from a batch's forward to its backward: they are pulled once, but take
-            memory; "auto": if they take at most a quarter of the free memory.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
         monitor: record when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
@@ -164,7 +161,6 @@ class HolmesStrategy(ParallelStrategy):
         sharding: AskedSharding = "auto",
         optimizer_nodes: int = 0,
         optimizer_states: str = "memory",
-        keep_parameters: bool | Literal["auto"] = "auto",
         master_weights: bool = False,
         monitor: bool | int = False,
         timeout: timedelta | None = timedelta(minutes=30),
@@ -455,8 +451,6 @@ class HolmesStrategy(ParallelStrategy):
         return dataloader
 
     def on_exception(self, exception: BaseException) -> None:
-        if self._job is not None:
-            self._job.leave(exception)
         if (
             isinstance(exception, SIGTERMException | KeyboardInterrupt)
             and self._run is not None

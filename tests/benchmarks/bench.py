@@ -42,7 +42,7 @@ from testbed.bed import raise_if_failed
 from lightning_holmes.cluster.record import parse_bandwidth
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.optim.node.server import DEFAULT_PORT, SECRET
+from lightning_holmes.optim.node.role import DEFAULT_PORT, SECRET
 
 TESTS = Path(__file__).resolve().parents[1]
 FLOOR = "floor"

@@ -1,19 +1,17 @@
 """An optimizer node with parameters and states of several times its memory on disk, compared with plain reads and
 writes of the same size.
 
-    PYTHONPATH=tests:tests/optim python tests/benchmarks/node_disk_worker.py FOLDER LAYERS WIDTH MEMORY_MB eager|deferred|by_layers
+    PYTHONPATH=tests:tests/optim python tests/benchmarks/node_disk_worker.py FOLDER LAYERS WIDTH MEMORY_MB eager|deferred
 
 Prints as JSON the seconds of a step's update, the seconds for only reading and writing the same bytes, before and
 after it, and the peak of the process's memory with its limit. A thread of the process supplies gradients as fast as
-the node takes them. "by_layers" is "eager" without overlap: each layer is read, stepped and written before the next
-one is begun.
+the node takes them.
 """
 
 import json
 import mmap
 import os
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,10 +21,9 @@ import psutil
 import torch
 from node_driver import Driver, told_of
 
-from lightning_holmes.optim.node.unit import Unit
-from lightning_holmes.optim.node.updates import Updates
+from lightning_holmes.optim.node.link import Action
 
-REQUEST_BYTES, NUM_REQUESTS, WINDOWS = 4 << 20, 8, 4
+REQUEST_BYTES, NUM_REQUESTS, WINDOWS = 4 << 20, 8, 3
 
 
 def bare_seconds(folder: str, num_bytes: int) -> float:
@@ -60,55 +57,36 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def by_layers(updates: Updates) -> None:
-    """Make ``updates`` begin with a unit only when the previous one has been written."""
-    order, work_all = updates._order, updates._work.put
-
-    def wait(unit: Unit) -> None:
-        unit.wait_for_writes()
-        written.set()
-
-    def order_alone(unit: Unit, *how: Any) -> None:
-        written.clear()
-        order(unit, *how)
-        work_all(lambda: wait(unit))
-        written.wait()
-
-    written = threading.Event()
-    updates._order, updates._look_ahead = order_alone, lambda: None  # type: ignore[method-assign]
-
-
 def main(folder: str, layers: str, width: str, memory_mb: str, way: str) -> dict[str, Any]:
     """Run once and return the figures."""
     torch.set_num_threads(os.cpu_count() or 1)  # a node has its host to itself
     side = int(width)
-    told = told_of("adamw", num_layers=int(layers), shape=(side, side), num_workers=1, states=folder)
+    told = told_of("adamw", num_layers=int(layers), shape=(side, side), states=folder)
     gradient = torch.full((side * side + side,), 1e-3)
     Path("/proc/self/clear_refs").write_text("5")
     resident = psutil.Process().memory_info().rss
-    driver = Driver(told, memory=int(memory_mb) * 1_000_000 - resident)
-    store = driver.service._store
-    assert store is not None
-    if way == "by_layers":
-        by_layers(driver.service._updates)
-    spilled = sum(4 * unit.numel for unit in driver.units.values()) if way == "deferred" else 0
-    num_bytes = store.moved_bytes + spilled
+    limit = int(memory_mb) * 1_000_000
+    driver = Driver(told, memory=limit - resident)
+    is_eager = way == "eager"
+    num_elements = sum(unit.numel for unit in driver.units.values())
+    num_bytes = num_elements * (12 if is_eager else 16)
     bare = [bare_seconds(folder, num_bytes)]
-    driver.run(num_windows=WINDOWS, gradient=gradient, is_eager=way != "deferred", fetches=False)
-    assert driver.service._wait(lambda: len(driver.service._ends) == WINDOWS)
-    update = (driver.service._ends[-1] - driver.service._ends[0]) / (WINDOWS - 1)
+    driver.run(num_windows=1, gradient=gradient, is_eager=is_eager, fetches=False)
+    driver.ask(Action.SETTLE)
+    began = time.perf_counter()
+    driver.run(num_windows=WINDOWS, gradient=gradient, is_eager=is_eager, fetches=False, first=2)
+    driver.ask(Action.SETTLE)
+    update = (time.perf_counter() - began) / WINDOWS
     peak = peak_bytes()
-    described = driver.service.describe()
     driver.close()
     bare.append(bare_seconds(folder, num_bytes))
     return {
-        "described": described,
-        "parameters": sum(unit.numel for unit in driver.units.values()),
+        "parameters": num_elements,
         "bytes_each_way": num_bytes,
         "update_s": update,
         "bare_s": bare,
         "peak_bytes": peak,
-        "limit_bytes": store.limit_bytes,
+        "limit_bytes": limit,
     }
 
 

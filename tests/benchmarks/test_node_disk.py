@@ -48,13 +48,3 @@ def test_updates_are_as_fast_as_the_disk(way: str, tmp_path: Path) -> None:
     """At least 0.85 of the disk's own rate. In "deferred", gradients for which there is no memory are also written
     and read."""
     assert run(way, tmp_path)["share"] >= 0.85
-
-
-def test_reading_stepping_and_writing_go_on_at_once(tmp_path: Path) -> None:
-    """Updates that overlap (the next layer is read and the last one written while one is stepped) against updates
-    layer by layer, which according to LuWu (arXiv 2409.00918) take 1.10 to 1.17 times as long. The ratio depends on
-    the speeds of the disk and the processor; only a ratio above 1 is required."""
-    seconds = [run(way, tmp_path)["update_s"] for way in ("by_layers", "eager", "by_layers", "eager")]
-    ratio = (seconds[0] + seconds[2]) / (seconds[1] + seconds[3])
-    print(f"by layers {ratio:.2f} times as long as by steps")
-    assert ratio > 1

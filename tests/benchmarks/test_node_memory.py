@@ -12,7 +12,7 @@ pytestmark = pytest.mark.benchmark
 
 WIDTH, RANKS, MORE_MB = 1024, 4, 60.0
 LAYER_MB = 4 * WIDTH * WIDTH / 1e6
-NODES = {"optimizer_nodes": 1, "keep_parameters": False}
+NODES = {"optimizer_nodes": 1}
 
 
 def test_a_worker_holds_two_layers_however_deep_the_module_is(tmp_path: Path) -> None:

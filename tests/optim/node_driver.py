@@ -1,23 +1,29 @@
-"""Workers of an optimizer node's service, as threads of one process and without connections: they fetch, push
-gradients and commit.
+"""A session of an optimizer node and its workers, as threads of one process: workers fetch, send gradients and commit.
 
-driver = Driver(told_of("adamw", num_layers=8, shape=(64, 96), num_workers=2, states="memory"), memory=None)
-found = driver.run(num_windows=3, is_eager=True)        # values and states of each unit
+driver = Driver(told_of("adamw", num_layers=8, shape=(64, 96), states="memory"), num_workers=2, memory=None)
+driver.run(num_windows=3, is_eager=True)
+values, states = driver.read(0, version=4)              # of a unit
+driver.close()
 """
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_holmes.optim.elementwise import test_separability as separability_of
 from lightning_holmes.optim.node.description import UnitLayout, describe_optimizer
+from lightning_holmes.optim.node.link import Action, Link, Stream
 from lightning_holmes.optim.node.node_options import NodeOptions
-from lightning_holmes.optim.node.service import Service
+from lightning_holmes.optim.node.session import Session
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -27,12 +33,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+NEEDED = {"values": 3, "gradient": 2, "states": 1}
+"""The sections for which there must be memory at the same time; see Disk."""
+
+
 def told_of(
     optimizer: str,
     *,
     num_layers: int,
     shape: tuple[int, int],
-    num_workers: int,
     states: str,
     sent_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
@@ -46,7 +55,7 @@ def told_of(
     layouts = [
         UnitLayout(
             names=(f"weight{i}", f"bias{i}"),
-            shapes=(shape, (shape[0],)),
+            shapes=(torch.Size(shape), torch.Size((shape[0],))),
             starts=(0, size),
             numel=size + shape[0],
             dtype=torch.float32,
@@ -58,8 +67,8 @@ def told_of(
     ]
     return {
         "module": "Net",
-        "num_workers": num_workers,
-        "units": {i: layout.to_plain() for i, layout in enumerate(layouts)},
+        "precision": "bf16-mixed",
+        "units": {i: asdict(layout) for i, layout in enumerate(layouts)},
         "optimizer": describe_optimizer(twin, [names], {})
         | {"state_bytes": separability_of(twin, torch.device("cpu")).state_bytes},
         "states": states,
@@ -68,62 +77,138 @@ def told_of(
 
 
 class Driver:
-    """Drives a service. ``memory``: bytes that the service may use beyond the process's present memory; None: no
-    limit."""
+    """Drives a session, whose units get random values.
 
-    def __init__(self, told: dict[str, Any], *, memory: int | None) -> None:
+    Args:
+        memory: bytes that the node may use beyond the process's present memory; None: no limit.
+        room: bytes for sections on a disk beyond the least that works; None: as the limit gives.
+        shares: for each worker, what it sends of each unit; see Session.
+        expected: what the node expects of the module.
+    """
+
+    def __init__(
+        self,
+        told: dict[str, Any],
+        *,
+        num_workers: int = 1,
+        memory: int | None = None,
+        room: int | None = None,
+        shares: list[tuple[int, int]] | None = None,
+        expected: Any = None,
+    ) -> None:
         limit = None if memory is None else psutil.Process().memory_info().rss + memory
-        self.told = told
-        self.service = Service(told, name="a node", may_import=False, options=NodeOptions(memory_bytes=limit))
-        self.units = {i: UnitLayout.from_plain(unit) for i, unit in told["units"].items()}
+        self.units = {i: UnitLayout(**unit) for i, unit in told["units"].items()}
+        self._told, self._options = told, told["optimizer"]["groups"]
+        self._shares = shares or [(0, 1)] * num_workers
+        self._store = HashStore()
+        self.error: BaseException | None = None
+        about = {"name": "fit", "place": "pipeline rank 0", "addresses": ["127.0.0.1"] * num_workers}
+
+        def serve() -> None:
+            try:
+                self.session = Session(
+                    about,
+                    self._store,
+                    number=0,
+                    may_import=False,
+                    options=NodeOptions(memory_bytes=limit),
+                    expected=expected,
+                )
+                self.session.run()
+            except BaseException as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=serve, daemon=True)
+        self._thread.start()
+        with ThreadPoolExecutor(num_workers) as pool:
+            self.links = list(pool.map(self._connect, range(num_workers)))
+        told = threading.Thread(target=lambda: [link.told() for link in self.links], daemon=True)
+        told.start()
+        while told.is_alive():
+            told.join(0.01)
+            if self.error is not None:
+                raise self.error
+        if room is not None:
+            storage: Any = self.session._storage
+            sizes = {s: max(size for (_, name), (_, size) in storage._offsets.items() if name == s) for s in NEEDED}
+            storage._limit = sum(times * sizes[section] for section, times in NEEDED.items()) + room
         random = torch.Generator().manual_seed(1)
         for i, unit in self.units.items():
             values = torch.randn(unit.numel, generator=random).to(unit.sent_dtype)
-            self.ask(0, {"ask": "keep", "unit": i, "values": values, "version": 1})
+            self.first.order(Action.KEEP, unit=i, number=1).also(self.first.send(values, Stream.PUSH)).wait()
 
-    def ask(
-        self, worker: int, message: dict[str, Any], read: Callable[[dict[str, Any]], Any] = lambda answer: None
-    ) -> Any:
-        """Send a request and return ``read(answer)``."""
-        with ExitStack() as held:
-            answer = self.service._answers[message["ask"]](worker, message, held)
-            assert self.service._failure is None, self.service._failure
-            return read(answer)
+    @property
+    def first(self) -> Link:
+        return self.links[0]
+
+    def _connect(self, worker: int) -> Link:
+        link = Link(
+            PrefixStore(f"fit/{worker}", self._store),
+            "127.0.0.1",
+            is_node=False,
+            peer="the node",
+            timeout=timedelta(seconds=60),
+            explain=lambda said: self.error or RuntimeError(said),
+        )
+        link.tell({**self._told, "share": self._shares[worker]})
+        return link
+
+    def ask(self, action: Action, **arguments: Any) -> Any:
+        """Let the node perform an action between steps; returns its answer to the first worker."""
+        order = self.first.order(action, **arguments)
+        answer = self.first.told()
+        for link in self.links[1:] if action != Action.STATES else ():
+            link.told()
+        order.wait()
+        return answer
 
     def run(self, *, num_windows: int, gradient: Tensor | None = None, **kinds: Any) -> None:
         """Run all workers to the end."""
-        errors: list[BaseException] = []
+        with ThreadPoolExecutor(len(self.links)) as pool:
+            for work in [
+                pool.submit(self._work, worker, num_windows, gradient, **kinds) for worker in range(len(self.links))
+            ]:
+                work.result(300)
 
-        def work(worker: int) -> None:
-            try:
-                self._work(worker, num_windows, gradient, **kinds)
-            except BaseException as error:
-                errors.append(error)
-                raise
+    def fetch(self, worker: int, unit: int, version: int) -> Tensor:
+        """Fetch a worker's share of a unit."""
+        layout, link, (_, size) = self.units[unit], self.links[worker], self._shares[worker]
+        values = torch.empty(layout.numel // size, dtype=layout.sent_dtype)
+        order = link.order(Action.FETCH, unit=unit, number=version) if worker == 0 else None
+        link.receive(values, Stream.PULL).wait()
+        if order is not None:
+            order.wait()
+        return values
 
-        threads = [threading.Thread(target=work, args=(w,), daemon=True) for w in range(self.told["num_workers"])]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not errors and not any(thread.is_alive() for thread in threads), errors
+    def push(
+        self, worker: int, unit: int, window: int, values: Tensor, *, last: bool, touched: list[bool] | None = None
+    ) -> None:
+        """Send a worker's gradient of a unit."""
+        link = self.links[worker]
+        flags = torch.tensor(touched or [True] * len(self.units[unit].names), dtype=torch.uint8)
+        under_way = [link.order(Action.GRADIENT, unit=unit, number=window, flag=last)] if worker == 0 else []
+        under_way.append(link.send(flags, Stream.PUSH))
+        place, size = self._shares[worker]
+        if size > 1 or flags.any():
+            under_way.append(link.send(values.view(size, -1)[place], Stream.PUSH))
+        for transfer in under_way:
+            transfer.wait()
+
+    def commit(self, worker: int, window: int, edits: Any = (), options: Any = None) -> None:
+        """Commit a step."""
+        message = {"edits": list(edits), "options": self._options if options is None else options}
+        self.links[worker].order(Action.COMMIT, number=window, message=message).wait()
 
     def read(self, unit: int, version: int) -> tuple[Tensor, dict[tuple[str, str], Tensor]]:
         """Return a unit's values and states."""
-        question = {"unit": unit, "version": version}
-        values = self.ask(0, question | {"ask": "fetch", "whole": False}, lambda answer: answer["values"].clone())
-        names = list(self.units[unit].names)
-        states = self.ask(
-            0,
-            question | {"ask": "states", "names": names},
-            lambda answer: {
-                (name, key): torch.as_tensor(value).clone()
-                for name, state in answer["states"].items()
-                for key, value in state.items()
-            },
-        )
-        keys = self.ask(0, question | {"ask": "keys", "names": names}, lambda answer: answer["keys"])
-        assert {(name, key) for name in keys for key in keys[name]} == states.keys()
+        layout = self.units[unit]
+        values = torch.empty(layout.numel, dtype=layout.sent_dtype)
+        self.ask(Action.SETTLE)
+        order = self.first.order(Action.VALUES, unit=unit, number=version, message=[0])
+        self.first.receive(values, Stream.PUSH).wait()
+        order.wait()
+        told = self.ask(Action.STATES, unit=unit, message={0: list(layout.names)})
+        states = {(n, key): torch.as_tensor(value) for n, state in told.items() for key, value in state.items()}
         return values, states
 
     def _work(
@@ -136,39 +221,35 @@ class Driver:
         num_batches: int = 1,
         clips: bool = False,
         fetches: bool = True,
+        first: int = 1,
     ) -> None:
-        service, random = self.service, torch.Generator().manual_seed(10 + worker)
-        options = self.told["optimizer"]["groups"]
+        link, random = self.links[worker], torch.Generator().manual_seed(10 + worker)
         names = [name for unit in self.units.values() for name in unit.names]
-        for window in range(1, num_windows + 1):
+        for window in range(first, first + num_windows):
             for batch in range(num_batches):
-                is_last = is_eager and batch == num_batches - 1
-                if is_last:
-                    service._updates.begin({"tell": "begin", "window": window, "options": options})
+                last = is_eager and batch == num_batches - 1
+                if last:
+                    link.order(Action.BEGIN, number=window, message={"options": self._options}).wait()
                 for i in [*self.units, *reversed(self.units)] if fetches else ():
-                    self.ask(worker, {"ask": "fetch", "unit": i, "version": window, "whole": False})
+                    self.fetch(worker, i, window)
                 for i, unit in reversed(self.units.items()):
-                    self.wait_for(i, window)
                     values = torch.randn(unit.numel, generator=random) if gradient is None else gradient
-                    memory = service._allocate(worker, {"unit": i}, values.nbytes)
-                    if memory is not None:
-                        memory = memory[: values.nbytes].view(values.dtype)
-                        values = memory.copy_(values)
-                    message = {"window": window, "values": values, "is_last": is_last, "touched": unit.names}
-                    service._arrive(worker, service._units[i], message)
-            with service._changed:
-                service._done[worker] = window
-                service._changed.notify_all()
+                    self.push(worker, i, window, values, last=last)
             edits = []
             if clips:
-                question = {"ask": "norm", "window": window, "names": names, "edits": []}
-                edits = [("scale", 1.0 / self.ask(worker, question, lambda answer: answer["squared"]) ** 0.5)]
-            commit = {"tell": "commit", "window": window, "edits": edits, "options": options}
-            service._updates.commit(worker, commit)
-
-    def wait_for(self, unit: int, version: int) -> None:
-        """Wait until a unit has reached that version."""
-        assert self.service._wait(lambda: self.service._units[unit].version >= version), self.service._failure
+                message = {"names": names, "edits": []}
+                order = link.order(Action.NORM, number=window, message=message) if worker == 0 else None
+                edits = [("scale", 1.0 / link.told() ** 0.5)]
+                if order is not None:
+                    order.wait()
+            self.commit(worker, window, edits)
 
     def close(self) -> None:
-        self.service.close()
+        """End the session well."""
+        self.first.order(Action.SETTLE, flag=True).wait()
+        for link in self.links:
+            link.told()
+        for link in self.links:
+            link._group = None
+        self._thread.join(30)
+        assert not self._thread.is_alive() and self.error is None, self.error

@@ -1,49 +1,46 @@
-"""Which worker communicates with optimizer nodes for its cluster, and over which card."""
+"""Which nodes hold what, which workers sum before they send, and over which card."""
 
 from collections.abc import Sequence
 
 import pytest
 
-from lightning_holmes.cluster.topology import Cluster, Host, Nic
-from lightning_holmes.plan.node_routes import clusters_apart, near_addresses, speaking_levels
-
-TWO_AND_TWO = ["a", "a", "b", "b"]
+from lightning_holmes.cluster.topology import Cluster, Host, Nic, OptimizerHost
+from lightning_holmes.plan.node_routes import cluster_of, near_addresses, place_units, share_nodes, sums_inside
 
 
 @pytest.mark.parametrize(
-    ("ranks", "of_nodes", "known", "expected"),
+    ("of_workers", "of_nodes", "expected"),
     [
-        ((0, 1, 2, 3), ["a"], True, [(2, 3)]),
-        ((0, 1, 2, 3), ["a", "b"], True, [(0, 1), (2, 3)]),
-        ((0, 1, 2, 3), ["c"], True, [(0, 1), (2, 3)]),
-        ((0, 1, 2, 3), [None], True, [(0, 1), (2, 3)]),  # the node can be in at most one of the clusters
-        ((0, 1), ["a"], True, []),
-        ((0, 1), [None], True, []),
-        ((0, 1), [None], False, [(0, 1)]),
-        ((0, 1), ["a"], False, []),
-        ((0, 2), ["c"], False, []),  # one worker in each cluster
-        ((1, 2, 3), ["a"], True, [(2, 3)]),
+        ("aabb", ["a"], True),
+        ("aabb", ["a", "b"], True),
+        ("aabb", [None], True),  # the node can be in at most one of the clusters
+        ("aa", ["a"], False),
+        ("aa", ["a", "b"], True),
+        ("aa", [None], False),
+        ("aa", ["c"], True),
+        ("ab", ["c"], False),  # one worker in each cluster
+        ("abb", ["a"], False),  # different numbers
     ],
 )
-def test_one_speaks_for_a_cluster_that_lies_apart_from_a_node(
-    ranks: tuple[int, ...], of_nodes: Sequence[str | None], known: bool, expected: list[tuple[int, ...]]
+def test_workers_sum_in_clusters_that_lie_apart_from_a_node(
+    of_workers: str, of_nodes: Sequence[str | None], expected: bool
 ) -> None:
-    assert clusters_apart(ranks, TWO_AND_TWO, of_nodes, known=known) == expected
+    assert sums_inside(list(of_workers), of_nodes) == expected
 
 
-@pytest.mark.parametrize(
-    ("members", "levels"),
-    [
-        ((0, 1, 2, 3), [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]),
-        ((0, 1), [[(0, 1)]]),  # one host
-        ((0, 2, 4), [[(0, 2, 4)]]),  # one worker per host
-        ((0, 1, 2), [[(0, 1, 2)]]),  # different numbers of workers
-    ],
-)
-def test_one_speaks_for_a_host_and_one_of_these_for_the_cluster(
-    members: tuple[int, ...], levels: list[list[tuple[int, ...]]]
-) -> None:
-    assert speaking_levels(members, ["x", "x", "y", "y", "z"]) == levels
+def test_nodes_are_shared_out() -> None:
+    assert share_nodes([None] * 2, [None]) == [[0], [0]]
+    assert share_nodes([None] * 2, [None] * 3) == [[0, 2], [1]]
+    assert share_nodes([None] * 4, [None] * 2) == [[0], [1], [0], [1]]
+    assert share_nodes(["a", "b"], ["b", "a"]) == [[1], [0]]
+    assert share_nodes(["a", "b", "b"], ["b", "a", "b", "a"]) == [[1, 3], [0], [2]]
+    assert share_nodes(["a", None], ["a", "c"]) == [[0], [1]], "those of no rank's cluster"
+    assert share_nodes(["a", "b"], ["a"]) == [[0], [0]], "where there is no other"
+    hosts = [OptimizerHost(name="cpu.example.org", cluster="a"), OptimizerHost(name="far")]
+    assert [cluster_of(name, hosts) for name in ("cpu", "cpu.example.org", "far", "who")] == ["a", "a", None, None]
+    assert place_units({0: 10, 1: 40, 2: 30, 3: 20}, 2) == {1: 0, 2: 1, 3: 1, 0: 0}
+    of_stages = place_units({0: 10, 1: 40, 2: 30, 3: 30}, 2, {0: 0, 1: 0, 2: 1, 3: None})
+    assert of_stages == {1: 0, 2: 1, 3: 1, 0: 1}, "a stage has several, though the other one holds less"
 
 
 def test_a_node_is_reached_over_the_fastest_card_that_is_in_its_network() -> None:

@@ -4,10 +4,12 @@ Everything is compared with plain Lightning in one process on the same samples; 
 """
 
 import os
+import resource
+import signal
 import time
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from torch.utils.data import DataLoader
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.optim import host_memory
-from lightning_holmes.plan.node_routes import ROUTES
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "muon")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -38,7 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two batches a clipped step": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2},
 }
 TWO_CLUSTERS = Topology(clusters=tuple(Cluster(name=n, hosts=(Host(name=n, devices=2),)) for n in "ab"))
-TWO_HOSTS = Topology(clusters=(Cluster(name="b", hosts=(Host(name="x", devices=2), Host(name="y", devices=2))),))
 LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 """(pipeline ranks, workers of each pipeline rank)"""
 
@@ -48,23 +48,19 @@ class Case:
     """A fit with ``num_nodes`` optimizer nodes.
 
     states: Where nodes keep optimizer states, "memory" or "disk".
-    keeps: Whether workers keep parameters from the forward to the backward.
     microbatches: The number of microbatches of each worker.
-    route: The strategy's gradient_sync. Four workers of one node are in two clusters, and the node in the first.
+    tree: Whether workers sum inside their clusters: four are in two clusters, others in one, and the node is elsewhere.
     copies: Whether data are copied through host memory, as beside a GPU.
-    node_cluster: If given, four workers are on two hosts of the cluster "b", and the node is in this cluster.
     """
 
     layout: tuple[int, int]
     num_nodes: int
     states: str
-    keeps: bool
     optimizer: str
     option: str
     microbatches: int
-    route: str
+    tree: bool
     copies: bool
-    node_cluster: str = ""
 
     @property
     def world_size(self) -> int:
@@ -72,21 +68,17 @@ class Case:
 
     @property
     def topology(self) -> Topology | str:
-        if self.node_cluster:
-            return TWO_HOSTS
-        return TWO_CLUSTERS if self.layout == (1, 4) and self.num_nodes == 1 else "auto"
+        return TWO_CLUSTERS if self.layout == (1, 4) and self.tree else "auto"
 
     def __str__(self) -> str:
         words = (
             f"pp{self.layout[0]}xdp{self.layout[1]}",
             f"{self.num_nodes} nodes",
             self.states,
-            "kept" if self.keeps else "let go",
             self.optimizer,
             self.option,
-            self.route,
+            "tree" if self.tree else "star",
             "copied" if self.copies else "direct",
-            *([f"node in {self.node_cluster}"] if self.node_cluster else []),
         )
         return "-".join(words) + f"-{self.microbatches}"
 
@@ -96,48 +88,30 @@ CASES = [
         layout=layout,
         num_nodes=nodes,
         states=states,
-        keeps=keeps,
         optimizer=optimizer,
         option=option,
         microbatches=parts,
-        route=route,
+        tree=tree,
         copies=copies,
     )
-    for layout, nodes, states, keeps, optimizer, option, parts, route, copies in selected(
+    for layout, nodes, states, optimizer, option, parts, tree, copies in selected(
         [
             row
             for row in product(
                 LAYOUTS,
                 (1, 2),
                 ("memory", "disk"),
-                (False, True),
                 OPTIMIZERS,
                 OPTIONS,
                 (1, 2, 3),
-                ROUTES,
+                (False, True),
                 (False, True),
             )
-            if row[6] * row[0][1] <= 8 and (row[7] == "star" or row[0][1] > 1)
+            if row[5] * row[0][1] <= 8 and (not row[6] or row[0][1] > 1)
         ],
         cost=lambda row: 1 + row[0][0] * row[0][1],
     )
 ]
-
-_BY_SPEAKERS = Case(
-    layout=(1, 4),
-    num_nodes=1,
-    states="memory",
-    keeps=False,
-    optimizer="adamw",
-    option="two batches a clipped step",
-    microbatches=2,
-    route="aggregator",
-    copies=True,
-)
-CASES += [_BY_SPEAKERS] if _BY_SPEAKERS not in CASES else []  # two clusters, one of which sends through one worker
-CASES += [
-    replace(_BY_SPEAKERS, node_cluster=name) for name in "ab"
-]  # one worker sends for each host, and one of these for the cluster
 
 
 class Model(Tied):
@@ -236,11 +210,11 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
             case.microbatches,
             case.layout[0],
             optimizer_states=str(folder / "states") if case.states == "disk" else "memory",
-            keep_parameters=case.keeps,
-            gradient_sync=case.route,
             topology=case.topology,
         )
-        os.environ["HOLMES_CLUSTER"] = case.node_cluster or "a"  # that of the optimizer nodes, which rank 0 starts
+        os.environ["HOLMES_CLUSTER"] = (
+            "elsewhere" if case.tree else ""
+        )  # that of the optimizer nodes, which rank 0 starts
         trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
         trainer.fit(module, datamodule=Data())
         file = folder / f"{case.world_size}-{index}.ckpt"
@@ -328,16 +302,15 @@ def find_rates(folder: Path, strategy: HolmesStrategy | None = None) -> dict[str
 
 
 def run_eager_and_deferred(folder: Path) -> dict[str, Any]:
-    """Return by optimizer the weights of three fits: nodes need not wait for the step; a hook makes them wait; and one of the
-    two workers sends the sum of both, which is summed in one order only."""
+    """Return by optimizer the weights of three fits: nodes need not wait for the step; a hook makes them wait; and the two workers sum
+    their shares before they send them."""
     found: dict[str, Any] = {}
     waits = {"on_before_optimizer_step": lambda trainer, module, optimizer: None}
-
-    for optimizer, route_of_one in (("adamw", "aggregator"), ("muon", "auto")):
+    for optimizer in ("adamw", "muon"):
         weights = []
-        for hooks, route in (({}, "star"), (waits, "star"), ({}, route_of_one)):
-            module, strategy = build(optimizer), with_nodes(2, gradient_sync=route)
-            os.environ["HOLMES_CLUSTER"] = "elsewhere" if route == "auto" else ""
+        for hooks, cluster in (({}, ""), (waits, ""), ({}, "elsewhere")):
+            module, strategy = build(optimizer), with_nodes(2)
+            os.environ["HOLMES_CLUSTER"] = cluster
             trainer = make_trainer(folder, strategy=strategy, callbacks=[pl.callbacks.LambdaCallback(**hooks)])
             trainer.fit(module, datamodule=Data())
             weights.append(state_of(module))
@@ -689,8 +662,8 @@ def save_on_exception(folder: Path, where: str, strategy: HolmesStrategy | None 
 
 
 class Loses(pl.Callback):
-    """In the second batch, kills the node that rank 0 started, empties the file of its states, or ends the last worker without
-    a message. Before the file is emptied a checkpoint is written."""
+    """In the second batch, kills or stops the node that rank 0 started, lets it write nothing more to its disk, or ends the last worker without
+    a message. Before the disk fails a checkpoint is written."""
 
     def __init__(self, what: str, folder: Path) -> None:
         self.what, self.folder = what, folder
@@ -698,15 +671,15 @@ class Loses(pl.Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1 and self.what == "disk":
             trainer.save_checkpoint(self.folder / "before.ckpt")
-        if batch_idx == 1 and self.what in ("node", "disk") and trainer.global_rank == 0:
+        if batch_idx == 1 and self.what in ("node", "stopped", "disk") and trainer.global_rank == 0:
             strategy: Any = trainer.strategy
-            process, *_ = strategy._job._nodes._registry._processes
-            if self.what == "node":
-                process.kill()
+            pid = strategy._job._nodes._nodes[0]["pid"]
+            if self.what != "disk":
                 self.note()
-            else:  # all states have been written, since the checkpoint holds them
-                (states,) = self.folder.glob("states/*.holmes-states")
-                os.truncate(states, 0)
+                (self.folder / "pid").write_text(str(pid))
+                os.kill(pid, signal.SIGKILL if self.what == "node" else signal.SIGSTOP)
+            else:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
         if batch_idx == 1 and self.what == "disk":
             trainer.strategy.barrier()  # so that no rank has read ahead for the next step
         if batch_idx == 1 and self.what == "worker" and trainer.global_rank == trainer.world_size - 1:
@@ -722,11 +695,10 @@ def lose(payload: tuple[str, str]) -> None:
     """Run a fit in which a node, its file or a worker is lost."""
     what, folder = payload[0], Path(payload[1])
     states = str(folder / "states") if what == "disk" else "memory"
-    what, _, route = what.partition(" by ")
+    what, _, tree = what.partition(" by ")
+    os.environ["HOLMES_CLUSTER"] = "elsewhere" if tree else ""
     count, what = (2, "node") if what == "one of two nodes" else (1, what)
-    strategy = with_nodes(
-        count, optimizer_states=states, save_distributed_checkpoint=False, gradient_sync=route or "star"
-    )
+    strategy = with_nodes(count, optimizer_states=states, save_distributed_checkpoint=False)
     trainer = make_trainer(folder, strategy=strategy)
     trainer.callbacks.append(Loses(what, folder))  # type: ignore[attr-defined]
     trainer.fit(build(), datamodule=Data())

@@ -1,6 +1,7 @@
 """Optimizer nodes give the numbers of plain Lightning, parameters and optimizer states. Tolerance 1e-5 (fp32), of the largest entry."""
 
 import os
+import signal
 import subprocess
 import time
 from datetime import timedelta
@@ -130,7 +131,7 @@ def test_a_fit_gives_the_numbers_of_plain_lightning(
 
 @pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_updates_before_the_step_and_sums_by_one_of_two_workers_are_the_same_bit_for_bit(
+def test_updates_before_the_step_and_sums_of_two_workers_are_the_same_bit_for_bit(
     optimizer: str, found: Records
 ) -> None:
     for eager, deferred, aggregated in found[f"eager and deferred {optimizer}"]:
@@ -199,8 +200,8 @@ def test_a_run_that_fails_is_saved_as_of_its_last_step_or_not_at_all(folder: Pat
 
 @pytest.mark.xdist_group("optimizer_nodes")
 @pytest.mark.parametrize("name", ["early", "after"])
-def test_nodes_write_their_part_of_a_folder_as_of_one_commit(name: str, folder: Path, found: Records) -> None:
-    """Nodes write "folder" while training goes on, from units in memory, but not "disk"; the values are equal bit for bit."""
+def test_a_folder_holds_one_step_from_memory_and_disk(name: str, folder: Path, found: Records) -> None:
+    """The folder "folder" is written while training goes on, "disk" is not; the values are equal bit for bit."""
     written = {
         kind: FolderReader(Manifest.load(path), path)
         for kind in ("folder", "disk")
@@ -209,10 +210,6 @@ def test_nodes_write_their_part_of_a_folder_as_of_one_commit(name: str, folder: 
     values = {kind: reader.read(dict(all_values(reader.manifest))) for kind, reader in written.items()}
     assert values["folder"].keys() == values["disk"].keys()
     assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(values["disk"][n])) for n, v in values["folder"].items())
-    for reader in written.values():
-        files = {entry.file for _, entry in all_values(reader.manifest)}
-        assert files >= {"__0_1.distcp", "__1_1.distcp"}, "what the node has written for each worker"
-        assert ("__0_0.distcp" in files) == (name == "after"), "a worker has values of its own after the run"
 
 
 @pytest.mark.xdist_group("optimizer_nodes")
@@ -267,12 +264,13 @@ def test_what_nodes_cannot_do_is_refused(why: str, reason: str, found: Records) 
     ("what", "reason"),
     [
         ("node", "ConnectionLostError: connection lost to optimizer node 0"),
+        ("stopped", "optimizer node 0 has shown no sign of life for 20 s: process"),
         ("one of two nodes", "ConnectionLostError: connection lost to optimizer node 0"),
-        ("node by aggregator", "ConnectionLostError: connection lost to optimizer node 0"),
+        ("node by tree", "ConnectionLostError: connection lost to optimizer node 0"),
         ("worker", "worker 1 is gone"),
         (
             "disk",
-            "HolmesError: optimizer node 0, pipeline rank 0: optimizer states cannot be read from",
+            "HolmesError: optimizer node 0, pipeline rank 0: optimizer states cannot be written to",
         ),
     ],
 )
@@ -286,6 +284,8 @@ def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> Non
         folder=tmp_path,
         environment=lambda rank: {"PYTHON_EXEC": forked_executable()},
     )
+    if what == "stopped":
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     left = workers[:1] if what == "worker" else workers
     assert all(worker.exit_code not in (0, None) for worker in left)
     assert any(reason in worker.output for worker in left)

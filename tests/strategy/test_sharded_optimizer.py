@@ -55,8 +55,8 @@ def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs
         (1, {}),
         (2, {}),
         (2, {"sharding": "parameters"}),
-        (1, {"optimizer_nodes": 1, "keep_parameters": True}),
-        (2, {"optimizer_nodes": 1, "keep_parameters": False, "optimizer_states": "a folder"}),
+        (1, {"optimizer_nodes": 1}),
+        (2, {"optimizer_nodes": 1, "optimizer_states": "a folder"}),
     ],
     ids=str,
 )

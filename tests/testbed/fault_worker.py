@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from training_worker import join_as_torchrun_would
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import saving
 from lightning_holmes.data import CountedDataModule
-from lightning_holmes.optim.node.link import NodeLink
+from lightning_holmes.optim.node.link import Action, Link
 from lightning_holmes.strategy import snapshots
 
 STEPS, FEATURES, KILLED_AT, SAVED_EVERY = 10, 64, 6, 2
@@ -172,22 +171,20 @@ def write_when_the_link_is_cut(card: str = "eth0", count: int = 4, word: str = "
 
 
 def push_when_the_link_is_cut(told: str) -> None:
-    """In step KILLED_AT, hold back the second gradient that this process pushes to an optimizer node, and all later
-    messages, until the file ``told`` exists: the node may have updated the layer of the first gradient."""
-    tell, steps, gradients = NodeLink.tell, [], []
+    """In step KILLED_AT, hold back the second gradient that this process names to an optimizer node, and all later
+    actions, until the file ``told`` exists: the node may have updated the layer of the first gradient."""
+    own, gradients = Link.order, []
 
-    def wait_and_tell(link: NodeLink, message: Mapping[str, Any]) -> None:
-        if message["tell"] == "done":
-            steps.append(message)
-        if message["tell"] == "gradient" and len(steps) == KILLED_AT:
-            gradients.append(message)
+    def wait_and_order(link: Link, action: Action, **arguments: Any) -> Any:
+        if action is Action.GRADIENT and arguments["number"] == KILLED_AT:
+            gradients.append(arguments)
             if len(gradients) == 2:
                 print("waiting", flush=True)
                 while not os.path.exists(told):
                     time.sleep(0.01)
-        tell(link, message)
+        return own(link, action, **arguments)
 
-    NodeLink.tell = wait_and_tell
+    Link.order = wait_and_order  # type: ignore[method-assign]
 
 
 def memory_of_this_host(folder: str) -> str:

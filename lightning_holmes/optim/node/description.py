@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.optim.node.channel import check_plain
+from lightning_holmes.optim.node.link import check_plain
 from lightning_holmes.torch_private import holds_hooks
 
 _NOT_OPTIONS = ("params", "param_names")
@@ -59,26 +59,10 @@ class UnitLayout:
             for name, start, shape in zip(self.names, self.starts, self.shapes, strict=True)
         }
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the layout as plain data, to be sent."""
-        return {
-            "names": self.names,
-            "shapes": self.shapes,
-            "starts": self.starts,
-            "numel": self.numel,
-            "dtype": str(self.dtype),
-            "sent_dtype": str(self.sent_dtype),
-            "gradient_dtype": str(self.gradient_dtype),
-            "is_trained": self.is_trained,
-        }
-
-    @classmethod
-    def from_plain(cls, told: Mapping[str, Any]) -> "UnitLayout":
-        """Make a layout from the result of :meth:`to_plain`."""
-        types = {
-            key: getattr(torch, told[key].removeprefix("torch.")) for key in ("dtype", "sent_dtype", "gradient_dtype")
-        }
-        return cls(**{**told, **types})
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the values on the node."""
+        return self.numel * self.dtype.itemsize
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -1,241 +1,333 @@
-"""StateFile: the file in which an optimizer node keeps its units, read and written by several requests in parallel.
+"""Where an optimizer node keeps the sections of its units: Memory, or a Disk with limited memory.
 
-    file = StateFile(folder / "0.states", 1 << 30)
-    transfer = file.write(offset, buffer)              # a buffer of Memory; the offset is a multiple of PAGE
-    transfer.wait()
+    storage = Disk("/nvme/states", {0: {"values": 400, "gradient": 400, "states": 800}}, limit_bytes=..., beside=..., scratch=..., name="...")
+    storage.prefetch(0, "states")                                  # starts to read, if there is room
+    with storage.borrow(0, "values", "states", written=("values", "states")) as (values, states): ...      # uint8
+    storage.forget(0, "gradient")
 
-The file uses O_DIRECT if the file system has it, so that nothing stays in the page cache, which would count as the node's memory; if
-not, the cache is dropped after each request. Requests begin in the order in which they were made. FILE.mark, beside the file, tells
-the commit of its contents, or that they are between two commits.
+A disk's memory is a cache of whole sections. What was written is on its way to the disk when ``borrow`` ends, except gradients, which are
+written only if their room is needed: most are used before. All buffers that a ``borrow`` needs are taken at once, so that none waits for
+memory with some in hand. The file has no name: nothing is left of a node that was killed, and no run can go on from half a step.
+It bypasses the page cache (O_DIRECT), which would count as the node's memory; where a file system cannot, the cache is dropped.
 """
 
 import contextlib
-import fcntl
-import json
+import mmap
 import os
 import shutil
+import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from torch import Tensor
 
 from lightning_holmes.comm.file_space import reserve
+from lightning_holmes.comm.freed_memory import free_at_once
 from lightning_holmes.errors import ConfigurationError, HolmesError
-from lightning_holmes.optim.node.buffers import PAGE, Memory
 
-REQUEST_BYTES = 4 << 20
-NUM_REQUESTS = 8
-"""Requests in parallel; with fewer, a disk with a queue is slower (docs/log.md)."""
-SUFFIX = ".holmes-states"
-_MEASURED_BYTES = 128 << 20
-_Act = Callable[[int, list[memoryview], int], int]
+ALIGNED = 256
+"""The alignment of states in a section, in bytes."""
+_PAGE = 4096
+_REQUEST_BYTES = 4 << 20
+_NUM_REQUESTS = 8  # with fewer in parallel a disk with a queue is slower (docs/log.md)
+_OTHER_BYTES = 96 << 20  # torch code that is loaded at its first use, threads' stacks, messages, fragmentation
 
-
-class Transfer:
-    """A read or a write that is under way, as ``num_requests`` requests."""
-
-    def __init__(self, num_requests: int) -> None:
-        self._left = num_requests
-        self._error: HolmesError | None = None
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._then: list[Callable[[HolmesError | None], None]] = []
-
-    def arrived(self, error: HolmesError | None) -> None:
-        """Note that one request is done, or has failed with ``error``."""
-        with self._lock:
-            self._error = self._error or error
-            self._left -= 1
-            if self._left:
-                return
-            self._done.set()
-            waiting, self._then = self._then, []
-        for act in waiting:
-            act(self._error)
-
-    def then(self, act: Callable[[HolmesError | None], None]) -> None:
-        """Call ``act`` when all requests are done, with the first error, or None."""
-        with self._lock:
-            if self._left:
-                self._then.append(act)
-                return
-        act(self._error)
-
-    def wait(self) -> None:
-        """Wait until all requests are done; raises the first error."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+Needs = Mapping[str, int]
+"""The bytes of a unit's "values", "gradient" and "states"."""
 
 
-class StateFile:
-    """A file of ``num_bytes`` at ``path``, whose disk space is reserved at once.
+class Memory:
+    """All sections in memory, allocated when they are borrowed first; ``needs``: as for a Disk."""
+
+    def __init__(self, needs: Mapping[int, Needs]) -> None:
+        self._needs = needs
+        self._held: dict[tuple[int, str], Tensor] = {}
+        self._free: dict[int, list[Tensor]] = {}  # by size: fresh memory costs a page fault for each 4 kB
+
+    @contextlib.contextmanager
+    def borrow(
+        self, index: int, *sections: str, fresh: Collection[str] = (), written: Collection[str] = ()
+    ) -> Iterator[list[Tensor]]:
+        """Yield the buffers of some sections of a unit, uint8."""
+        for section in sections:
+            if (index, section) not in self._held:
+                size = self._needs[index][section]
+                free = self._free.get(size)
+                self._held[index, section] = free.pop() if free else torch.zeros(size, dtype=torch.uint8)
+        yield [self._held[index, section] for section in sections]
+
+    def prefetch(self, index: int, *sections: str) -> None:
+        """Do nothing: all sections are here."""
+
+    def forget(self, index: int, section: str) -> None:
+        """Free a section."""
+        buffer = self._held.pop((index, section), None)
+        if buffer is not None:
+            self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def rest(self) -> None:
+        """Free what the next step would use again."""
+        self._free.clear()
+
+    def close(self) -> None:
+        """Free everything."""
+        self._held.clear()
+        self._free.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A section in memory: who uses it, its reads and writes that are under way, and whether it has changed since it was written."""
+
+    buffer: Tensor
+    offset: int
+    users: int = 0
+    reads: list["Future[None]"] = field(default_factory=list)
+    writes: list["Future[None]"] = field(default_factory=list)
+    is_dirty: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.users and all(transfer.done() for transfer in (*self.reads, *self.writes))
+
+
+class Disk:
+    """Sections in a file of ``folder``.
+
+    Args:
+        needs: the bytes of each unit's sections.
+        limit_bytes: the memory of the process at most.
+        beside: the bytes that an update needs beside its sections.
+        scratch: the bytes of buffers for gradients that arrive.
+        name: the name of the node and its workers, for messages.
 
     Raises:
-        ConfigurationError: the folder cannot be written to, or does not have the space.
+        ConfigurationError: the folder cannot be written to, the disk is too small, or the limit too low for the largest unit.
     """
 
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self.path, self.num_bytes = path, num_bytes
+    def __init__(
+        self, folder: str, needs: Mapping[int, Needs], *, limit_bytes: int, beside: int, scratch: int, name: str
+    ) -> None:
+        largest = {key: max(_pages(unit[key]) for unit in needs.values()) for key in ("values", "gradient", "states")}
+        resident = psutil.Process().memory_info().rss
+        # two units are sent, one receives gradients, one is stepped
+        least = 3 * largest["values"] + 2 * largest["gradient"] + largest["states"]
+        self._limit = limit_bytes - resident - beside - scratch - _OTHER_BYTES
+        if self._limit < least:
+            raise ConfigurationError(
+                f"{name}: --memory {limit_bytes / 1e6:.0f}M is not enough: the process has {resident / 1e6:.0f} MB before it holds "
+                f"anything, and its largest unit ({largest['values'] / 1e6:.1f} MB of parameters) needs "
+                f"{(least + limit_bytes - self._limit - resident) / 1e6:.0f} MB beside that; give it "
+                f"{(least + limit_bytes - self._limit) / 1e6:.0f}M, or split large layers"
+            )
+        self._offsets, self.num_bytes = {}, 0
+        for index, unit in needs.items():
+            for section, size in unit.items():
+                self._offsets[index, section] = self.num_bytes, _pages(size)
+                self.num_bytes += _pages(size)
+        free_at_once()
+        self._folder = folder
+        self._fd, self._is_direct = self._open()
+        self._pool = ThreadPoolExecutor(_NUM_REQUESTS, thread_name_prefix="holmes-node-disk")
+        self._changed = threading.Condition()
+        self._cache: OrderedDict[tuple[int, str], _Entry] = OrderedDict()  # the least recently used first
+        self._stored: set[tuple[int, str]] = set()
+        self._used = 0
+        self.fail: Callable[[BaseException], None] = lambda error: None
+        """Called with the error of a write, for which nobody waits."""
+
+    def _open(self) -> tuple[int, bool]:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_left_over(path.parent)
-            free = shutil.disk_usage(path.parent).free
-            new = path.with_suffix(".new")
-            self._fd, self.is_direct = _open(new)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            new.rename(path)  # locked by now, so that no other node takes it for a left-over file
+            Path(self._folder).mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._folder).free
+            file, path = tempfile.mkstemp(suffix=".holmes-states", dir=self._folder)
+            is_direct = False
+            try:
+                if hasattr(os, "O_DIRECT"):
+                    with contextlib.suppress(OSError):  # not on this file system
+                        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
+                        os.close(file)
+                        file, is_direct = direct, True
+                        os.pwritev(file, [_bytes_of(_allocate(_PAGE))], 0)
+            finally:
+                if is_direct and not os.fstat(file).st_size:  # it can be opened so, but not written to
+                    os.close(file)
+                    file, is_direct = os.open(path, os.O_RDWR), False
+                os.unlink(path)
         except OSError as error:
             raise ConfigurationError(
-                f"optimizer states cannot be kept in {str(path.parent)!r}: {error}; name a folder of the node that it may write to"
+                f"optimizer states cannot be kept in {self._folder!r}: {error}; name a folder of the node that it may write to"
             ) from error
         try:
-            reserve(self._fd, num_bytes)
+            reserve(file, self.num_bytes)
         except OSError as error:
-            self.close()
+            os.close(file)
             raise ConfigurationError(
-                f"parameters and optimizer states need {num_bytes / 1e9:.2f} GB in {str(path.parent)!r}, which has "
+                f"parameters and optimizer states need {self.num_bytes / 1e9:.2f} GB in {self._folder!r}, which has "
                 f"{free / 1e9:.2f} GB free ({error.strerror}): name a folder on a larger disk, or use more optimizer nodes"
             ) from error
-        self._pool = ThreadPoolExecutor(NUM_REQUESTS, thread_name_prefix="holmes-node-disk")
+        return file, is_direct
 
-    def extend(self, num_bytes: int) -> int:
-        """Reserve ``num_bytes`` more; returns their offset."""
-        start = self.num_bytes
+    def describe(self) -> str:
+        """Describe the file and the memory in words."""
+        how = "past the page cache" if self._is_direct else "with the page cache dropped after each request"
+        return f"{self.num_bytes / 1e9:.3g} GB in {self._folder} {how}, through {self._limit / 1e6:.0f} MB of memory"
+
+    @contextlib.contextmanager
+    def borrow(
+        self, index: int, *sections: str, fresh: Collection[str] = (), written: Collection[str] = ()
+    ) -> Iterator[list[Tensor]]:
+        """Yield the buffers of some sections of a unit, uint8, read from the disk unless they are in memory or ``fresh``. Waits for memory.
+
+        Args:
+            written: the sections that change inside.
+        """
+        with self._changed:
+            while (entries := self._take(index, sections, fresh)) is None:
+                self._changed.wait()
         try:
-            reserve(self._fd, start + num_bytes)
-        except OSError as error:
-            raise HolmesError(f"{self.path} cannot grow by {num_bytes / 1e9:.2f} GB: {error}") from error
-        self.num_bytes += num_bytes
-        return start
+            for section, entry in zip(sections, entries, strict=True):
+                for transfer in (*entry.reads, *(entry.writes if section in written else ())):
+                    transfer.result()
+            yield [entry.buffer for entry in entries]
+            for section, entry in zip(sections, entries, strict=True):
+                entry.is_dirty |= section in written
+                if entry.is_dirty and section != "gradient":
+                    self._write((index, section), entry)
+        finally:
+            with self._changed:
+                for entry in entries:
+                    entry.users -= 1
+                self._changed.notify_all()
 
-    def read(self, offset: int, buffer: Tensor) -> Transfer:
-        """Start to read into ``buffer``, whole pages of uint8."""
-        return self._start(os.preadv, offset, buffer)
+    def prefetch(self, index: int, *sections: str) -> None:
+        """Start to read sections that are on the disk, if there is room without waiting."""
+        with self._changed:
+            entries = self._take(index, [s for s in sections if (index, s) in self._stored], ())
+            for entry in entries or ():
+                entry.users -= 1
 
-    def write(self, offset: int, buffer: Tensor) -> Transfer:
-        """Start to write ``buffer``, which must not change until the transfer is done."""
-        return self._start(os.pwritev, offset, buffer)
+    def forget(self, index: int, section: str) -> None:
+        """Note that a section is not needed any more; nobody may use it."""
+        with self._changed:
+            self._stored.discard((index, section))
+            entry = self._cache.get((index, section))
+            if entry is not None:
+                entry.is_dirty = False
+                self._cache.move_to_end((index, section), last=False)
+                self._changed.notify_all()
 
-    def _start(self, act: _Act, offset: int, buffer: Tensor) -> Transfer:
-        memory = _bytes_of(buffer)
-        starts = range(0, memory.nbytes, REQUEST_BYTES)
-        transfer = Transfer(len(starts))
-        for start in starts:
-            self._pool.submit(self._request, transfer, act, offset + start, memory[start : start + REQUEST_BYTES])
-        return transfer
+    def _take(self, index: int, sections: Collection[str], fresh: Collection[str]) -> list[_Entry] | None:
+        """Return the entries of all sections, each with one more user, and start to read what is missing; None if there is no room now."""
+        keys = [(index, section) for section in sections]
+        here = [self._cache[key] for key in keys if key in self._cache]
+        for entry in here:
+            entry.users += 1  # not to be evicted
+        missing = [key for key in keys if key not in self._cache]
+        freed = self._make_room(sum(self._offsets[key][1] for key in missing))
+        if freed is None:
+            for entry in here:
+                entry.users -= 1
+            return None
+        for key in missing:
+            offset, size = self._offsets[key]
+            same = next(
+                (i for i, buffer in enumerate(freed) if buffer.numel() == size), None
+            )  # fresh memory costs page faults
+            entry = self._cache[key] = _Entry(_allocate(size) if same is None else freed.pop(same), offset, users=1)
+            self._used += size
+            if key in self._stored and key[1] not in fresh:
+                entry.reads = self._transfer(os.preadv, entry)
+        for key in keys:
+            self._cache.move_to_end(key)
+        return [self._cache[key] for key in keys]
 
-    def _request(self, transfer: Transfer, act: _Act, offset: int, memory: memoryview) -> None:
-        error: HolmesError | None = None
+    def _make_room(self, num_bytes: int) -> list[Tensor] | None:
+        """Drop sections until there is room, the least recently used first; returns their buffers, or None if there is not enough room."""
+        freed: list[Tensor] = []
+        for key, entry in list(self._cache.items()):
+            if self._used + num_bytes <= self._limit:
+                break
+            if entry.is_dirty and entry.is_idle:
+                self._write(key, entry)  # it can be dropped when it is written
+            elif entry.is_idle:
+                del self._cache[key]
+                self._used -= entry.buffer.numel()
+                freed.append(entry.buffer)
+        return freed if self._used + num_bytes <= self._limit else None
+
+    def _write(self, key: tuple[int, str], entry: _Entry) -> None:
+        with self._changed:
+            self._stored.add(key)
+            entry.is_dirty = False
+            entry.writes = self._transfer(os.pwritev, entry)
+
+    def _transfer(self, act: Callable[..., int], entry: _Entry) -> list["Future[None]"]:
+        memory = _bytes_of(entry.buffer)
+        starts = range(0, memory.nbytes, _REQUEST_BYTES)
+        parts = [(entry.offset + start, memory[start : start + _REQUEST_BYTES]) for start in starts]
+        transfers = [self._pool.submit(self._request, act, *part) for part in parts]
+        for transfer in transfers:
+            transfer.add_done_callback(self._done)
+        return transfers
+
+    def _done(self, transfer: "Future[None]") -> None:
+        error = None if transfer.cancelled() else transfer.exception()
+        if error is not None:
+            self.fail(error)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _request(self, act: Callable[..., int], offset: int, memory: memoryview) -> None:
+        start, left = offset, memory
         try:
-            start, left = offset, memory
             while left.nbytes:
                 count = act(self._fd, [left], start)
                 if count == 0:
                     raise OSError(f"it ends at {start}, before what was written there")
                 start, left = start + count, left[count:]
-            if not self.is_direct and hasattr(os, "posix_fadvise"):
+            if not self._is_direct and hasattr(os, "posix_fadvise"):
                 if act is os.pwritev:
                     os.fdatasync(self._fd)
                 os.posix_fadvise(self._fd, offset, memory.nbytes, os.POSIX_FADV_DONTNEED)
         except OSError as failed:
             what = "written to" if act is os.pwritev else "read from"
-            error = HolmesError(
-                f"optimizer states cannot be {what} {self.path}: {failed}; the run can go on from its last checkpoint, with "
-                f"another folder"
-            )
-        transfer.arrived(error)
-
-    def mark(self, commit: int | None) -> None:
-        """Write FILE.mark: the contents are of ``commit``; None: they are between two commits."""
-        try:
-            path = self.path.with_suffix(f"{SUFFIX}.mark")
-            path.write_text(json.dumps({"commit": commit, "dirty": commit is None}))
-        except OSError as error:
             raise HolmesError(
-                f"{self.path} cannot be marked: {error}; the run can go on from its last checkpoint"
-            ) from error
+                f"optimizer states cannot be {what} {self._folder}: {failed}; the run can go on from its last checkpoint, with "
+                f"another folder"
+            ) from failed
 
-    def measure(self, memory: Memory) -> float:
-        """Measure the bytes per second that the disk reads, and writes, while it does both at once. A part of the file is overwritten;
-        the buffers take at most the free room of ``memory``."""
-        size = max(PAGE, min(self.num_bytes, REQUEST_BYTES, memory.free // NUM_REQUESTS) // PAGE * PAGE)
-        offsets = range(0, min(_MEASURED_BYTES, self.num_bytes - size + 1), size)
-        buffers = [Memory(size).take(size) for _ in range(NUM_REQUESTS)]
-
-        def run(place: int, acts: Sequence[_Act]) -> None:
-            for offset in offsets[place::NUM_REQUESTS]:
-                for act in acts:
-                    transfer = Transfer(1)
-                    self._request(transfer, act, offset, _bytes_of(buffers[place]))
-                    transfer.wait()
-
-        places = range(NUM_REQUESTS)
-        list(
-            self._pool.map(run, places, [[os.pwritev]] * NUM_REQUESTS)
-        )  # write first: a read of a part that was never written does not access the disk
-        began = time.perf_counter()
-        list(self._pool.map(run, places, [[os.preadv, os.pwritev]] * NUM_REQUESTS))
-        seconds = time.perf_counter() - began
-        return len(offsets) * size / seconds
+    def rest(self) -> None:
+        """Free all memory that nobody uses; sections are read again when they are needed."""
+        with self._changed:
+            self._limit, limit = 0, self._limit
+            self._make_room(0)
+            self._limit = limit
 
     def close(self) -> None:
-        """Remove the file."""
-        if hasattr(self, "_pool"):
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        """Free the file and the memory."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
         with contextlib.suppress(OSError):
             os.close(self._fd)
-        _remove(self.path)
+        self._cache.clear()
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // _PAGE) * _PAGE
+
+
+def _allocate(num_bytes: int) -> Tensor:
+    """Return memory that begins at a page, as O_DIRECT needs it."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def _bytes_of(buffer: Tensor) -> memoryview:
     memory: Any = buffer.numpy()
     return memoryview(memory)
-
-
-def _open(path: Path) -> tuple[int, bool]:
-    """Create a file; returns its descriptor, and whether it bypasses the page cache."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    if hasattr(os, "O_DIRECT"):
-        memory = Memory(PAGE)
-        try:
-            fd = os.open(path, flags | os.O_DIRECT, 0o600)
-            try:
-                os.pwritev(fd, [_bytes_of(memory.take(PAGE))], 0)
-                return fd, True
-            except OSError:
-                os.close(fd)
-        except OSError:
-            pass  # not on this file system
-    return os.open(path, flags, 0o600), False
-
-
-def _remove(path: Path) -> None:
-    for name in (path, path.with_suffix(f"{SUFFIX}.mark")):
-        name.unlink(missing_ok=True)
-
-
-def _remove_left_over(folder: Path) -> None:
-    """Remove the files of nodes that were killed, which no process has locked."""
-    for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(path)
-
-
-def add_from(file: StateFile, offset: int, flat: Tensor, memory: Memory) -> None:
-    """Add the elements in the file at ``offset`` to ``flat``, 1-D, of the same type, one piece at a time."""
-    piece = memory.take(min(REQUEST_BYTES, -(-flat.nbytes // PAGE) * PAGE))
-    step = piece.nbytes // flat.itemsize
-    try:
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step]
-            size = -(-part.nbytes // PAGE) * PAGE
-            file.read(offset + start * flat.itemsize, piece[:size]).wait()
-            part.add_(piece.view(flat.dtype)[: part.numel()])
-    finally:
-        memory.give(piece)

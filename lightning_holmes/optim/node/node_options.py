@@ -1,14 +1,23 @@
-"""NodeOptions: the options with which an optimizer node is started, from its command line or HOLMES_NODE_MEMORY."""
+"""NodeOptions: the options with which an optimizer node is started, and the storage that they, and the workers, ask for."""
 
+import math
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim.node.description import UnitLayout, find_class, may_fuse
+from lightning_holmes.optim.node.disk import ALIGNED, Disk, Memory, Needs
 
 MEMORY = "HOLMES_NODE_MEMORY"
 """The environment variable that limits the memory of a node's process, if its command line does not."""
 IN_MEMORY = "memory"
+_SHARE_OF_HOST = 0.8  # of the host's free memory, if no limit is given
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -61,3 +70,53 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise ConfigurationError(f"--memory {text!r} is no number of bytes; write 512M, 8G or 1.5T")
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def make_storage(
+    layouts: Mapping[int, UnitLayout], about: Mapping[str, Any], *, num_workers: int, options: NodeOptions, name: str
+) -> Memory | Disk:
+    """Return the storage for units: memory, or a file with limited memory.
+
+    Args:
+        about: what the workers have told: their optimizer, their setting of the folder, and how many sessions share this node.
+        name: the name of the node and its workers, for messages.
+
+    Raises:
+        ConfigurationError: there is not enough memory, or not enough disk space.
+    """
+    optimizer = about["optimizer"]
+    folder, limit = options.folder(about["states"], name=name), options.memory_bytes
+    needs = {i: needs_of(layout, optimizer["state_bytes"]) for i, layout in layouts.items()}
+    resident = psutil.Process().memory_info().rss
+    if folder is None or not layouts:
+        stepped = {n for names in optimizer["names"] for n in names}
+        may_be = [replace(u, is_trained=u.is_trained or bool(stepped & {*u.names})) for u in layouts.values()]
+        wanted = resident + sum(sum(needs_of(u, optimizer["state_bytes"]).values()) for u in may_be)
+        if limit is not None and wanted > limit:
+            raise ConfigurationError(
+                f"{name}: parameters, gradients and optimizer states make {wanted / 1e6:.0f} MB of the process, more than its --memory "
+                f"{limit / 1e6:.0f}M: let them live on disk (--states FOLDER), or use more optimizer nodes"
+            )
+        return Memory({i: {**needs[i], "gradient": u.numel * u.gradient_dtype.itemsize} for i, u in layouts.items()})
+    # what an update takes beside the sections: new states, and states that are loaded, are allocated first and copied; kernels that are
+    # not fused have intermediate values; gradients of another type are cast, and masters rounded
+    kind: type[Optimizer] = find_class(optimizer, may_import=False)
+    fuses = all(may_fuse(kind, group, layout.dtype) for group in optimizer["groups"] for layout in layouts.values())
+    beside = max(
+        2 * needs[i]["states"]
+        + (0 if fuses else 3) * needs[i]["values"]
+        + (0 if layout.dtype == layout.gradient_dtype else needs[i]["values"])
+        + (3 * layout.numel * layout.sent_dtype.itemsize if layout.has_masters else 0)
+        for i, layout in layouts.items()
+    )
+    limit = limit or int(_SHARE_OF_HOST * psutil.virtual_memory().available) // options.num_on_host
+    scratch = 2 * max(unit["gradient"] for unit in needs.values()) if num_workers > 1 else 0
+    limit = resident + (limit - resident) // about["num_places"]
+    return Disk(folder, needs, limit_bytes=limit, beside=beside, scratch=scratch, name=name)
+
+
+def needs_of(layout: UnitLayout, state_bytes: float) -> Needs:
+    """Return the bytes of a unit's sections; ``state_bytes``: the bytes of the optimizer's states for each element."""
+    states = math.ceil(state_bytes * layout.numel) + 4 * ALIGNED * len(layout.names) if layout.is_trained else 0
+    gradient = layout.numel * layout.gradient_dtype.itemsize if layout.is_trained else 0
+    return {"values": layout.num_bytes, "gradient": gradient, "states": states}

@@ -1,0 +1,202 @@
+"""The role of an optimizer node: where nodes and the job's rank 0 meet, and what a node does from its start to its end.
+
+    python -m lightning_holmes.optim.node HOST:PORT NUMBER [NODES ON THIS HOST]      # with the job's secret in HOLMES_NODE_SECRET
+
+Rank 0 keeps a store; the names of its keys begin with a digest of the secret, so that jobs do not meet each other's nodes. A node writes
+its host and addresses there, waits for sessions (session.py), and ends with rank 0, or when a session fails: then it writes why.
+"""
+
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lightning_holmes.cluster.hardware import probe_host
+from lightning_holmes.cluster.interfaces import source_address
+from lightning_holmes.errors import ConnectionLostError, HolmesError
+from lightning_holmes.optim.node.link import pack, unpack
+from lightning_holmes.optim.node.node_options import NodeOptions
+from lightning_holmes.optim.node.session import Session
+from lightning_holmes.version import __version__
+
+SECRET = "HOLMES_NODE_SECRET"
+"""The environment variable that holds the job's secret."""
+PORT = "HOLMES_NODE_PORT"
+"""The environment variable that holds the port at which rank 0 waits for nodes on other hosts."""
+DEFAULT_PORT = 29700
+END = "end"
+"""The key under which rank 0 writes that the job ends: its exit code, and why if the job cannot begin."""
+LEFT = "left"
+"""The key under which nodes count themselves when they have read that."""
+_RANK_0_S = 120.0  # seconds to wait for rank 0
+_DRAIN_S = 60.0  # seconds that workers may stay connected after rank 0 has ended
+_LOOK_S = 0.05
+BEAT_S = 1.0
+"""Seconds between two signs of life of a node in the store."""
+SILENT_S = 20.0
+"""Seconds without one after which a node, or the store, counts as lost."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on workers and nodes."""
+    return {"lightning_holmes": __version__, "torch": str(torch.__version__), "byte order": sys.byteorder}
+
+
+def open_store(host: str, port: int, secret: str, *, listen: int | None = None) -> Any:
+    """Return the store in which a job and its nodes meet; ``listen``: on rank 0, the descriptor of the socket at which it listens.
+
+    Raises:
+        ConnectionLostError: nobody listens at this address.
+    """
+    options: dict[str, Any] = {} if listen is None else {"is_master": True, "master_listen_fd": listen}
+    if listen is None:  # torch would try again and again, and print a stack each time
+        try:
+            socket.create_connection((host, port), timeout=10).close()
+        except OSError as error:
+            raise ConnectionLostError(f"the job's rank 0 cannot be reached at {host}:{port}: {error}") from error
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, wait_for_workers=False, timeout=timedelta(seconds=60), **options
+    )
+    return PrefixStore(hashlib.sha256(secret.encode()).hexdigest(), store)
+
+
+def write(store: Any, key: str, value: Any) -> None:
+    """Write plain values into the store."""
+    store.set(key, bytes(pack(value).numpy()))
+
+
+def read(store: Any, key: str) -> Any:
+    """Read what :func:`write` has written; waits for it."""
+    return unpack(torch.frombuffer(bytearray(store.get(key)), dtype=torch.uint8))
+
+
+class _Node:
+    """One node of a job, from its joining to its end."""
+
+    def __init__(self, store: Any, number: int, **options: Any) -> None:
+        self._store, self._number, self._options = store, number, options
+        self._failed: str | None = None
+        self._answered = time.monotonic()
+        self._open: set[threading.Thread] = set()
+        self._num_sessions = 0
+
+    def serve(self) -> int:
+        """Serve the job's sessions until it ends; returns the exit code."""
+        end = None
+        threading.Thread(target=self._watch, name="holmes-node-watch", daemon=True).start()
+        try:
+            while self._failed is None and end is None:
+                if time.monotonic() - self._answered > BEAT_S:
+                    self._store.add(f"node/{self._number}/beats", 1)
+                    self._answered = time.monotonic()
+                if self._store.check([f"node/{self._number}/session/{self._num_sessions}"]):
+                    self._begin()
+                elif self._store.check([END]):
+                    end = read(self._store, END)
+                    self._store.add(LEFT, 1)
+                else:
+                    time.sleep(_LOOK_S)
+        except (RuntimeError, dist.DistError):  # rank 0 is gone
+            pass
+        self._answered = float("inf")
+        deadline = time.monotonic() + _DRAIN_S
+        while self._failed is None and self._open and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        if end is not None and end["why"]:
+            print(f"optimizer node {self._number}: the job has ended: {end['why']}", flush=True)
+        code = int(end["code"]) if end is not None else int(not self._num_sessions)
+        return code if self._failed is None else 1
+
+    def _watch(self) -> None:
+        """End the process if the store does not answer: the link to rank 0 is cut, and a request to the store has no limit."""
+        while time.monotonic() - self._answered < SILENT_S:
+            time.sleep(BEAT_S)
+        print(f"optimizer node {self._number} ends: the job's rank 0 has not answered for {SILENT_S:.0f} s", flush=True)
+        os._exit(1)
+
+    def _begin(self) -> None:
+        told = read(self._store, f"node/{self._number}/session/{self._num_sessions}")
+        self._num_sessions += 1
+        thread = threading.Thread(target=self._run, args=(told,), name="holmes-node-session", daemon=True)
+        self._open.add(thread)
+        thread.start()
+
+    def _run(self, told: Mapping[str, Any]) -> None:
+        try:
+            Session(told, self._store.clone(), number=self._number, **self._options).run()
+        except BaseException as error:
+            kind = type(error).__name__
+            said = str(error) if isinstance(error, HolmesError) else f"{kind}: {error}"
+            name = f"optimizer node {self._number}, {told['place']}"
+            said = said if said.startswith(name) else f"{name}: {said}"
+            with contextlib.suppress(Exception):  # rank 0 may be gone
+                write(self._store, f"node/{self._number}/failure", (kind, said))
+            with contextlib.suppress(OSError):  # the disk of its log may be full
+                print(f"{said}; this node ends", flush=True)
+            self._failed = said
+        self._open.discard(threading.current_thread())
+
+
+def join(
+    addresses: Sequence[tuple[str, int]],
+    number: int,
+    *,
+    may_import: bool,
+    options: NodeOptions,
+    wait_s: float,
+    expected: Mapping[str, Any] | None = None,
+) -> int:
+    """Run an optimizer node for the job whose rank 0 listens at one of ``addresses``; returns the exit code.
+
+    Args:
+        number: the number of this node; -1: the next one that is free.
+        may_import: whether to import the module of an optimizer's class if it is not imported yet.
+        wait_s: seconds to wait for rank 0, which may be started later.
+        expected: the description of the module for which this node was started; see Session.
+
+    Raises:
+        ConnectionLostError: rank 0 cannot be reached within ``wait_s``.
+    """
+    end = time.monotonic() + wait_s
+    store, host = None, ""
+    while store is None:
+        for host, port in addresses:
+            try:
+                store = open_store(host, port, os.environ[SECRET])
+                break
+            except ConnectionLostError:
+                if time.monotonic() > end:
+                    raise
+        else:
+            time.sleep(1.0)
+    number = store.add("nodes", 1) - 1 if number < 0 else number
+    about = {
+        "address": source_address(socket.gethostbyname(host)),
+        "host": os.environ.get("HOLMES_HOST_NAME") or socket.gethostname(),
+        "pid": os.getpid(),
+        "cluster": os.environ.get("HOLMES_CLUSTER"),
+        "ports": [(port.kind, address) for port in probe_host().rdma if port.up for address in port.addresses],
+        "versions": versions(),
+    }
+    write(store, f"node/{number}", about)
+    return _Node(store, number, may_import=may_import, options=options, expected=expected).serve()
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line that the module docstring describes; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the workers; the node ends with them
+    where, number, *others = arguments
+    host, _, port = where.rpartition(":")
+    options = NodeOptions.given(None, None, *map(int, others))
+    return join([(host, int(port))], int(number), may_import=True, options=options, wait_s=_RANK_0_S)
