@@ -1,8 +1,8 @@
 """Unit: parameters that are sent together, on an optimizer node: their values, the sum of their gradients, and their optimizer.
 
-    unit = Unit(3, layout, kind, told, Memory())
+    unit = Unit(3, layout, kind, told, Memory(needs))
     with unit.keeping(1) as flat: ...                        # fill the values: version 1
-    with unit.summing(window) as (flat, is_new): ...         # add the gradients of a batch
+    with unit.summing(window, reached) as (flat, is_new): ...         # add the gradients of a batch
     unit.update(window, edits, options)                      # version 2
     with unit.values() as flat: ...                          # in the type that workers have
 
