@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lightning_holmes import errors
 from lightning_holmes.cluster.interfaces import source_address
 from lightning_holmes.cluster.topology import OptimizerHost, Topology
-from lightning_holmes.comm.answer import answer_within
+from lightning_holmes.comm.job_store import answer_within
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.link import Link
 from lightning_holmes.optim.node.role import (
