@@ -45,3 +45,9 @@ def test_no_argument_is_both_taken_and_gone() -> None:
 def test_an_unknown_argument_is_pythons_own_error() -> None:
     with pytest.raises(TypeError, match="unknown_argument"):
         HolmesStrategy(unknown_argument=1)
+
+
+def test_every_argument_has_a_row_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "arguments.md").read_text(encoding="utf-8")
+    documented = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+    assert set(inspect.signature(HolmesStrategy.__init__).parameters) - {"self"} <= documented
