@@ -225,7 +225,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "partition": (lambda s: _fit(s, partition=[3, 2]), ("[3, 2]", "5", "4")),
     "partition with a bare stage": (
         lambda s: _fit(s, partition=[0, 4]),
-        ("[0, 4]", "stage 0 has no layer", "at least 1"),
+        ("[0, 4]", "stage 0 has 0 layers", "at least 1"),
     ),
     "partition of three": (lambda s: _fit(s, partition=[1, 1, 2]), ("[1, 1, 2]", "3", "2")),
     "schedule": (lambda s: _fit(s, schedule="dualpipe"), ("dualpipe", "1f1b", "interleaved_1f1b")),
