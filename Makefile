@@ -80,7 +80,7 @@ bench: install ## measure speeds and compare them with what is promised; alone o
 exhaustive: PART ?= 1/1
 exhaustive: install ## run every case of the large products (hours; PART=2/10: a tenth), and log each in runs/exhaustive.log
 	HOLMES_EXHAUSTIVE=$(PART) $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup tests/parity tests/lightning_contract \
-		tests/checkpoint/test_kills.py tests/strategy/test_optimizer_nodes.py tests/optim/test_node_store.py \
+		tests/checkpoint/test_kills.py tests/strategy/test_optimizer_nodes.py \
 		tests/plan/search/test_alike.py
 
 SOAK ?= --minutes 60 --steps 10000
