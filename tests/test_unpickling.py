@@ -10,6 +10,7 @@ PLACES = {
     "checkpoint/folder.py: pickle.dumps": "the .metadata for torch's own tools; never read here",
     "checkpoint/torch_file.py: pickle.UnpicklingError": "what torch.load raises",
     "checkpoint/torch_file.py: torch.load": "of files: of plain data only, unless the user says weights_only=False",
+    "optim/node/link.py: torch.load": "of messages between a node and its workers: with weights_only=True",
     "models/hf.py: pickle.UnpicklingError": "what torch.load raises",
 }
 _MODULES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
