@@ -111,12 +111,6 @@ def test_a_skip_past_a_layer_forbids_the_split_points_that_it_crosses() -> None:
         found.check_partition(Partition((2, 1)))
 
 
-@pytest.mark.parametrize(("counts", "stage"), [((0, 3), 0), ((1, 0, 2), 1), ((3, 0), 1)])
-def test_a_stage_without_a_layer_is_refused_by_name(counts: tuple[int, ...], stage: int) -> None:
-    with pytest.raises(UnsupportedModuleError, match=rf"stage {stage} has no layer, .*predicts.*at least 1 layer"):
-        traced(Net()).check_partition(Partition(counts))
-
-
 def test_only_outputs_that_are_read_later_are_live() -> None:
     class Two(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
