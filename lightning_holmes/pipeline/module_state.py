@@ -21,7 +21,15 @@ from lightning_holmes.comm.wire import find_problem
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import set_update_count
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.object_state import Path, attributes_of, each_value, is_looked_into, is_plain, merge
+from lightning_holmes.pipeline.object_state import (
+    CONTAINERS,
+    Path,
+    attributes_of,
+    each_value,
+    is_looked_into,
+    is_plain,
+    merge,
+)
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.torch_private import registered_buffers, tensor_version
 
@@ -87,7 +95,7 @@ class ModuleState:
         # not what has changed here meanwhile; and after all have arrived, since one object may have two names
         if arrived:
             found = self.attributes()
-            self._seen |= {key: _fingerprint(value) for key, value in found.items() if _is_below(key, arrived)}
+            self._seen |= _fingerprints({key: value for key, value in found.items() if _is_below(key, arrived)}, {})
 
     def _finish(self) -> None:
         for wait in self._sent:
@@ -160,7 +168,7 @@ class ModuleState:
 
     def _refuse_unsendable(self, key: Key, value: Any) -> None:
         """Refuse an object that a step has put on the module and that no other rank could be given."""
-        for path, inner in [(key[1], value), *((p, v) for p, v in each_value(value, key[1], set()))]:
+        for path, inner in each_value(value, key[1], set()):
             if is_looked_into(inner) and (problem := find_problem(type(inner))):
                 place = ".".join(filter(None, (key[0], *path)))
                 raise UnsupportedModuleError(
@@ -197,7 +205,8 @@ class _Seen:
 
 def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dict[Key, Hashable]:
     """The fingerprints of attributes by module and path, and of buffers by their whole name."""
-    found = {key: _fingerprint(value) for key, value in attributes.items()}
+    # the attributes of an object have keys of their own
+    found = {key: _Seen(v) if is_looked_into(v) else _fingerprint(v) for key, v in attributes.items()}
     return found | {(name, ()): _fingerprint(buffer) for name, buffer in buffers.items()}
 
 
@@ -207,13 +216,14 @@ def _fingerprint(value: Any) -> Hashable:
         return _Seen(value, tensor_version(value))
     if isinstance(value, np.ndarray):
         return "array", value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())
-    if is_looked_into(value) and not is_plain(value):
-        return _Seen(value)  # its attributes have fingerprints of their own
-    inner = tuple((k, _fingerprint(v)) for k, v in attributes_of(value).items()) if is_looked_into(value) else ()
+    kind = type(value)
+    inner: Hashable = ()
+    if kind not in CONTAINERS and (isinstance(value, CONTAINERS) or is_looked_into(value)):
+        inner = tuple((name, _fingerprint(attribute)) for name, attribute in attributes_of(value).items())
     if isinstance(value, dict):
         return "dict", tuple((_fingerprint(k), _fingerprint(v)) for k, v in value.items()), inner
     if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return type(value).__name__, tuple(_fingerprint(v) for v in value), inner
-    if is_looked_into(value):  # in a container
-        return type(value).__name__, inner
+        return kind.__name__, tuple(_fingerprint(v) for v in value), inner
+    if inner or is_looked_into(value):  # an object in a container
+        return kind.__name__, inner
     return type(value).__name__, repr(value) if isinstance(value, float) else value

@@ -109,3 +109,32 @@ def test_an_object_of_two_names_is_no_news_of_the_rank_that_has_received_it() ->
         for state in states:
             state.receive()
     assert [[float(v) for v in module.losses] for module in modules] == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+class Named(dict[str, int]):
+    """A container with an attribute."""
+
+    best = 0
+
+
+class Count:
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+def test_objects_in_containers_and_attributes_of_containers_are_seen_and_changed_in_place() -> None:
+    modules = [Keeper(), Keeper()]
+    for module in modules:
+        module.counts, module.named = {"train": [Count()]}, Named(a=1)
+    states = joined(modules)
+    source, target = modules
+    kept, named = target.counts["train"][0], target.named
+    source.counts["train"][0].steps = 3
+    source.named.best = 2
+    for state in states:
+        state.send()
+    for state in states:
+        state.receive()
+    assert target.counts["train"][0] is kept and kept.steps == 3
+    assert target.named is named and named.best == 2
+    assert all(state._changes() == ({}, {}, {}) for state in states)
