@@ -132,15 +132,18 @@ def _state(value: Any) -> Any:
         return ["its own", value.__getstate__()]
     if tells or hasattr(cls, "__setstate__"):
         raise _refusal(cls, "it has one of __getstate__ and __setstate__")
+    return attributes_of(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots, too."""
     found = dict(getattr(value, "__dict__", {}))
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
-            mangled = (
-                f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
-            )
-            if mangled not in ("__dict__", "__weakref__") and hasattr(value, mangled):
-                found[mangled] = getattr(value, mangled)
+            name = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                found[name] = getattr(value, name)
     return found
 
 

@@ -20,9 +20,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_holmes.comm.wire import attributes_of
 from lightning_holmes.lightning_private import FABRIC, TRAINER, UPDATE_COUNT
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.object_state import Path, attributes_of, each_value, is_looked_into, is_plain
+from lightning_holmes.pipeline.object_state import Path, each_value, is_looked_into
 from lightning_holmes.pipeline.structure import BEFORE
 from lightning_holmes.torch_private import MODULE_REGISTRIES
 
@@ -31,7 +32,8 @@ Place = tuple[int, bool]  # position (see structure.py), whether inside that lay
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
 """Values that are the same on every stage if they are the same on one."""
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
-_RESERVED = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "all_gather", "forward"}
+RESERVED = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "all_gather", "forward"}
+"""Attributes of every module, which are not the user's."""
 _MAX_ENTRIES = 10_000
 
 
@@ -78,7 +80,7 @@ def snapshot(module: nn.Module) -> dict[tuple[str, Path], Hashable]:
         if isinstance(part, torch.jit.ScriptModule):
             continue
         for key, value in vars(part).items():
-            if key not in _RESERVED:
+            if key not in RESERVED:
                 found[owner, (key,)] = _own_content(value)
                 found |= {(owner, path): _own_content(inner) for path, inner in each_value(value, (key,), seen)}
     return found
@@ -86,7 +88,7 @@ def snapshot(module: nn.Module) -> dict[tuple[str, Path], Hashable]:
 
 def _own_content(value: Any) -> Hashable:
     """The content of a value without that of an object's attributes, which are values of their own."""
-    return (type(value).__name__, id(value)) if is_looked_into(value) and not is_plain(value) else plain_content(value)
+    return (type(value).__name__, id(value)) if is_looked_into(value) else plain_content(value)
 
 
 def value_at(module: nn.Module, owner: str, path: Path) -> Any:

@@ -12,19 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm.p2p import P2P
-from lightning_holmes.comm.wire import find_problem
+from lightning_holmes.comm.wire import attributes_of, find_problem
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import set_update_count
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.attributes import RESERVED
 from lightning_holmes.pipeline.object_state import (
     CONTAINERS,
     Path,
-    attributes_of,
     each_value,
     is_looked_into,
     is_plain,
@@ -51,7 +50,6 @@ class ModuleState:
         self._pipeline = pipeline
         self._p2p = p2p
         self._device = device
-        self._reserved = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "forward"}
         self._seen: dict[Key, Hashable] = {}
         self._sent: list[Callable[[], None]] = []
         self._awaited: list[int] = []
@@ -110,7 +108,7 @@ class ModuleState:
             if isinstance(module, Metric):
                 continue
             for key, value in vars(module).items():
-                if key not in self._reserved:
+                if key not in RESERVED:
                     found |= {(name, path): inner for path, inner in each_value(value, (key,), seen)}
         return found
 

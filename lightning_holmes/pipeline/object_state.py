@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_holmes.comm.wire import find_problem
+from lightning_holmes.comm.wire import attributes_of, find_problem
 
 Path = tuple[str, ...]
 
@@ -103,18 +103,6 @@ def is_looked_into(value: Any) -> bool:
 def _is_of_library(kind: type) -> bool:
     package = kind.__module__.partition(".")[0]
     return package in _LIBRARIES or (package in sys.stdlib_module_names and package not in _OF_VALUES)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots, too."""
-    found = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            name = f"_{base.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                found[name] = getattr(value, name)
-    return found
 
 
 def each_value(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_holmes.comm.wire import attributes_of
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import FABRIC, TRAINER
-from lightning_holmes.pipeline.object_state import CONTAINERS, attributes_of, is_looked_into
+from lightning_holmes.pipeline.object_state import CONTAINERS, is_looked_into
 from lightning_holmes.torch_private import MODULE_REGISTRIES
 
 _MOST_ENTRIES = 1000
@@ -69,9 +70,13 @@ def refuse_draws(place: str, generators: Mapping[str, Any], before: Mapping[str,
 
 def describe_draw(place: str, what: str, kind: type) -> str:
     """The message on why a step may not draw from a generator of its own, and what to do instead."""
-    default = {"Generator": "numpy.random", "RandomState": "numpy.random", "Random": "random"}.get(kind.__name__)
-    if kind is torch.Generator or default is None:
-        default = "torch"
+    default = (
+        "torch"
+        if issubclass(kind, torch.Generator)
+        else "random"
+        if issubclass(kind, random.Random)
+        else "numpy.random"
+    )
     return (
         f"{place} draws from {what}, a generator of its own, which the stages of a pipeline, its chunks and microbatches would advance "
         f"differently: draw from the default generator ({default}'s own functions), which is seeded for each microbatch, or use "
