@@ -7,8 +7,6 @@ Importing this package registers the strategy and lets Lightning read the checkp
     MyModule.load_from_checkpoint("lightning_logs/version_0/checkpoints/epoch=0-step=8.ckpt")
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_holmes.checking.check_report import CheckReport
 from lightning_holmes.checking.simulated_pipeline import check
 from lightning_holmes.checkpoint.converting import read_whole
@@ -21,16 +19,11 @@ from lightning_holmes.errors import (
     RemoteError,
     UnsupportedModuleError,
 )
+from lightning_holmes.lightning_package import introduce
 from lightning_holmes.lightning_private import read_folders
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import HolmesStrategy
-from lightning_holmes.strategy.pytorch_lightning import introduce
 from lightning_holmes.version import __version__
-
-if "holmes" not in StrategyRegistry:
-    StrategyRegistry.register(
-        "holmes", HolmesStrategy, description="A pipeline across clusters, data parallelism inside them"
-    )
 
 introduce(HolmesStrategy)
 read_folders(is_folder, read_whole)

@@ -28,12 +28,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import lightning
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # type: ignore[attr-defined]
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
 from lightning_holmes.checkpoint import load_whole_state, read_state_dict
@@ -41,6 +37,7 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.uncaught import line_of
 from lightning_holmes.commands import COMMANDS, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.lightning_package import USED, fabric, pl
 from lightning_holmes.lightning_private import config_value
 from lightning_holmes.loggers import RunRecord
 from lightning_holmes.plan.training import AskedSharding
@@ -59,7 +56,7 @@ _CHECK_DEFAULTS: dict[str, Any] = {
 }
 
 
-class HolmesParser(LightningArgumentParser):
+class HolmesParser(pl.cli.LightningArgumentParser):
     """LightningCLI's parser, which refuses arguments that HolmesStrategy had in an earlier version by name, wherever they are given."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -74,7 +71,7 @@ class HolmesParser(LightningArgumentParser):
         super().error(message, ex)
 
 
-class HolmesTrainer(Trainer):
+class HolmesTrainer(pl.Trainer):
     """Lightning's Trainer; `check` and `plan` are methods here because LightningCLI makes its subcommands from methods."""
 
     def check(
@@ -130,10 +127,10 @@ class HolmesTrainer(Trainer):
         raise NotImplementedError("HolmesCLI runs plan without a trainer")
 
 
-class RecordedConfig(SaveConfigCallback):
+class RecordedConfig(pl.cli.SaveConfigCallback):
     """Save the configuration of a fit as Lightning does, and record it and the plan in the loggers."""
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return  # a validation must not overwrite the configuration that the run was trained with
         given = {Path(str(path)).resolve() for path in self.config.get("config") or ()}
@@ -143,14 +140,14 @@ class RecordedConfig(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
         self._record = RunRecord(config=yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._record.on_fit_start(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
         self._record.on_train_batch_end(trainer, pl_module, *batch)
 
 
-class HolmesCLI(LightningCLI):
+class HolmesCLI(pl.cli.LightningCLI):
     """LightningCLI with the subcommands `check` and `plan`. If the first argument is a subcommand, as in `fit --config ...`, only
     that subcommand's options are collected: collecting them takes half a second per subcommand."""
 
@@ -161,10 +158,10 @@ class HolmesCLI(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), CHECK: set(), PLAN: set()}
+        return {**pl.cli.LightningCLI.subcommands(), CHECK: set(), PLAN: set()}
 
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        kwargs.setdefault("dump_header", [f"lightning.pytorch=={lightning.__version__}"])
+    def init_parser(self, **kwargs: Any) -> pl.cli.LightningArgumentParser:
+        kwargs.setdefault("dump_header", [f"{pl.__name__}=={version(USED)}"])
         parser = HolmesParser(**kwargs)
         parser.add_argument(
             "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
@@ -176,7 +173,7 @@ class HolmesCLI(LightningCLI):
         for name, (_, text) in COMMANDS.items():  # main runs them; they are added here for --help
             parser._subcommands_action.add_subcommand(name, ArgumentParser(description=text), help=text)
 
-    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> pl.cli.LightningArgumentParser:
         if self._asked_for in (None, subcommand):
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         return self.init_parser(**kwargs)
@@ -237,7 +234,7 @@ class HolmesCLI(LightningCLI):
             plan_command.check_writable(given[name], f"--{name}")
         self.datamodule = self._make_only("data")
 
-        def load_batch(model: LightningModule) -> Any:
+        def load_batch(model: pl.LightningModule) -> Any:
             self.model = model
             return self.load_batch()
 
@@ -268,7 +265,7 @@ class HolmesCLI(LightningCLI):
 
     def load_batch(self) -> Any:
         """The first training batch, of the data module or of the model's own loader."""
-        source: LightningDataModule | LightningModule = self.datamodule or self.model
+        source: pl.LightningDataModule | pl.LightningModule = self.datamodule or self.model
         source.prepare_data()
         source.setup("fit")
         return next(iter(source.train_dataloader()))
@@ -336,7 +333,9 @@ def main(args: Sequence[str] | None = None) -> None:
 def find_users_error(error: BaseException | None) -> BaseException | None:
     """Return the first HolmesError or MisconfigurationException in the chain of causes of ``error``, itself included; None if there
     is none. jsonargparse wraps the exceptions of constructors."""
-    while error is not None and not isinstance(error, HolmesError | MisconfigurationException):
+    while error is not None and not isinstance(
+        error, HolmesError | fabric.utilities.exceptions.MisconfigurationException
+    ):
         error = error.__cause__
     return error
 

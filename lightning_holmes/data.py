@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_holmes.comm.coordinate import data_parallel_coordinate
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_package import pl
 
 __all__ = ["CountedDataModule", "CountingLoader", "CountingSampler", "data_parallel_coordinate"]
 
@@ -99,7 +99,7 @@ class CountingLoader(DataLoader[Any]):
         sampler.seen_of_epoch = (epoch, seen)
 
 
-class CountedDataModule(LightningDataModule):
+class CountedDataModule(pl.LightningDataModule):
     """A data module whose training loader counts samples, so that a run resumes from a checkpoint in mid-epoch at the next sample.
 
     Training samples are shuffled by ``seed`` and the epoch, and assigned to the replicas.

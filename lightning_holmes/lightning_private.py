@@ -12,51 +12,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.connector import _convert_precision_to_unified_args
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.io import torch_io
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
-from lightning.fabric.utilities.data import _set_sampler_epoch
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _distributed_is_initialized,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core import saving
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer import trainer as trainer_module
-from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torchmetrics import Metric
+
+from lightning_holmes.lightning_package import fabric, pl
 
 # processes and collectives
 
-SubprocessLauncher = _SubprocessScriptLauncher
+SubprocessLauncher = pl.strategies.launchers.subprocess_script._SubprocessScriptLauncher
 """The launcher that starts the other processes of this host with the same script, unless another launcher does, and calls the Trainer's function."""
 
-set_num_threads = _set_num_threads_if_needed
+set_num_threads = fabric.utilities.distributed._set_num_threads_if_needed
 """``(num_processes)``: set torch's number of threads so that this host's processes share its cores, unless OMP_NUM_THREADS is set."""
 
-init_dist_connection = _init_dist_connection
+init_dist_connection = fabric.utilities.distributed._init_dist_connection
 """``(cluster_environment, backend, **options)``: form the default process group; the options are torch's."""
 
-default_backend = _get_default_process_group_backend_for_device
+default_backend = fabric.utilities.distributed._get_default_process_group_backend_for_device
 """``(device)`` to the backend that Lightning's strategies use on this device: "nccl" or "gloo"."""
 
-distributed_is_initialized = _distributed_is_initialized
+distributed_is_initialized = fabric.utilities.distributed._distributed_is_initialized
 """``()``: whether there is a default process group."""
 
-reduce_over = _sync_ddp_if_available
+reduce_over = fabric.utilities.distributed._sync_ddp_if_available
 """``(tensor, group, reduce_op=)``: the sum or mean of a tensor over a group, as ``Strategy.reduce`` returns it."""
 
-gather_over = _all_gather_ddp_if_available
+gather_over = fabric.utilities.distributed._all_gather_ddp_if_available
 """``(tensor, group=, sync_grads=)``: the tensors of all ranks of a group, stacked, as ``Strategy.all_gather`` returns them."""
 
 # trainers
@@ -92,7 +72,7 @@ def signal_connector(trainer: "pl.Trainer") -> Any:
 def read_folders(is_ours: Callable[[Any], bool], read: Callable[..., dict[str, Any]]) -> None:
     """Make ``load_from_checkpoint``, and every strategy that reads one file, call ``read(path, map_location=, weights_only=)``
     for a path for which ``is_ours`` is true: a folder, which they would refuse. Other paths are read as before."""
-    for place in (saving, torch_io):
+    for place in (pl.core.saving, fabric.plugins.io.torch_io):
         place.pl_load = _reading(place.pl_load, is_ours, read)  # type: ignore[attr-defined]
 
 
@@ -104,7 +84,7 @@ def _reading(read_file: Callable[..., Any], is_ours: Callable[[Any], bool], read
     return load
 
 
-def checkpoint_folder(callback: ModelCheckpoint, trainer: "pl.Trainer") -> str:
+def checkpoint_folder(callback: pl.callbacks.ModelCheckpoint, trainer: "pl.Trainer") -> str:
     """The folder that a ModelCheckpoint writes to; known even before its ``setup``."""
     return str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
 
@@ -128,7 +108,7 @@ def restore_loaders(loop: Any) -> None:
     if loader is None or not loop.restarting or not loop._combined_loader_states_to_load:
         return
     for each in loader.flattened:
-        _set_sampler_epoch(each, loop.epoch_progress.current.processed)
+        fabric.utilities.data._set_sampler_epoch(each, loop.epoch_progress.current.processed)
     loop._load_combined_loader_states()
     iter(loop._data_fetcher)
 
@@ -190,7 +170,7 @@ MODULE_HOOK = "_call_lightning_module_hook"
 
 def hook_calls() -> Any:
     """The Python module with Lightning's functions that call hooks; the loops look the functions up in it at each call."""
-    return call
+    return pl.trainer.call
 
 
 # optimizers and precision
@@ -198,10 +178,10 @@ def hook_calls() -> Any:
 AFTER_CLOSURE = "_after_closure"
 """A method of a precision plugin: ``(module, optimizer)``, called between the closure and the step; it runs hooks and clips gradients."""
 
-optimizers_to_device = _optimizers_to_device
+optimizers_to_device = fabric.utilities.optimizer._optimizers_to_device
 """``(optimizers, device)``: move the optimizers' states to the device."""
 
-handles_unscaling = _optimizer_handles_unscaling
+handles_unscaling = fabric.plugins.precision.amp._optimizer_handles_unscaling
 """``(optimizer)``: whether the optimizer unscales gradients itself."""
 
 
@@ -301,14 +281,18 @@ def build_trainers_for_one_cpu() -> None:
     """Build every further Trainer of this process for one process on the CPU, whatever device, strategy, precision and launcher it is given.
     An optimizer node needs this: it runs a script that was written for other hosts."""
 
-    class OneCpu(_AcceleratorConnector):
+    class OneCpu(pl.trainer.connectors.accelerator_connector._AcceleratorConnector):
         def __init__(self, *, precision: Any = None, plugins: Any = None, **_: Any) -> None:
-            super().__init__(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
+            super().__init__(
+                accelerator="cpu", devices=1, plugins=[fabric.plugins.environments.lightning.LightningEnvironment()]
+            )
             given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
-            is_plugin = any(isinstance(plugin, Precision) for plugin in given)
-            self.declared = None if is_plugin else _convert_precision_to_unified_args(precision) or "32-true"
+            is_plugin = any(isinstance(plugin, pl.plugins.Precision) for plugin in given)
+            self.declared = (
+                None if is_plugin else fabric.connector._convert_precision_to_unified_args(precision) or "32-true"
+            )
 
-    vars(trainer_module)["_AcceleratorConnector"] = OneCpu
+    vars(pl.trainer.trainer)["_AcceleratorConnector"] = OneCpu
 
 
 def declared_precision(trainer: "pl.Trainer") -> str | None:

@@ -18,13 +18,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
-from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers import WandbLogger as LightningWandbLogger
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_holmes.errors import needs_extra
+from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import has_experiment, log_offline, without_anonymous
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.tables import group_rows
@@ -32,7 +28,7 @@ from lightning_holmes.plan.tables import group_rows
 _ANSWER_TIMEOUT_S = 5.0
 
 
-class WandbLogger(LightningWandbLogger):
+class WandbLogger(pl.loggers.WandbLogger):
     """Lightning's WandbLogger, offline unless someone is logged in and the server answers.
 
     The logger never prompts and never hangs: without a key, or if the server does not answer within five seconds, the
@@ -50,17 +46,17 @@ class WandbLogger(LightningWandbLogger):
         self._is_decided = offline is not None
 
     @property
-    @rank_zero_experiment
+    @fabric.loggers.logger.rank_zero_experiment
     def experiment(self) -> Any:
         if not has_experiment(self) and not self._is_decided:
             self._is_decided = True
             reason = None if "WANDB_MODE" in os.environ else why_offline()
             if reason is not None:
-                rank_zero_info(
+                pl.utilities.rank_zero_info(
                     f"W&B: {reason}; the run stays offline in {self.save_dir}, `wandb sync` uploads it later"
                 )
                 if not log_offline(self):
-                    rank_zero_warn("W&B: log_model is left out, since the run is offline")
+                    pl.utilities.rank_zero_warn("W&B: log_model is left out, since the run is offline")
         if not has_experiment(self) and self.save_dir is not None:
             Path(self.save_dir).mkdir(parents=True, exist_ok=True)  # wandb warns if the folder does not exist yet
         return super().experiment
@@ -112,7 +108,7 @@ def _answers(url: str) -> bool:
     return answered.is_set()
 
 
-class RunRecord(Callback):
+class RunRecord(pl.Callback):
     """Record the configuration in every logger when fit begins, and the plan when it is made.
 
     W&B gets both in its config, and the plan and its groups as tables; TensorBoard gets both as text, with the groups and
@@ -124,37 +120,37 @@ class RunRecord(Callback):
         self.config = config
         self._awaits_plan = False
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._awaits_plan:
             self._awaits_plan = False
             self._record_plan(trainer, getattr(trainer.strategy, "plan", None))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._awaits_plan = trainer.is_global_zero and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.config is None or not self._awaits_plan:
             return
         for logger in trainer.loggers:
-            if isinstance(logger, LightningWandbLogger):
+            if isinstance(logger, pl.loggers.WandbLogger):
                 logger.experiment.config.update({"config": self.config}, allow_val_change=True)
-            elif isinstance(logger, TensorBoardLogger):
+            elif isinstance(logger, pl.loggers.TensorBoardLogger):
                 writer: Any = logger.experiment
                 text = yaml.safe_dump(self.config, sort_keys=False)
                 writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()))
 
-    def _record_plan(self, trainer: Trainer, plan: Plan | None) -> None:
+    def _record_plan(self, trainer: pl.Trainer, plan: Plan | None) -> None:
         if plan is None:
             return
         for logger in trainer.loggers:
-            if isinstance(logger, LightningWandbLogger):
+            if isinstance(logger, pl.loggers.WandbLogger):
                 logger.experiment.config.update({"plan": yaml.safe_load(plan.to_yaml())}, allow_val_change=True)
                 for name, (columns, *rows) in _tables(plan).items():
                     logger.log_table(name, columns=columns, data=rows)
-            elif isinstance(logger, TensorBoardLogger):
+            elif isinstance(logger, pl.loggers.TensorBoardLogger):
                 writer: Any = logger.experiment
                 for name, (columns, *rows) in _tables(plan).items():
                     lines = [columns, ["---"] * len(columns), *rows]
                     writer.add_text(name, "\n".join("|" + "|".join(line) + "|" for line in lines))
-            elif isinstance(logger, CSVLogger):
+            elif isinstance(logger, pl.loggers.CSVLogger):
                 Path(logger.log_dir).mkdir(parents=True, exist_ok=True)
                 plan.save(Path(logger.log_dir) / "plan.yaml")
 

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = "lightning_holmes"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
-BASE = {"errors", "version", "torch_private", "lightning_private"}
+BASE = {"errors", "version", "torch_private", "lightning_package", "lightning_private"}
 COMM = BASE | {"cluster", "plan", "comm"}
 BELOW_STRATEGY = COMM | {"pipeline", "optim", "checkpoint"}
 LEAVES = {"models", "data"}
@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "torch_private": set(),
-    "lightning_private": set(),
+    "lightning_package": {"errors"},
+    "lightning_private": {"lightning_package"},
     "cluster": {"errors"},
     "plan": {"errors", "cluster"},
     "comm": BASE | {"cluster", "plan"},
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
 STRATEGY: tuple[set[str], ...] = (
     {"admission", "agreement", "building", "compat", "lightning_collectives", "optimizer_nodes", "module_shards"}
     | {"lost_values", "removed_arguments", "loaded_state", "switches"}
-    | {"pytorch_lightning", "samples", "snapshots", "tracing", "user_hooks"},
+    | {"samples", "snapshots", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "job_layout", "job", "sharding", "gradients"},
     {"plan_request", "profiling", "runtime_plan", "planning", "tripwires"},

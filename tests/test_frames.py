@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 READS = re.compile(r"currentframe|walk_stack|f_back|f_locals|co_names|co_consts|__code__")
 TESTED_BY = {
     "commands/plan_command.py": "commands/test_plan_command.py",
+    "lightning_package.py": "test_lightning_package.py",
     "lightning_private.py": "test_lightning_private.py",
     "optim/after_step.py": "optim/test_after_step.py",
     "pipeline/shadow.py": "pipeline/test_shadow.py",

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent / "lightning_holmes"
 HOME = {"torch": "torch_private.py"} | dict.fromkeys(
     ("lightning", "lightning_utilities", "pytorch_lightning", "torchmetrics"), "lightning_private.py"
 )
+PACKAGE_OF_LIGHTNING = "lightning_holmes.lightning_package"  # its names pl and fabric are Lightning's
 # Methods that a class of the package overrides, each with a test in tests/test_lightning_private.py or
 # test_torch_private.py.
 OVERRIDDEN = {
@@ -80,7 +81,7 @@ def private_uses(file: str, text: str, package: set[str]) -> Iterator[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for alias in node.names:
                 origin = alias.name if isinstance(node, ast.Import) else node.module or ""
-                library = origin.split(".")[0]
+                library = "lightning" if origin == PACKAGE_OF_LIGHTNING else origin.split(".")[0]
                 if library in HOME:
                     imported[(alias.asname or alias.name).split(".")[0]] = library
                     parts = f"{origin}.{alias.name}".split(".")
@@ -135,6 +136,7 @@ def test_private_names_of_torch_and_lightning_stay_in_their_files() -> None:
     ("text", "name"),
     [
         ("from lightning.fabric.utilities.data import _set_sampler_epoch", "_set_sampler_epoch"),
+        ("from lightning_holmes.lightning_package import pl\npl.trainer._call_hook", "_call_hook"),
         ("def f():\n    from torch.utils import _pytree", "_pytree"),
         ("from torch._subclasses import FakeTensor", "FakeTensor"),
         ("import torch\ntorch._foreach_add_([], 1)", "_foreach_add_"),

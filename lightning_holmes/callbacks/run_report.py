@@ -15,12 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import Logger, WandbLogger
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -28,10 +22,11 @@ from torch import Tensor
 
 from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 
 
-class Throughput(Callback):
+class Throughput(pl.Callback):
     """Logs how many tokens (or samples) per second the whole job trains on.
 
     A batch's "input_ids", or else its first int32 or int64 tensor with two or more dimensions, is counted as tokens
@@ -62,17 +57,19 @@ class Throughput(Callback):
         """The mean rate over all steps but the first; None before there is one."""
         return self._total_units / self._total_s if self._total_s > 0.0 else None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._recent.clear()
         self._last_end_s, self._warm = None, False
         self._total_s, self._total_units = 0.0, 0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._last_end_s is None:
             self._last_end_s = time.perf_counter()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now_s = time.perf_counter()
         started_s, self._last_end_s = self._last_end_s, now_s
@@ -89,11 +86,11 @@ class Throughput(Callback):
         rate = units / max(seconds, 1e-9)
         pl_module.log(self.name, rate, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_end_s = None  # the next training step starts the clock again
 
 
-def data_parallel_size(trainer: Trainer) -> int:
+def data_parallel_size(trainer: pl.Trainer) -> int:
     """The number of processes that see different samples."""
     sampler_kwargs = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return int(sampler_kwargs["num_replicas"]) if sampler_kwargs else 1
@@ -110,16 +107,16 @@ def count_batch(batch: Any) -> tuple[str, int]:
     return "samples", next((len(tensor) for tensor in tensors if tensor.ndim >= 1), 1)
 
 
-class RunSummary(Callback):
+class RunSummary(pl.Callback):
     """Prints a table of the run's results and of where its files are, at the end of fit, on rank 0."""
 
     def __init__(self) -> None:
         self._start_s = 0.0
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._start_s = time.perf_counter()
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero:
             return
         table = Table(title="The run", show_header=False, title_justify="left")
@@ -129,7 +126,7 @@ class RunSummary(Callback):
             table.add_row(name, Text(value))
         Console().print(table)
 
-    def make_rows(self, trainer: Trainer) -> list[tuple[str, str]]:
+    def make_rows(self, trainer: pl.Trainer) -> list[tuple[str, str]]:
         """Return the rows of the table, as pairs of a name and its value."""
         rows = [("steps", str(trainer.global_step))]
         rows += [
@@ -141,7 +138,7 @@ class RunSummary(Callback):
             if callback.mean_per_s is not None:
                 rows.append((f"{callback.unit}/s, mean", f"{callback.mean_per_s:,.0f}"))
         rows.append(("seconds", f"{time.perf_counter() - self._start_s:.1f}"))
-        for checkpoint in _callbacks_of(trainer, ModelCheckpoint):
+        for checkpoint in _callbacks_of(trainer, pl.callbacks.ModelCheckpoint):
             if checkpoint.best_model_path:
                 rows.append(("best checkpoint", checkpoint.best_model_path))
             if checkpoint.last_model_path and checkpoint.last_model_path != checkpoint.best_model_path:
@@ -150,20 +147,20 @@ class RunSummary(Callback):
         return rows
 
 
-def logger_folder(logger: Logger) -> str | None:
+def logger_folder(logger: pl.loggers.Logger) -> str | None:
     """Return the folder that a logger has written to, or None if it wrote no files."""
-    if isinstance(logger, WandbLogger):
+    if isinstance(logger, pl.loggers.WandbLogger):
         run_folder = getattr(logger.experiment, "dir", None)  # .../offline-run-<time>-<id>/files
         if isinstance(run_folder, str):
             return str(Path(run_folder).parent)
     return logger.log_dir or logger.save_dir
 
 
-def _callbacks_of(trainer: Trainer, kind: type[Any]) -> list[Any]:
+def _callbacks_of(trainer: pl.Trainer, kind: type[Any]) -> list[Any]:
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
-class SampleText(Callback):
+class SampleText(pl.Callback):
     """Prints a text with which the trained model continues `prompt`, at the end of fit, on rank 0.
 
     For byte-level models with `generate(prompt_ids, max_new_tokens, temperature, generator)`, like `GPT`. While a
@@ -185,20 +182,20 @@ class SampleText(Callback):
         self.seed = seed
 
     # Not on_train_end: ModelCheckpoint may write its last checkpoint there after this callback has run.
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
             return
         try:
             text, source = self.sample(trainer, pl_module)
         except Exception as error:
-            rank_zero_warn(f"SampleText has no text to show: {type(error).__name__}: {error}")
+            pl.utilities.rank_zero_warn(f"SampleText has no text to show: {type(error).__name__}: {error}")
             return
         console = Console()
         console.print(Text(f"\nA text by the model ({source}), after {self.prompt!r}:", style="bold"), soft_wrap=True)
         console.print(Text(text))
         console.print()
 
-    def sample(self, trainer: Trainer, pl_module: LightningModule) -> tuple[str, str]:
+    def sample(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> tuple[str, str]:
         """Return the prompt with its continuation, and where the weights came from."""
         if not hasattr(pl_module, "generate"):
             raise TypeError(
@@ -207,7 +204,7 @@ class SampleText(Callback):
         path = _last_checkpoint(trainer)
         if path is not None:
             module, source = _load_module(pl_module, path), str(path)
-        elif trainer.world_size == 1 or isinstance(trainer.strategy, DDPStrategy):
+        elif trainer.world_size == 1 or isinstance(trainer.strategy, pl.strategies.DDPStrategy):
             module, source = pl_module, "from memory"
         else:
             raise FileNotFoundError(
@@ -220,7 +217,7 @@ class SampleText(Callback):
         return bytes(token_ids[0].tolist()).decode(errors="replace"), source
 
 
-def _last_checkpoint(trainer: Trainer) -> Path | None:
+def _last_checkpoint(trainer: pl.Trainer) -> Path | None:
     checkpoint = trainer.checkpoint_callback
     for name in ("last_model_path", "best_model_path"):
         path = getattr(checkpoint, name, "")
@@ -229,7 +226,7 @@ def _last_checkpoint(trainer: Trainer) -> Path | None:
     return None
 
 
-def _load_module(pl_module: LightningModule, path: Path) -> Any:
+def _load_module(pl_module: pl.LightningModule, path: Path) -> Any:
     """A new module on the CPU with the checkpoint's weights; the random state is left unchanged."""
     hparams = {name: value for name, value in pl_module.hparams.items() if not name.startswith("_")}
     state_dict = read_state_dict(path)
@@ -239,24 +236,24 @@ def _load_module(pl_module: LightningModule, path: Path) -> Any:
     return module
 
 
-class ModuleStateSync(Callback):
+class ModuleStateSync(pl.Callback):
     """Sends the module state that steps have changed to all ranks, before epoch-end hooks and validation.
 
     The strategy puts it first among the trainer's callbacks; it does nothing under other strategies.
     """
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         synchronise = getattr(trainer.strategy, "synchronise_module_state", None)
         if synchronise is not None:
             synchronise()
 
-    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.on_train_epoch_end(trainer, pl_module)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and not trainer.sanity_checking:
             self.on_train_epoch_end(trainer, pl_module)  # validation may read state that training has changed
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # before other callbacks, which may save a checkpoint here and wait for ranks that have not failed
         trainer.strategy.on_exception(exception)

@@ -19,12 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import profile
 
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.measured import RankStep, make_measured_timeline, seconds_by_kind
 from lightning_holmes.plan.plan import Plan
@@ -36,7 +35,7 @@ _TRACED = 2  # the step that is traced, counted from 0; the profiler makes it sl
 _WARM_UP = _TRACED + 1  # first steps that are left out if enough others are recorded
 
 
-class TimelineMonitor(Callback):
+class TimelineMonitor(pl.Callback):
     """Records the timeline of steps; needs HolmesStrategy.
 
     Args:
@@ -60,7 +59,7 @@ class TimelineMonitor(Callback):
         self._steps = 0  # batches that have begun
         self._profiler: profile | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start = getattr(trainer.strategy, "start_monitoring", None)
         if start is None:
             raise ConfigurationError(
@@ -70,14 +69,16 @@ class TimelineMonitor(Callback):
         self._clock = start()
         self._steps = 0
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if self._steps == _TRACED and not is_profiling():  # a profiler of the user shows the labels, too
             self._profiler = profile(experimental_config=profiling_all_threads())
             self._profiler.start()
         self._steps += 1
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._clock is not None
         self._clock.end_batch()
@@ -87,20 +88,20 @@ class TimelineMonitor(Callback):
             self._clock.interrupt()
             self.write(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self._clock is not None
         self._clock.interrupt()
         self.write(trainer)
         trainer.strategy.stop_monitoring()  # type: ignore[attr-defined]
         self._clock = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._clock = None
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
 
-    def _write_trace(self, trainer: Trainer) -> None:
+    def _write_trace(self, trainer: pl.Trainer) -> None:
         """Write the trace of the step that was just done, on the ranks of the first pipeline; all ranks must call."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # read on all ranks: log_dir is a collective
         if self._profiler is None:
@@ -112,13 +113,15 @@ class TimelineMonitor(Callback):
             self._profiler.export_chrome_trace(str(folder / f"trace-rank{trainer.global_rank}.json"))
         self._profiler = None
 
-    def write(self, trainer: Trainer) -> None:
+    def write(self, trainer: pl.Trainer) -> None:
         """Gather the records of all ranks and write the files on rank 0; all ranks must call."""
         assert self._clock is not None
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # read on all ranks: log_dir is a collective
         found = _gather(self._clock.steps())
         if found is None:
-            rank_zero_warn("TimelineMonitor: no step was noted to its end, so that there is no timeline to write")
+            pl.utilities.rank_zero_warn(
+                "TimelineMonitor: no step was noted to its end, so that there is no timeline to write"
+            )
             return
         if not trainer.is_global_zero:
             return
@@ -185,4 +188,4 @@ def _draw(data: dict[str, Any], path: Path, *, title: str) -> None:
     try:
         save_timeline_plot(timelines, path, title=title, ranks=ranks)
     except ConfigurationError as error:  # for example, matplotlib is missing; the JSON has the figures
-        rank_zero_warn(f"TimelineMonitor draws nothing: {error}")
+        pl.utilities.rank_zero_warn(f"TimelineMonitor draws nothing: {error}")

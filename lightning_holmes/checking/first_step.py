@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy
@@ -38,16 +35,16 @@ _BEFORE_STEP = {
 class FirstSteps:
     """The module as it is before each step first runs, by step name, and messages about hooks that failed."""
 
-    modules: Mapping[str, LightningModule]
+    modules: Mapping[str, pl.LightningModule]
     notes: Sequence[str]
 
 
 @contextmanager
-def at_first_step(module: LightningModule, batch: Any, steps: Sequence[str]) -> Iterator[FirstSteps]:
+def at_first_step(module: pl.LightningModule, batch: Any, steps: Sequence[str]) -> Iterator[FirstSteps]:
     """Context with copies of ``module`` prepared for their first steps; a module that has a trainer, or overrides no
     such hook, is used itself."""
     hooks = [*_BEFORE_RUN, *(hook for step in steps for hook in _BEFORE_STEP[step])]
-    own = [hook for hook in hooks if is_overridden(hook, module)]
+    own = [hook for hook in hooks if pl.utilities.model_helpers.is_overridden(hook, module)]
     has_trainer = trainer_of(module) is not None
     with attached(module):
         if has_trainer or not own:
@@ -59,12 +56,12 @@ def at_first_step(module: LightningModule, batch: Any, steps: Sequence[str]) -> 
         yield first
 
 
-def _prepare(module: LightningModule, batch: Any, steps: Sequence[str], hooks: Sequence[str]) -> FirstSteps:
+def _prepare(module: pl.LightningModule, batch: Any, steps: Sequence[str], hooks: Sequence[str]) -> FirstSteps:
     trainer = trainer_of(module)
-    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    trainer.state.fn, trainer.training = pl.trainer.states.TrainerFn.FITTING, True
     notes: list[str] = []
 
-    def call(owner: LightningModule, hook: str, *arguments: Any, **named: Any) -> None:
+    def call(owner: pl.LightningModule, hook: str, *arguments: Any, **named: Any) -> None:
         vars(owner)["log"] = vars(owner)["log_dict"] = lambda *_, **__: None
         try:
             if hook == "configure_optimizers":
@@ -91,7 +88,7 @@ def _prepare(module: LightningModule, batch: Any, steps: Sequence[str], hooks: S
     return FirstSteps(modules=modules, notes=tuple(dict.fromkeys(notes)))
 
 
-def _copy(module: LightningModule, trainer: Trainer) -> LightningModule:
+def _copy(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
     copy = shadow_copy(module)
     set_trainer(copy, trainer)
     trainer.strategy.connect(copy)
@@ -99,21 +96,21 @@ def _copy(module: LightningModule, trainer: Trainer) -> LightningModule:
 
 
 @contextmanager
-def attached(module: LightningModule) -> Iterator[None]:
+def attached(module: pl.LightningModule) -> Iterator[None]:
     """Attach a trainer that does nothing to a module without one, for steps that read ``self.trainer``."""
     if trainer_of(module) is not None:
         yield
         return
-    chatter = logging.getLogger("lightning.pytorch")
+    chatter = logging.getLogger(pl.__name__)
     level = chatter.level
     chatter.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about GPUs that this trainer does not use
-            trainer = Trainer(
+            trainer = pl.Trainer(
                 accelerator="cpu",
                 devices=1,
-                logger=DummyLogger(),
+                logger=pl.loggers.logger.DummyLogger(),
                 enable_checkpointing=False,
                 enable_progress_bar=False,
                 enable_model_summary=False,

@@ -13,8 +13,6 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -22,6 +20,7 @@ from lightning_holmes.checking.check_report import CheckReport, Outcome, compare
 from lightning_holmes.checking.first_step import at_first_step
 from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -45,7 +44,7 @@ _SEED = 20231203
 
 
 def check(
-    module: LightningModule,
+    module: pl.LightningModule,
     batch: Any,
     *,
     pipeline_parallel_size: int = 2,
@@ -87,7 +86,7 @@ def check(
         schedules=SCHEDULE_NAMES,
     )
     num_chunks = int(spec_of(schedule).chunks(num_chunks))
-    names = [name for name in steps if is_overridden(name, module)]
+    names = [name for name in steps if pl.utilities.model_helpers.is_overridden(name, module)]
     if not names:
         raise ConfigurationError(f"{type(module).__name__} defines none of the steps {', '.join(steps)}")
     report = CheckReport(
@@ -110,7 +109,7 @@ def check(
 
 
 def _check_steps(
-    modules: Mapping[str, LightningModule],
+    modules: Mapping[str, pl.LightningModule],
     batch: Any,
     report: CheckReport,
     pipeline_parallel_size: int,
@@ -149,7 +148,7 @@ def _check_steps(
 
 
 def _fill_buckets(
-    module: LightningModule,
+    module: pl.LightningModule,
     batch: Any,
     structure: ModuleStructure,
     splitter: BatchSplitter,
@@ -184,7 +183,7 @@ def _few_samples(batch: Any, splitter: BatchSplitter) -> Any:
 
 
 def _structure(
-    modules: Mapping[str, LightningModule], batch: Any, layers: str, splitter: BatchSplitter
+    modules: Mapping[str, pl.LightningModule], batch: Any, layers: str, splitter: BatchSplitter
 ) -> ModuleStructure:
     small = _few_samples(batch, splitter)
     structure: ModuleStructure | None = None
@@ -197,7 +196,7 @@ def _structure(
 
 
 def _reference(
-    module: LightningModule,
+    module: pl.LightningModule,
     structure: ModuleStructure,
     name: str,
     batch: Any,
@@ -224,7 +223,7 @@ class _SimulatedPipeline:
 
     def __init__(
         self,
-        module: LightningModule,
+        module: pl.LightningModule,
         structure: ModuleStructure | None,
         partition: Partition,
         size: int,

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
@@ -29,6 +28,7 @@ from lightning_holmes.checkpoint.saving import FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
 from lightning_holmes.checkpoint.torch_file import save_file
 from lightning_holmes.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from lightning_holmes.lightning_package import fabric
 
 _PATIENCE_S = 2.0
 """How long a rank whose run has failed waits for a write in the background, for which other ranks may be gone."""
@@ -58,7 +58,7 @@ class CheckpointManager:
     def writes_folders(self, member: Membership, checkpoint_io: Any) -> bool:
         """Whether checkpoints are written as folders; a user's CheckpointIO plugin gets files, as it expects."""
         if self.distributed == "auto":
-            return member.size > 1 and type(checkpoint_io) is TorchCheckpointIO
+            return member.size > 1 and type(checkpoint_io) is fabric.plugins.TorchCheckpointIO
         return bool(self.distributed)
 
     # saving

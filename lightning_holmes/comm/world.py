@@ -14,11 +14,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from torch.distributed import default_pg_timeout
 
 from lightning_holmes.comm.user_settings import UserSettings, set_own
 from lightning_holmes.errors import ConnectionLostError
+from lightning_holmes.lightning_package import fabric
 from lightning_holmes.lightning_private import init_dist_connection
 from lightning_holmes.torch_private import nccl_options
 
@@ -30,7 +30,7 @@ _PATIENCE_S = 20.0
 
 
 def connect_world(
-    environment: ClusterEnvironment,
+    environment: fabric.plugins.environments.cluster_environment.ClusterEnvironment,
     backend: str,
     *,
     interface: str | None,
@@ -63,7 +63,12 @@ def connect_world(
         init_dist_connection(environment, backend, timeout=timeout, **options)
 
 
-def _join_store(environment: ClusterEnvironment, timeout: timedelta | None, *, several_hosts: bool) -> Any:
+def _join_store(
+    environment: fabric.plugins.environments.cluster_environment.ClusterEnvironment,
+    timeout: timedelta | None,
+    *,
+    several_hosts: bool,
+) -> Any:
     """The job's store once all ranks have come to it, with keys of its own for each attempt: torchrun's store outlives a
     restart, and with it the addresses of processes that are gone, to which early ranks would connect (torch 2.13).
 
@@ -93,7 +98,12 @@ def _join_store(environment: ClusterEnvironment, timeout: timedelta | None, *, s
     return dist.PrefixStore(f"holmes/attempt/{attempt}", store)  # type: ignore[attr-defined]
 
 
-def _tcp_store(environment: ClusterEnvironment, timeout_s: float, keeps: bool, listener: int | None = None) -> Any:
+def _tcp_store(
+    environment: fabric.plugins.environments.cluster_environment.ClusterEnvironment,
+    timeout_s: float,
+    keeps: bool,
+    listener: int | None = None,
+) -> Any:
     """A store that this process ``keeps``, on the socket ``listener`` if there is one, or a client of it."""
     return dist.TCPStore(  # type: ignore[attr-defined]
         environment.main_address,
@@ -156,7 +166,12 @@ def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
         time.sleep(_PAUSE_S if waited_s < 1 else _LONGER_PAUSE_S)
 
 
-def _keep_store(environment: ClusterEnvironment, timeout_s: float, *, several_hosts: bool) -> Any:
+def _keep_store(
+    environment: fabric.plugins.environments.cluster_environment.ClusterEnvironment,
+    timeout_s: float,
+    *,
+    several_hosts: bool,
+) -> Any:
     """The job's store on rank 0, which listens only on the master's address; torch's listens on all addresses of the host.
 
     None if that cannot be: the address is none of this host's own but leads to it, it is a name that means this host's

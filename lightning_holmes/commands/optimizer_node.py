@@ -17,9 +17,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from lightning.pytorch import LightningModule, Trainer
-
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import build_trainers_for_one_cpu, declared_precision
 from lightning_holmes.optim.node.description import describe_module
 from lightning_holmes.optim.node.node_options import MEMORY, NodeOptions
@@ -94,9 +93,9 @@ def main(args: list[str]) -> None:
 
     options = NodeOptions.given(given.states, given.memory)
 
-    def serve(trainer: Trainer, module: object) -> NoReturn:
+    def serve(trainer: pl.Trainer, module: object) -> NoReturn:
         expected = None
-        if isinstance(module, LightningModule):
+        if isinstance(module, pl.LightningModule):
             callbacks = users_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             grows = list(overridden_hooks(module, callbacks, ["setup", "configure_model"]))
             expected = describe_module(module, is_whole=not grows, precision=declared_precision(trainer))
@@ -113,16 +112,16 @@ def main(args: list[str]) -> None:
 
     build_trainers_for_one_cpu()
     for name in ("fit", "validate", "test", "predict"):
-        setattr(Trainer, name, _serving(getattr(Trainer, name), serve))
+        setattr(pl.Trainer, name, _serving(getattr(pl.Trainer, name), serve))
     sys.argv[:] = script
     sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
     runpy.run_path(script[0], run_name="__main__")
     raise ConfigurationError(f"{script[0]} has ended, and called no Trainer.fit, validate, test or predict")
 
 
-def _serving(own: Any, serve: Callable[[Trainer, object], NoReturn]) -> Any:
+def _serving(own: Any, serve: Callable[[pl.Trainer, object], NoReturn]) -> Any:
     @functools.wraps(own)
-    def never_returns(trainer: Trainer, model: object = None, *_: Any, **__: Any) -> NoReturn:
+    def never_returns(trainer: pl.Trainer, model: object = None, *_: Any, **__: Any) -> NoReturn:
         serve(trainer, model)
 
     return never_returns

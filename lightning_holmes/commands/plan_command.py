@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_holmes.checking.first_step import attached
@@ -31,6 +28,7 @@ from lightning_holmes.commands.plan_devices import (
     probe_here,
 )
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import DeviceSpeed
@@ -84,8 +82,8 @@ class PlanRequest:
 def run_plan(
     request: PlanRequest,
     *,
-    build_model: Callable[[], LightningModule],
-    load_batch: Callable[[LightningModule], Any] | None,
+    build_model: Callable[[], pl.LightningModule],
+    load_batch: Callable[[pl.LightningModule], Any] | None,
     strategy: Any,
     trainer: Mapping[str, Any],
 ) -> SearchResult:
@@ -116,8 +114,8 @@ def make_cost_model(
     request: PlanRequest,
     given: Mapping[str, Any],
     *,
-    build_model: Callable[[], LightningModule],
-    load_batch: Callable[[LightningModule], Any] | None,
+    build_model: Callable[[], pl.LightningModule],
+    load_batch: Callable[[pl.LightningModule], Any] | None,
     trainer: Mapping[str, Any],
 ) -> CostModel:
     """Make the cost model of a step, for all plans of the search.
@@ -133,7 +131,7 @@ def make_cost_model(
     precision = precision_of(trainer)
     dtype = _WEIGHTS.get(precision, torch.float32)
 
-    def whole() -> LightningModule:
+    def whole() -> pl.LightningModule:
         module = configured(build_model())
         if precision in _WEIGHTS:
             _cast(module, dtype)
@@ -143,7 +141,7 @@ def make_cost_model(
         model = _build(whole)
     check_module(model, fitting=True, is_pipeline=False)  # refuse modules that no layout supports
 
-    def profiled(module: LightningModule) -> tuple[ModelCost, int]:
+    def profiled(module: pl.LightningModule) -> tuple[ModelCost, int]:
         """The module's costs, and the number of samples of its batch."""
         batch = _batch(request, module, load_batch)
         batch = tree.map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
@@ -200,7 +198,7 @@ def strategy_settings(strategy: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in defaults and value != defaults[name].default}
 
 
-def _size(module: LightningModule) -> int:
+def _size(module: pl.LightningModule) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
@@ -235,7 +233,7 @@ def _empty(shape: str, text: str) -> torch.Tensor:
     return torch.zeros(numbers, dtype=_DTYPES[dtype or "float32"])
 
 
-def _build(build: Callable[[], LightningModule]) -> LightningModule:
+def _build(build: Callable[[], pl.LightningModule]) -> pl.LightningModule:
     """Build the module without weights if that is possible, otherwise with weights (from_pretrained)."""
     try:
         return build_fake(build)
@@ -245,7 +243,7 @@ def _build(build: Callable[[], LightningModule]) -> LightningModule:
         return build()
 
 
-def _cast(module: LightningModule, dtype: torch.dtype) -> None:
+def _cast(module: pl.LightningModule, dtype: torch.dtype) -> None:
     """Convert floating-point parameters and buffers to this type, also tensors without values, which ``Module.to`` cannot convert."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
@@ -259,18 +257,18 @@ def _cast(module: LightningModule, dtype: torch.dtype) -> None:
                 setattr(owner, name, tensor.to(dtype))
 
 
-def configured(model: LightningModule) -> LightningModule:
+def configured(model: pl.LightningModule) -> pl.LightningModule:
     """Call the module's setup and configure_model, as a trainer does, and return the module. A setup that fails is left out with a warning.
 
     Raises:
         UnsupportedModuleError: configure_model needs the device mesh of a run.
     """
-    if is_overridden("setup", model):
+    if pl.utilities.model_helpers.is_overridden("setup", model):
         with attached(model):
             try:
                 model.setup("fit")
             except Exception as error:
-                rank_zero_warn(
+                pl.utilities.rank_zero_warn(
                     f"{type(model).__name__}.setup does not run without a run ({type(error).__name__}: {error}), and is left out: "
                     f"where it builds layers, plan with what a run prints, or build them in configure_model"
                 )
@@ -288,7 +286,9 @@ def configured(model: LightningModule) -> LightningModule:
     return model
 
 
-def _batch(request: PlanRequest, model: LightningModule, load_batch: Callable[[LightningModule], Any] | None) -> Any:
+def _batch(
+    request: PlanRequest, model: pl.LightningModule, load_batch: Callable[[pl.LightningModule], Any] | None
+) -> Any:
     if request.batch_shape is not None:
         return parse_batch_shape(request.batch_shape)
     if load_batch is not None:
@@ -339,7 +339,7 @@ def _training(
     request: PlanRequest,
     options: TrainingOptions,
     cost: ModelCost,
-    model: LightningModule,
+    model: pl.LightningModule,
     devices: Sequence[DeviceType],
     batch_samples: int,
     here: DeviceSpeed | None,

@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device
 from lightning_holmes.plan.device_type import DeviceType, find_device_type
 from lightning_holmes.plan.device_type import Precision as Kind
@@ -34,7 +34,7 @@ KINDS: dict[str, Kind] = {
 """The precision of matrix products, by Lightning's name of a precision."""
 
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-_PLUGINS = (Precision, HalfPrecision, MixedPrecision, DoublePrecision)
+_PLUGINS = (pl.plugins.Precision, pl.plugins.HalfPrecision, pl.plugins.MixedPrecision, pl.plugins.DoublePrecision)
 
 
 def precision_of(trainer: Mapping[str, Any]) -> str:
@@ -71,11 +71,11 @@ def _plugin_precision(plugin: Any) -> tuple[str, str] | None:
     if hasattr(plugin, "get") and plugin.get("class_path"):
         module, _, name = str(plugin["class_path"]).rpartition(".")
         made, arguments = (
-            getattr(import_module(module or "lightning.pytorch.plugins"), name),
+            getattr(import_module(module or pl.plugins.__name__), name),
             dict(plugin.get("init_args") or {}),
         )
     kind = made if isinstance(made, type) else type(made)
-    if not issubclass(kind, Precision):
+    if not issubclass(kind, pl.plugins.Precision):
         return None
     if kind not in _PLUGINS:
         return kind.__name__, "of its own"

@@ -13,15 +13,15 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor
 from torch.nn import functional as F
+
+from lightning_holmes.lightning_package import pl
 
 IGNORE_INDEX = -100
 
 
-class CausalLM(LightningModule):
+class CausalLM(pl.LightningModule):
     """A language model that is trained on the mean cross entropy of its labels; -100 is ignored."""
 
     learning_rate: float
@@ -77,7 +77,7 @@ class CausalLM(LightningModule):
         """The most likely next token at each position, (B, S)."""
         return self.compute_logits(batch).argmax(dim=-1)
 
-    def configure_optimizers(self) -> OptimizerLRScheduler:
+    def configure_optimizers(self) -> pl.utilities.types.OptimizerLRScheduler:
         """AdamW in two groups, of which the one with fewer than two dimensions has no weight decay, with a linear warm-up and a cosine
         decay over ``trainer.estimated_stepping_batches`` steps."""
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]

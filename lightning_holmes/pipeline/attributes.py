@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm.wire import attributes_of
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import FABRIC, TRAINER, UPDATE_COUNT
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.object_state import Path, each_value, is_looked_into
@@ -32,7 +32,7 @@ Place = tuple[int, bool]  # position (see structure.py), whether inside that lay
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
 """Values that are the same on every stage if they are the same on one."""
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
-RESERVED = frozenset(vars(LightningModule())) | frozenset(vars(nn.Module())) | {"log", "all_gather", "forward"}
+RESERVED = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module())) | {"log", "all_gather", "forward"}
 """Attributes of every module, which are not the user's."""
 _MAX_ENTRIES = 10_000
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import changes, snapshot, value_at
@@ -57,7 +57,7 @@ class BatchDependence:
 
 
 def find_batch_dependence(
-    module: LightningModule,
+    module: pl.LightningModule,
     step_name: str,
     batch: Any,
     arguments: tuple[Any, ...],
@@ -143,7 +143,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _parts(module: LightningModule, batch: Any, splitter: BatchSplitter) -> tuple[Any, list[Any], list[float]] | None:
+def _parts(
+    module: pl.LightningModule, batch: Any, splitter: BatchSplitter
+) -> tuple[Any, list[Any], list[float]] | None:
     """A few samples (the whole batch if the module has ``split_batch``), their halves, and the weights of the halves;
     None if the batch cannot be split like this."""
     own, weigh = getattr(module, "split_batch", None), getattr(module, "microbatch_weight", None)
@@ -365,7 +367,7 @@ class _Trial:
 
     def __init__(
         self,
-        module: LightningModule,
+        module: pl.LightningModule,
         step_name: str,
         arguments: tuple[Any, ...],
         context: Callable[[], Any] | None,
@@ -383,7 +385,7 @@ class _Trial:
     def has_buffers(self) -> bool:
         return next(self._module.buffers(), None) is not None
 
-    def outcome(self, copy: LightningModule, batches: Sequence[Any], seed: int) -> list[_Outcome]:
+    def outcome(self, copy: pl.LightningModule, batches: Sequence[Any], seed: int) -> list[_Outcome]:
         """The outcome of steps over ``batches`` in turn; what is kept on the copy is that after all of them."""
         found = []
         before = snapshot(copy)
@@ -412,7 +414,7 @@ class _Trial:
                 kept[".".join(filter(None, (owner, *path)))] = value
         return [*found[:-1], replace(found[-1], kept=kept)]
 
-    def _computes_in_fp32(self, copy: LightningModule) -> bool:
+    def _computes_in_fp32(self, copy: pl.LightningModule) -> bool:
         with self._context() if self._context is not None else nullcontext():
             low = torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda"))
         return not low and all(p.element_size() >= 4 for p in copy.parameters())
@@ -454,7 +456,7 @@ class _Trial:
             self._run(copy, batch, 1)
         return found
 
-    def copy(self) -> LightningModule:
+    def copy(self) -> pl.LightningModule:
         copy = shadow_copy(self._module)
         if self._step_name != "training_step":
             copy.eval()
@@ -465,7 +467,7 @@ class _Trial:
         vars(copy)["log"] = lambda *_, **__: None
         return copy
 
-    def _run(self, copy: LightningModule, batch: Any, seed: int) -> Any:
+    def _run(self, copy: pl.LightningModule, batch: Any, seed: int) -> Any:
         seed_all(seed, self.device_of(batch))
         step = getattr(copy, self._step_name)
         alone = refusing_collectives(copy, f"{type(copy).__name__}.{self._step_name}")
@@ -482,7 +484,7 @@ def _note(logged: dict[tuple[str, int], tuple[Any, Any]], name: str, value: Any,
         logged[name, nth] = torch.as_tensor(value).detach().double().reshape(()), reduce_fx
 
 
-def _gradients(copy: LightningModule, loss: Tensor) -> list[Tensor]:
+def _gradients(copy: pl.LightningModule, loss: Tensor) -> list[Tensor]:
     """The gradients of small parameters, so many that they take little memory; empty if there are none to be had."""
     chosen, elements = [], 0
     for parameter in sorted((p for p in copy.parameters() if p.requires_grad), key=lambda p: p.numel()):

@@ -10,12 +10,12 @@ tracer of trace.py.
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_holmes.comm.absent import READ_BY_PYTHON, SET_DATA, TO_PYTHON, VALUE_FREE, depends_on_values
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.own_generators import describe_draw
 from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
@@ -26,7 +26,7 @@ _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 class Follower(Protocol):
     """Keeps what the modes find: where the step is, the sources of each tensor, and where they were read or changed."""
 
-    original: LightningModule
+    original: pl.LightningModule
     step_name: str
     paused: bool
     inside: bool

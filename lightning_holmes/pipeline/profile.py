@@ -23,11 +23,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -51,14 +51,14 @@ class ReadsValuesError(UnsupportedModuleError):
     """A step cannot run on fake tensors, nor for real: it has no real weights, or may not be run."""
 
 
-def build_fake(factory: Callable[[], LightningModule]) -> LightningModule:
+def build_fake(factory: Callable[[], pl.LightningModule]) -> pl.LightningModule:
     """Build the module that ``factory`` returns, with parameters and buffers that take no memory and hold no values."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         return factory()
 
 
 def profile_step(
-    module: LightningModule,
+    module: pl.LightningModule,
     arguments: tuple[Any, ...],
     *,
     layers: str = "auto",
@@ -101,7 +101,7 @@ def profile_step(
 
 
 def _run(
-    module: LightningModule,
+    module: pl.LightningModule,
     arguments: tuple[Any, ...],
     layers: str,
     context: Callable[[], AbstractContextManager[Any]],
@@ -132,7 +132,7 @@ def _run(
         )
 
 
-def _attached_copy(module: LightningModule) -> LightningModule:
+def _attached_copy(module: pl.LightningModule) -> pl.LightningModule:
     """A copy of the module that has the same trainer, if any, which its step may use."""
     shadow = shadow_copy(module)
     set_trainer(shadow, trainer_of(module))
@@ -140,7 +140,10 @@ def _attached_copy(module: LightningModule) -> LightningModule:
 
 
 def _count(
-    shadow: LightningModule, arguments: tuple[Any, ...], layers: str, context: Callable[[], AbstractContextManager[Any]]
+    shadow: pl.LightningModule,
+    arguments: tuple[Any, ...],
+    layers: str,
+    context: Callable[[], AbstractContextManager[Any]],
 ) -> StepRecorder:
     formulas = FlopCounterMode(display=False, custom_mapping=attention_flop_formulas()).flop_registry
     with torch.compiler.set_stance("force_eager"), _OperatorCounter(formulas) as operators:  # see trace.py
@@ -188,7 +191,7 @@ def _bytes_of(tensor: Tensor) -> float:
     return float(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()))
 
 
-def _make_fake(shadow: LightningModule, mode: FakeTensorMode) -> None:
+def _make_fake(shadow: pl.LightningModule, mode: FakeTensorMode) -> None:
     """Replace the parameters and buffers of a copy by fake ones."""
     replace_parameters(shadow, lambda p: nn.Parameter(_as_fake(p.detach(), mode), requires_grad=p.requires_grad))
     for submodule in shadow.modules():
@@ -201,7 +204,7 @@ def _as_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _model_cost(
-    module: LightningModule,
+    module: pl.LightningModule,
     seen: StepRecorder,
     structure: ModuleStructure | None,
     samples: int,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
@@ -20,6 +19,7 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import Placeholder
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import (
     batch_value,
     forget_computed,
@@ -33,7 +33,7 @@ from lightning_holmes.pipeline.stage import StageRun
 from lightning_holmes.pipeline.structure import BEFORE
 
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
-_LOG_SIGNATURE = inspect.signature(LightningModule.log)
+_LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOG_OPTIONS = _LOG_SIGNATURE.parameters.keys() - {"self", "name", "value"}
 MERGES = ("mean", "sum", "max", "min")
 """The ways in which a batch's value may be that of its microbatches."""
@@ -84,7 +84,7 @@ class LogCall:
 class LogRecorder:
     """Replaces ``module.log`` while a step runs, and keeps the calls of this rank's stages."""
 
-    def __init__(self, module: LightningModule, num_layers: int) -> None:
+    def __init__(self, module: pl.LightningModule, num_layers: int) -> None:
         self.module = module
         self.num_layers = num_layers
         self.calls: list[LogCall] = []
@@ -216,7 +216,7 @@ def _is_loss(call: LogCall, losses: Sequence[Tensor]) -> bool:
     return isinstance(value, Tensor) and value.device == loss.device and bool((value == loss.detach()).all())
 
 
-def replay(module: LightningModule, calls: Sequence[LogCall], device: torch.device) -> None:
+def replay(module: pl.LightningModule, calls: Sequence[LogCall], device: torch.device) -> None:
     """Make the log ``calls`` on the module. All ranks must call, with the calls in the same order: ``sync_dist``
     reduces over the ranks."""
     for call in calls:
@@ -243,7 +243,7 @@ class MetricWindow:
     computed once and the earlier state is merged in again.
     """
 
-    def __init__(self, module: LightningModule, names: Sequence[str], num_microbatches: int) -> None:
+    def __init__(self, module: pl.LightningModule, names: Sequence[str], num_microbatches: int) -> None:
         self._metrics: list[Any] = [] if num_microbatches == 1 else [module.get_submodule(n) for n in names]
         self._names = names
 

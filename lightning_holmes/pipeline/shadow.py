@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import TRAINER
 from lightning_holmes.pipeline import tree
 from lightning_holmes.torch_private import fake_mode_of, registered_modules, registered_parameters
@@ -22,7 +22,7 @@ _CONTAINERS = frozenset((dict, OrderedDict, list, set))
 cost of a copy."""
 
 
-def shadow_copy(module: LightningModule) -> LightningModule:
+def shadow_copy(module: pl.LightningModule) -> pl.LightningModule:
     """A deep copy of ``module`` that shares its parameters, data sets and loaders, and whatever cannot be copied.
 
     Its metrics do not synchronise between ranks, because not every rank runs the copy.
@@ -38,7 +38,7 @@ def _never() -> bool:
     return False
 
 
-def _copy(module: LightningModule) -> LightningModule:
+def _copy(module: pl.LightningModule) -> pl.LightningModule:
     memo: dict[int, Any] = {id(p): p for p in module.parameters()}
     looked: set[int] = set()  # parts of a module share their configuration
     for submodule in module.modules():
@@ -71,7 +71,7 @@ def _copy(module: LightningModule) -> LightningModule:
         return _rebind_functions(copy.deepcopy(module, memo), memo)
 
 
-def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> LightningModule:
+def _rebind_functions(module: pl.LightningModule, memo: dict[int, Any]) -> pl.LightningModule:
     """Make hooks and functions kept on the copied ``module`` refer to the copies: deepcopy does not copy closures."""
 
     def rebind(value: Any) -> Any:
@@ -112,7 +112,7 @@ def _rebind_functions(module: LightningModule, memo: dict[int, Any]) -> Lightnin
     return module
 
 
-def with_own_gradients(shadow: LightningModule) -> LightningModule:
+def with_own_gradients(shadow: pl.LightningModule) -> pl.LightningModule:
     """Give ``shadow`` its own parameters in the same memory, so that a backward leaves no gradient on the module's."""
     replace_parameters(shadow, lambda p: nn.Parameter(p.detach(), requires_grad=p.requires_grad))
     return shadow

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 
 
@@ -52,7 +52,7 @@ class StepRecorder:
         counts: returns numbers that only grow; their increments are recorded.
     """
 
-    def __init__(self, shadow: LightningModule, layers: str, counts: Callable[[], Counts]) -> None:
+    def __init__(self, shadow: pl.LightningModule, layers: str, counts: Callable[[], Counts]) -> None:
         self.shadow, self.layers, self.counts = shadow, layers, counts
         self.layer_list = list(shadow.get_submodule(layers).children())
         size = len(self.layer_list)

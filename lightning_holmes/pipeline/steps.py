@@ -8,13 +8,13 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.p2p import P2P, TensorSpec
 from lightning_holmes.errors import ConfigurationError, UnevenDataError, UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -66,7 +66,7 @@ class StepDriver:
         tensor_p2p: P2P | None = None,
     ) -> None:
         module = pipeline.module
-        assert isinstance(module, LightningModule)
+        assert isinstance(module, pl.LightningModule)
         self.module = module
         self.pipeline = pipeline
         self.p2p = p2p

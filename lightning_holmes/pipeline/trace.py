@@ -25,12 +25,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import UPDATE_COUNT, set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import (
@@ -55,7 +55,7 @@ _MAX_GRAPH_NODES = 200_000
 
 
 def trace_step(
-    module: LightningModule,
+    module: pl.LightningModule,
     step_name: str,
     arguments: tuple[Any, ...],
     *,
@@ -92,7 +92,7 @@ class _NotTheLayers(Exception):
 class Tracer:
     """One traced run: records the sources and where they are read, and makes the ModuleStructure from them."""
 
-    def __init__(self, module: LightningModule, step_name: str, layers: str) -> None:
+    def __init__(self, module: pl.LightningModule, step_name: str, layers: str) -> None:
         self.original = module
         self.step_name = step_name
         self.place = f"{type(module).__name__}.{step_name}"
@@ -368,7 +368,7 @@ class Tracer:
                 self.read(self.taint.get(self.key(value), 0), self.here)
 
         for name, submodule in shadow.named_modules():
-            if name and isinstance(submodule, LightningModule):
+            if name and isinstance(submodule, pl.LightningModule):
                 object.__setattr__(submodule, "log", self._refused_log(name))
         object.__setattr__(shadow, "log", log)
         trainer = trainer_of(self.original)

@@ -7,17 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import is_compiled_module
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
 
@@ -29,13 +24,15 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
         UnsupportedModuleError: the message names the setting or callback, and the fix.
     """
     name = type(module).__name__
-    if trainer.accumulate_grad_batches > 1 and is_overridden("optimizer_zero_grad", module):
+    if trainer.accumulate_grad_batches > 1 and pl.utilities.model_helpers.is_overridden("optimizer_zero_grad", module):
         raise UnsupportedModuleError(
             f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
             f"gradients begin anew is then not known; remove one of them"
         )
     for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging) and any(is_batch_norm(m) for m in module.modules()):
+        if isinstance(callback, pl.callbacks.StochasticWeightAveraging) and any(
+            is_batch_norm(m) for m in module.modules()
+        ):
             raise UnsupportedModuleError(
                 f"the callback {type(callback).__name__} runs an epoch without backward for batch normalisation, which a "
                 f"pipeline cannot; use GroupNorm or LayerNorm, or pipeline_parallel_size=1"
@@ -59,14 +56,14 @@ def check_tensor_parallel(module: "pl.LightningModule", trainer: "pl.Trainer", t
             )
         return
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        if isinstance(callback, (pl.callbacks.WeightAveraging, pl.callbacks.StochasticWeightAveraging)):
             raise UnsupportedModuleError(
                 f"the callback {type(callback).__name__} copies weights, which parallelize_module has made DTensors; "
                 f"leave it out, or use tensor_parallel_size=1 without parallelize_module"
             )
     drops = [n for n, m in module.named_modules() if is_dropout(m) and getattr(m, "p", 0) > 0]
-    if drops and tensor_parallel_size > 1 and trainer.state.fn == TrainerFn.FITTING:
-        rank_zero_warn(
+    if drops and tensor_parallel_size > 1 and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
+        pl.utilities.rank_zero_warn(
             f"{name}: all ranks of a tensor group draw the same dropout mask ({drops[0]}). That gives the numbers of one process where each "
             f"rank has the whole input; where it has a part (between ColwiseParallel and RowwiseParallel, or under SequenceParallel) all "
             f"parts get one mask: right on average, but not these numbers"
@@ -92,14 +89,14 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
             f"{name} uses manual optimization (automatic_optimization=False): its backward calls would run on one stage "
             f"only; use automatic optimization, or another strategy"
         )
-    if is_overridden("backward", module):
+    if pl.utilities.model_helpers.is_overridden("backward", module):
         raise UnsupportedModuleError(
             f"{name} overrides backward(), but a pipeline runs the backward itself, stage by stage; scale or combine "
             f"losses in training_step instead"
         )
     if is_pipeline:
         refuse_accumulation_hooks(module)
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+    if pl.utilities.signature_utils.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise UnsupportedModuleError(
             f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
         )

@@ -8,8 +8,8 @@ import os
 import platform
 import random
 from collections.abc import Mapping
+from importlib.metadata import version
 
-import lightning
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.lightning_package import USED
 from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.strategy.admission import compare_facts
 from lightning_holmes.version import __version__
@@ -42,7 +43,7 @@ def version_facts() -> dict[str, str]:
     return {
         "lightning_holmes": __version__,
         "torch": str(torch.__version__),
-        "lightning": str(lightning.__version__),
+        USED: version(USED),
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
 

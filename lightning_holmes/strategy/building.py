@@ -7,14 +7,13 @@ Decides when a module is built so, and keeps a rank's parameters from one run to
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.deferred import DeferredModule, has_fake_tensors
 from lightning_holmes.pipeline.stage import PipelineModule
 
@@ -61,7 +60,7 @@ class ModuleBuilder:
         except Exception as error:
             vars(module).clear()
             vars(module).update(before)
-            rank_zero_warn(
+            pl.utilities.rank_zero_warn(
                 f"{type(module).__name__}.configure_model cannot run without memory, so each process builds the whole "
                 f"module ({type(error).__name__}: {error})"
             )

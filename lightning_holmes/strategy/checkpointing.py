@@ -13,13 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,6 +21,7 @@ from lightning_holmes import checkpoint as checkpoints
 from lightning_holmes.checkpoint import finding, run_state
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
 from lightning_holmes.optim.remote import RemoteOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
@@ -61,7 +56,7 @@ class RunCheckpoints:
     fit: Fit | None
     loaded_state: LoadedState
     module: pl.LightningModule
-    io: CheckpointIO
+    io: fabric.plugins.CheckpointIO
 
     @property
     def _writes_folders(self) -> bool:
@@ -80,7 +75,7 @@ class RunCheckpoints:
     @property
     def _is_interrupted(self) -> bool:
         """Whether the trainer was interrupted: a callback saves because of an exception."""
-        return self.module.trainer.state.status == TrainerStatus.INTERRUPTED
+        return self.module.trainer.state.status == pl.trainer.states.TrainerStatus.INTERRUPTED
 
     @property
     def _is_half_done(self) -> bool:
@@ -163,7 +158,7 @@ class RunCheckpoints:
         fit = self.fit
         if fit is None or self._is_half_done:  # module_state has raised for that
             return {}
-        optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        optimizer = optimizer.optimizer if isinstance(optimizer, pl.core.optimizer.LightningOptimizer) else optimizer
         hide = self.loaded_state.show_optimizers(fit.load_optimizer, fit.parameter_groups.names_of)
         try:
             return self._optimizer_state(optimizer, fit)
@@ -299,7 +294,7 @@ class RunCheckpoints:
 
     def is_ours(self, path: Any) -> bool:
         """Whether this package reads and writes the path itself: it is no URL, and there is no CheckpointIO of the user's."""
-        return type(self.io) is TorchCheckpointIO and checkpoints.is_local(path)
+        return type(self.io) is fabric.plugins.TorchCheckpointIO and checkpoints.is_local(path)
 
     # loading
 
@@ -315,7 +310,7 @@ class RunCheckpoints:
         member = self.job.membership
         with self.job.explaining():
             loaded = self.manager.load(member, path, weights_only=weights_only)
-        if self.module.trainer.state.fn == TrainerFn.FITTING:
+        if self.module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
             self.loaded_state.seed = run_state.base_seed(loaded)
             self.loaded_state.num_microbatches = run_state.num_microbatches(loaded, member.num_replicas)
             run_state.give_loaders_their_states(loaded, member.replica, member.num_replicas)
@@ -324,8 +319,8 @@ class RunCheckpoints:
     def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load weights: now if the layout is known, else as soon as it is, so that a rank reads only its part."""
         saved, trainer = checkpoint["state_dict"], self.module.trainer
-        averages = any(isinstance(c, WeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        if averages and trainer.state.fn == TrainerFn.FITTING:
+        averages = any(isinstance(c, pl.callbacks.WeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        if averages and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
             saved = checkpoint.get("current_model_state", saved)  # training continues from these, not from the average
         self.loaded_state.weights = (saved, strict)
         if self._open_run is None:

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import numeric_address
@@ -30,6 +29,7 @@ from lightning_holmes.comm.uncaught import one_line, show_as
 from lightning_holmes.comm.user_settings import UserSettings, local_interfaces
 from lightning_holmes.comm.world import connect_world, without_interfaces
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, RemoteError
+from lightning_holmes.lightning_package import fabric
 from lightning_holmes.lightning_private import default_backend
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.torch_private import abort_groups, default_store
@@ -57,7 +57,12 @@ class Connection:
     """
 
     def __init__(
-        self, environment: ClusterEnvironment, device: torch.device, *, num_nodes: int, options: Options
+        self,
+        environment: fabric.plugins.environments.cluster_environment.ClusterEnvironment,
+        device: torch.device,
+        *,
+        num_nodes: int,
+        options: Options,
     ) -> None:
         self.rank, self.world_size = environment.global_rank(), environment.world_size()
         self.num_nodes = num_nodes

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,6 +19,7 @@ from lightning_holmes import checkpoint
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer

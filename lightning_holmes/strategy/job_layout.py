@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
@@ -17,6 +16,7 @@ from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, build_process_groups, p2p_pairs
 from lightning_holmes.comm.user_settings import set_own
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.plan.placement import (
     Placement,
     alternatives,
@@ -173,7 +173,7 @@ def lay_out_job(
 
 def _warn_of_fallbacks(transports: GroupTransports, groups: Sequence[Sequence[int]]) -> None:
     for line in transports.fallbacks(groups):
-        rank_zero_warn(line)
+        pl.utilities.rank_zero_warn(line)
 
 
 def build_device_mesh(layout: JobLayout, device_type: str) -> DeviceMesh:

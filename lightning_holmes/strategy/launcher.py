@@ -9,13 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
-
 from lightning_holmes.checkpoint.finding import whole_checkpoints
+from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import (
     FIND_CHECKPOINT,
     FIND_LAST_CHECKPOINTS,
@@ -38,7 +33,7 @@ class HolmesLauncher(SubprocessLauncher):
 
     def __init__(
         self,
-        cluster_environment: ClusterEnvironment,
+        cluster_environment: fabric.plugins.environments.cluster_environment.ClusterEnvironment,
         num_processes: int,
         num_nodes: int,
         agree: Callable[[Callable[[], Any]], Any],
@@ -75,21 +70,23 @@ class HolmesLauncher(SubprocessLauncher):
         @functools.wraps(find)
         def find_everywhere(state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
             def find_checkpoint(path: Any) -> Any:
-                if path in ("last", "hpc") or (path is None and SLURMEnvironment.detect()):
+                if path in ("last", "hpc") or (
+                    path is None and fabric.plugins.environments.slurm.SLURMEnvironment.detect()
+                ):
                     return self._agree(lambda: find(state_fn, path, *args, **kwargs))
                 return find(state_fn, path, *args, **kwargs)
 
-            if state_fn == TrainerFn.FITTING and self._find_snapshot is not None:
+            if state_fn == pl.trainer.states.TrainerFn.FITTING and self._find_snapshot is not None:
                 return self._find_snapshot(trainer, find_checkpoint, ckpt_path)
             return find_checkpoint(ckpt_path)
 
         changes.replace(connector, **{FIND_CHECKPOINT: find_everywhere})
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
+            if isinstance(callback, pl.callbacks.ModelCheckpoint):
                 changes.replace(callback, **{FIND_LAST_CHECKPOINTS: _finding_whole(callback)})
 
 
-def _finding_whole(callback: ModelCheckpoint) -> Callable[["pl.Trainer"], set[str]]:
+def _finding_whole(callback: pl.callbacks.ModelCheckpoint) -> Callable[["pl.Trainer"], set[str]]:
     find_last = getattr(callback, FIND_LAST_CHECKPOINTS)
 
     @functools.wraps(find_last)

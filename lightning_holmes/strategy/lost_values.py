@@ -6,24 +6,22 @@ refuse_lost(module)                                                             
 
 import weakref
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
-
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 
 _CURE = "Go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)"
-_lost: "weakref.WeakSet[LightningModule]" = weakref.WeakSet()
+_lost: "weakref.WeakSet[pl.LightningModule]" = weakref.WeakSet()
 
 
-def note_lost(module: LightningModule, held: str) -> None:
+def note_lost(module: pl.LightningModule, held: str) -> None:
     """Mark ``module`` as having lost values in a failed run, and warn. ``held``: where the values were, in words after "the run has failed while"."""
     _lost.add(module)
-    rank_zero_warn(
+    pl.utilities.rank_zero_warn(
         f"the run has failed while {held}: parameters that this process did not hold whole are NaN now, where plain Lightning would keep their values. {_CURE}"
     )
 
 
-def refuse_lost(module: LightningModule) -> None:
+def refuse_lost(module: pl.LightningModule) -> None:
     """Refuse to run a module that lost parameter values in an earlier, failed run, whose exception the user has caught.
 
     Raises:

@@ -18,7 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import lightning.pytorch as pl
 import torch
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
@@ -26,6 +25,7 @@ from lightning_holmes.checkpoint import read_plan
 from lightning_holmes.cluster.topology import OptimizerHost, Topology
 from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition

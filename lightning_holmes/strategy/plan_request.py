@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.plan.pipeline_plan import PipelinePlan
 from lightning_holmes.plan.plan import Plan

@@ -13,11 +13,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.plan import Plan
@@ -83,7 +82,7 @@ def plan_run(
     job, options, module = context.job, context.options, trainer.lightning_module
     connection = job.connection
     clusters = [cluster.name for cluster, _ in job.topology.places()]
-    fitting = trainer.state.fn == TrainerFn.FITTING
+    fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
     notes = options.gradient_options.notes(job.placement, clusters) if fitting else []
     options.check_given_plan(job.topology, world_size=connection.world_size, structure=traced.structure, module=module)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import BitsandbytesPrecision, TransformerEnginePrecision
 
 from lightning_holmes.comm.objects import all_gather_values
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, product_dtype
@@ -129,7 +129,7 @@ def _product_dtype(request: PlanRequest) -> torch.dtype | None:
     do not show in the tensors."""
     trainer = trainer_of(request.module)
     plugin = None if trainer is None else trainer.precision_plugin
-    if isinstance(plugin, TransformerEnginePrecision | BitsandbytesPrecision):
+    if isinstance(plugin, pl.plugins.TransformerEnginePrecision | pl.plugins.BitsandbytesPrecision):
         return None
     return product_dtype(request.module, request.context, request.device)
 

@@ -13,10 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_holmes import checkpoint
@@ -25,6 +22,7 @@ from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import active_loop
 from lightning_holmes.optim.exchange import Fetched
 from lightning_holmes.optim.stage_shards import StageShards
@@ -150,7 +148,7 @@ class Run:
         if problem is not None:
             self._whole_steps.add(sample.step_name)
             if self.job.placement.pipeline_parallel_size > 1:
-                rank_zero_warn(
+                pl.utilities.rank_zero_warn(
                     f"{type(self.module).__name__}.{sample.step_name} was not known when the plan was made, and does not suit it "
                     f"({problem}): for each of its batches every rank is given the whole module. A sanity check "
                     f"(num_sanity_val_steps=1) lets the plan be made for it, too"
@@ -216,7 +214,7 @@ class Run:
                 move_parameters(self.pipeline, held, self._held(), self._ranks, group, connection.rank)
             if not waits:
                 self.context.loaded_state.put_weights(self.pipeline)
-        if training is not None or self.trainer.state.fn != TrainerFn.FITTING:
+        if training is not None or self.trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
             show_plan(plan, self.pipeline, self.job)
         self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
 
@@ -338,7 +336,10 @@ class Run:
     def _align_ranks(self) -> int:
         """Check that the module can be run, align module and random state over all ranks, and return the seed that all ranks share."""
         trainer, job, context = self.trainer, self.job, self.context
-        fitting, is_pipeline = trainer.state.fn == TrainerFn.FITTING, job.placement.pipeline_parallel_size > 1
+        fitting, is_pipeline = (
+            trainer.state.fn == pl.trainer.states.TrainerFn.FITTING,
+            job.placement.pipeline_parallel_size > 1,
+        )
         refuse_lost(self.module)
         admission.check_module(self.module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
@@ -527,7 +528,7 @@ class Run:
         fit_loop, loop = self.trainer.fit_loop.epoch_loop, active_loop(self.trainer)
         if step_name == "training_step":
             return bool(fit_loop.batch_progress.is_last_batch)
-        if self.trainer.state.fn == TrainerFn.FITTING:
+        if self.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
             loop = fit_loop.val_loop
         if loop is None or loop.batch_progress.is_last_batch:
             return True

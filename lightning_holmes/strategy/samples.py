@@ -8,8 +8,9 @@ A run traces its module on the batches that Lightning passes (tracing.py); ``che
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+
+from lightning_holmes.lightning_package import pl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,5 +24,7 @@ class StepSample:
 
 def step_arguments(module: nn.Module, step_name: str) -> tuple[int, ...]:
     """Return the arguments that Lightning passes after the batch, for the first batch of a single loader: the batch index, if the step takes one."""
-    takes_index = is_param_in_hook_signature(getattr(module, step_name), "batch_idx", min_args=2)
+    takes_index = pl.utilities.signature_utils.is_param_in_hook_signature(
+        getattr(module, step_name), "batch_idx", min_args=2
+    )
     return (0,) if takes_index else ()

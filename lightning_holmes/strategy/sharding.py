@@ -10,15 +10,13 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import psutil
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.grad_buffer import sum_dtype
 from lightning_holmes.optim.param_gather import can_gather_lazily
@@ -204,9 +202,9 @@ def shard_optimizer(
     )
     shards.watch(module)
     if found.level == "parameters":
-        rank_zero_info(f"the optimizer is sharded by whole parameters, since {found.reason}")
+        pl.utilities.rank_zero_info(f"the optimizer is sharded by whole parameters, since {found.reason}")
     elif readers:
-        rank_zero_info(f"gradients stay whole on each replica for {readers[0]}")
+        pl.utilities.rank_zero_info(f"gradients stay whole on each replica for {readers[0]}")
     return shards
 
 
@@ -214,7 +212,9 @@ def keeps_masters(options: Options, module: torch.nn.Module) -> bool:
     """Return whether the optimizer steps fp32 master weights; warn if they are asked for but the parameters are fp32 themselves."""
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in module.parameters())
     if options.master_weights and not low:
-        rank_zero_warn('master_weights=True has nothing to do: parameters are fp32; it is for precision="bf16-true"')
+        pl.utilities.rank_zero_warn(
+            'master_weights=True has nothing to do: parameters are fp32; it is for precision="bf16-true"'
+        )
     return options.master_weights and low
 
 
@@ -228,9 +228,9 @@ def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer",
         return found.reason
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if isinstance(callback, BaseFinetuning) and not lets_finetune:
+        if isinstance(callback, pl.callbacks.BaseFinetuning) and not lets_finetune:
             return f"the callback {type(callback).__name__} adds parameters to the optimizer while the module trains"
-        if isinstance(callback, ModelPruning):
+        if isinstance(callback, pl.callbacks.ModelPruning):
             return f"the callback {type(callback).__name__} gives parameters other memory while the module trains"
     if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
         return "it has complex parameters"
@@ -334,7 +334,7 @@ def refusal_of_nodes(
     refusal = refusal or refusal_of_changes(structure)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+        if isinstance(callback, (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)):
             refusal = refusal or f"the callback {type(callback).__name__} reads whole parameters between steps"
     scales = getattr(trainer.precision_plugin, "scaler", None) is not None
     refusal = refusal or refusal_of_groups(optimizer.param_groups, found, scales=scales)

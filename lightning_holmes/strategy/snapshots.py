@@ -20,14 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_holmes.checkpoint import Membership, atomic
 from lightning_holmes.checkpoint.finding import newest_whole
@@ -37,6 +30,7 @@ from lightning_holmes.checkpoint.run_state import SAMPLES_SEEN
 from lightning_holmes.checkpoint.snapshots import SnapshotManager, find_newest
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError
+from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import data_fetcher, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -271,7 +265,7 @@ class Snapshots:
         Args:
             saved: this fit's checkpoints that the hosts know, by path: for each of them a snapshot is at hand that is at least as new.
         """
-        requeued = find_checkpoint(None) if SLURMEnvironment.detect() else None
+        requeued = find_checkpoint(None) if fabric.plugins.environments.slurm.SLURMEnvironment.detect() else None
         if requeued is None or os.path.abspath(requeued) in saved:
             return None
         manifest = snapshot / MANIFEST
@@ -377,7 +371,7 @@ class Snapshots:
         def end_batch(fetcher: Any) -> None:
             try:
                 on_advance_end(fetcher)
-            except SIGTERMException:  # with several processes, BatchSignals takes this snapshot
+            except pl.utilities.exceptions.SIGTERMException:  # with several processes, BatchSignals takes this snapshot
                 if self._trainer.training and not loop.batch_progress.is_last_batch:
                     self.take_last()
                 raise
@@ -436,21 +430,25 @@ def begin_snapshots(
     *,
     every: int | Literal["auto"],
     device: torch.device,
-    environment: ClusterEnvironment,
+    environment: fabric.plugins.environments.cluster_environment.ClusterEnvironment,
 ) -> Snapshots:
     """Begin the snapshots of a fit; for the arguments see :class:`Snapshots`. Every rank must call.
 
     Raises:
         ConfigurationError: there is no usable folder for snapshots (raised on every rank), or a callback is a LearningRateFinder or BatchSizeFinder.
     """
-    searching = [type(c).__name__ for c in trainer.callbacks if isinstance(c, (LearningRateFinder, BatchSizeFinder))]  # type: ignore[attr-defined]
+    finders = (pl.callbacks.LearningRateFinder, pl.callbacks.BatchSizeFinder)
+    searching = [type(c).__name__ for c in trainer.callbacks if isinstance(c, finders)]  # type: ignore[attr-defined]
     if searching:
         raise ConfigurationError(
             f"snapshot_every_n_steps beside {searching[0]}, which puts a fit that has gone on from a snapshot back to its beginning: search "
             f"with a strategy without snapshots, and train with what was found"
         )
-    if isinstance(environment, LightningEnvironment) and "MASTER_PORT" not in os.environ:
-        rank_zero_warn(
+    if (
+        isinstance(environment, fabric.plugins.environments.lightning.LightningEnvironment)
+        and "MASTER_PORT" not in os.environ
+    ):
+        pl.utilities.rank_zero_warn(
             "snapshot_every_n_steps: this job has no name under which it is found when it is started again; use torchrun --rdzv-id, or set "
             "MASTER_PORT to a port of its own"
         )

@@ -15,15 +15,8 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +30,7 @@ from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.interrupt import ends_by_interrupt
 from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.lightning_package import fabric, introduce, pl, refuse_other_trainer
 from lightning_holmes.lightning_private import BEFORE_FIT, reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -60,7 +54,6 @@ from lightning_holmes.strategy.loaded_state import LoadedState
 from lightning_holmes.strategy.module_shards import ModuleShards
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.planning import RunContext
-from lightning_holmes.strategy.pytorch_lightning import refuse_trainer
 from lightning_holmes.strategy.removed_arguments import refuses_removed
 from lightning_holmes.strategy.run import Evaluation, Run
 from lightning_holmes.strategy.snapshots import Snapshots, begin_snapshots
@@ -81,7 +74,7 @@ _OF_RUNS = (
 )
 
 
-class HolmesStrategy(ParallelStrategy):
+class HolmesStrategy(pl.strategies.ParallelStrategy):
     """Trains an ordinary LightningModule as a pipeline across clusters, with data-parallel replicas inside them.
 
     Args:
@@ -167,6 +160,7 @@ class HolmesStrategy(ParallelStrategy):
     ) -> None:
         given = dict(locals())
         super().__init__()
+        introduce(HolmesStrategy)  # to a package of Lightning that has been imported since this one
         self._options = Options(**{entry.name: given[entry.name] for entry in fields(Options)})
         self.num_nodes = 1
         """The number of hosts of the job; set by the Trainer from its ``num_nodes`` argument."""
@@ -309,7 +303,7 @@ class HolmesStrategy(ParallelStrategy):
     # processes
 
     def _configure_launcher(self) -> None:
-        refuse_trainer(self.accelerator)
+        refuse_other_trainer(self.accelerator)
         assert self.cluster_environment is not None
         self._launcher = HolmesLauncher(
             self.cluster_environment,
@@ -324,7 +318,7 @@ class HolmesStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        pl.utilities.rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         # no reset_seed() as in DDP: random numbers continue as in plain Lightning, and share_random_state aligns stages
@@ -352,7 +346,9 @@ class HolmesStrategy(ParallelStrategy):
         launchers only. With snapshots, torchrun's number of hosts is used instead, since it may change at a restart."""
         assert self.cluster_environment is not None
         started, asked = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
-        elastic = self._options.snapshot_every_n_steps and isinstance(self.cluster_environment, TorchElasticEnvironment)
+        elastic = self._options.snapshot_every_n_steps and isinstance(
+            self.cluster_environment, fabric.plugins.environments.torchelastic.TorchElasticEnvironment
+        )
         if elastic and started % self.num_processes == 0:  # torchrun --nnodes=MIN:MAX
             self.num_nodes, asked = started // self.num_processes, started
         if started != asked:
@@ -423,10 +419,10 @@ class HolmesStrategy(ParallelStrategy):
             former=None if self._run is None else self._run.planned or self._run.context.former,
             module_shards=self._module_shards,
             undo=self._undo,
-            snapshots=self._snapshots if trainer.state.fn == TrainerFn.FITTING else None,
+            snapshots=self._snapshots if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING else None,
         )
         with self._explaining():
-            if trainer.state.fn == TrainerFn.FITTING:
+            if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
                 self._run = self._fit = Fit(trainer, context)
             else:
                 self._run = Evaluation(trainer, context)
@@ -452,7 +448,7 @@ class HolmesStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         if (
-            isinstance(exception, SIGTERMException | KeyboardInterrupt)
+            isinstance(exception, pl.utilities.exceptions.SIGTERMException | KeyboardInterrupt)
             and self._run is not None
             and self._run.ends_together
         ):
@@ -492,7 +488,7 @@ class HolmesStrategy(ParallelStrategy):
         if snapshots is not None:
             assert self.lightning_module is not None
             status = self.lightning_module.trainer.state.status
-            snapshots.close(well=not failed and status != TrainerStatus.INTERRUPTED)
+            snapshots.close(well=not failed and status != pl.trainer.states.TrainerStatus.INTERRUPTED)
 
     # steps
 
@@ -590,7 +586,7 @@ class HolmesStrategy(ParallelStrategy):
             with self._lifted():
                 lightning_collectives.barrier(self.root_device)
 
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+    def broadcast(self, obj: pl.strategies.strategy.TBroadcast, src: int = 0) -> pl.strategies.strategy.TBroadcast:
         self._refuse_in_parts("broadcast")
         with self._lifted():
             return lightning_collectives.broadcast(obj, src)

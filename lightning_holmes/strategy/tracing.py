@@ -10,13 +10,12 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_holmes.comm.objects import broadcast_value
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -158,7 +157,7 @@ def _trace(
             reason = f"the step calls self.{metric}.compute(), which is to see the whole batch"
             known = replace(known, dependence=known.dependence or reason)
         if splits and not training and found.kept_values:  # of training steps the trial has told
-            rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
+            pl.utilities.rank_zero_warn(_describe_kept_values(module, step_name, found.kept_values))
         # the training step decides which list of layers is used; an evaluation step that used another list is traced anew when it runs next
         if before is not None and before.layers == found.layers:
             found = before.merged(found)
@@ -176,7 +175,7 @@ def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:
         return company.cause
     if company.is_cut_along_time:
         raise UnsupportedModuleError(f"{microbatches_argument(step_name)}={wanted}: {company.reason}")
-    rank_zero_warn(company.reason)
+    pl.utilities.rank_zero_warn(company.reason)
     return ""
 
 

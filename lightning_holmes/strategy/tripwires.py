@@ -28,11 +28,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -40,6 +37,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import READS_NO_VALUE
 from lightning_holmes.comm.objects import all_gather_values, any_of
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -211,7 +209,7 @@ class Tripwires(Replacements):
             return self
         module: Any = self._trainer.lightning_module
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        callbacks = [*users_callbacks(callbacks), *(c for c in callbacks if type(c) is ModelPruning)]
+        callbacks = [*users_callbacks(callbacks), *(c for c in callbacks if type(c) is pl.callbacks.ModelPruning)]
         found = list(overridden_hooks(module, callbacks, sorted(_WATCHED)))
         keys = _numbered([f"{type(owner).__name__}.{hook}" for owner, hook in found])
         everywhere = set(keys).intersection(*self._job.connection.all_gather(keys))
@@ -271,7 +269,7 @@ class Tripwires(Replacements):
             is_split=is_split,
             meets=meets and (is_split or shards is not None) and not self._job.connection.failed,
             # for these, compat/finetuning.py shows the groups, and keeps changes
-            shows_groups=not isinstance(owner, BaseFinetuning),
+            shows_groups=not isinstance(owner, pl.callbacks.BaseFinetuning),
             hides_states=hides_states,
         )
         try:
@@ -358,7 +356,7 @@ class Tripwires(Replacements):
         what, cure = "parameters", ""
         if kind == "grad":
             what, cure = "gradients", "; Trainer(gradient_clip_val=...) and lightning's grad_norm send numbers only"
-        rank_zero_warn(
+        pl.utilities.rank_zero_warn(
             f"{hook.name} reads the module's {what}: those of all stages, {size:.1f} MiB, are brought to every rank whenever it "
             f"does{cure}"
         )

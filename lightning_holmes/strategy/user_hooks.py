@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.torch_private import step_hooks
 
 GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
@@ -41,7 +38,11 @@ _LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
 
 def users_callbacks(callbacks: Iterable["pl.Callback"]) -> list["pl.Callback"]:
     """Return the callbacks whose hooks the user has written."""
-    return [c for c in callbacks if isinstance(c, LambdaCallback) or not type(c).__module__.startswith(_LIBRARIES)]
+    return [
+        c
+        for c in callbacks
+        if isinstance(c, pl.callbacks.LambdaCallback) or not type(c).__module__.startswith(_LIBRARIES)
+    ]
 
 
 def overridden_hooks(
@@ -52,7 +53,7 @@ def overridden_hooks(
     owners: list[tuple[Any, Any]] = [(module, pl.LightningModule), *((callback, pl.Callback) for callback in callbacks)]
     for owner, base in owners:
         for hook in hooks:
-            if hasattr(base, hook) and is_overridden(hook, owner, base):
+            if hasattr(base, hook) and pl.utilities.model_helpers.is_overridden(hook, owner, base):
                 yield owner, hook
 
 
@@ -124,7 +125,9 @@ def takes_part_in_update(module: "pl.LightningModule", optimizers: Iterable[Opti
 def looks_at_checkpoints(module: "pl.LightningModule") -> bool:
     """Return whether a callback or the module reads a checkpoint's values before they are written, or replaces them."""
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-    if any(isinstance(callback, WeightAveraging) for callback in callbacks):  # it replaces the values by its average
+    if any(
+        isinstance(callback, pl.callbacks.WeightAveraging) for callback in callbacks
+    ):  # it replaces the values by its average
         return True
     return any(_checkpoint_hooks(module))
 
@@ -137,7 +140,7 @@ def _checkpoint_hooks(module: "pl.LightningModule") -> Iterator[tuple[Any, str]]
 def warn_of_parts(module: "pl.LightningModule") -> None:
     """Warn for each on_save_checkpoint hook that it sees only this rank's part of the parameters; harmless if the hook does not read them."""
     for owner, hook in _checkpoint_hooks(module):
-        rank_zero_warn(
+        pl.utilities.rank_zero_warn(
             f"{type(owner).__name__}.{hook} is shown the parameters of this rank's own stages in checkpoint['state_dict'], since each rank "
             f"writes its part of the folder. What it computes from all of them, such as a sum, needs save_distributed_checkpoint=False"
         )

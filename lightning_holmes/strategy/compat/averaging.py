@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import average_model, averaging_functions
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -57,18 +56,22 @@ class WeightAverages(Replacements):
         first_replica: int,
     ) -> None:
         super().__init__()
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._callbacks = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._callbacks = [
+            c
+            for c in callbacks
+            if isinstance(c, (pl.callbacks.WeightAveraging, pl.callbacks.StochasticWeightAveraging))
+        ]
         self._pipeline = pipeline
         self._p2p, self._replicas, self._first = p2p, replicas, first_replica
         self._shards: StageShards | None = None
-        self._averages: dict[Callback, StageShards] = {}
+        self._averages: dict[pl.Callback, StageShards] = {}
 
     def __enter__(self) -> Self:
         """Wrap the callbacks' hooks, so that they do not see the average's copies of other stages' parameters."""
         for callback in self._callbacks:
             self.replace(callback, **{hook: self._wrapped(callback, getattr(callback, hook)) for hook in _HOOKS})
-            if isinstance(callback, StochasticWeightAveraging):
+            if isinstance(callback, pl.callbacks.StochasticWeightAveraging):
                 self.replace(callback, state_dict=self._gathering_state(callback))
             else:
                 self.replace(callback, on_save_checkpoint=self._gathering_checkpoint(callback))
@@ -82,7 +85,9 @@ class WeightAverages(Replacements):
         for callback in self._callbacks:
             average = average_model(callback)
             parameters = dict(
-                (average if isinstance(callback, StochasticWeightAveraging) else average.module).named_parameters()
+                (
+                    average if isinstance(callback, pl.callbacks.StochasticWeightAveraging) else average.module
+                ).named_parameters()
             )
             self._averages[callback] = shards.twin(parameters)
 
@@ -114,13 +119,17 @@ class WeightAverages(Replacements):
         average = average_model(callback)
         modules = [self._pipeline.module]
         if average is not None:
-            modules += [average, average.module] if isinstance(callback, WeightAveraging) else [average]
+            modules += [average, average.module] if isinstance(callback, pl.callbacks.WeightAveraging) else [average]
         with Replacements() as shown:
             for module in modules:
                 shards = self._shards if module is self._pipeline.module else self._averages.get(callback)
                 found = functools.partial(self._local_parameters, module)
                 shown.replace(module, parameters=found if shards is None else functools.partial(_parts_of, shards))
-                if shards is not None and module is average and isinstance(callback, StochasticWeightAveraging):
+                if (
+                    shards is not None
+                    and module is average
+                    and isinstance(callback, pl.callbacks.StochasticWeightAveraging)
+                ):
                     shown.replace(
                         module, to=lambda device, module=module: module
                     )  # its shards are on the same device as the module's
@@ -180,7 +189,7 @@ class WeightAverages(Replacements):
         holders = {name: replica for replica, wanted in enumerate(everyone) for name in wanted}
         return lambda name: holders.get(name, self._first)
 
-    def _gathering_state(self, callback: StochasticWeightAveraging) -> Callable[[], dict[str, Any]]:
+    def _gathering_state(self, callback: pl.callbacks.StochasticWeightAveraging) -> Callable[[], dict[str, Any]]:
         own = callback.state_dict
 
         def state_dict() -> dict[str, Any]:
@@ -192,7 +201,7 @@ class WeightAverages(Replacements):
 
         return state_dict
 
-    def _gathering_checkpoint(self, callback: WeightAveraging) -> Callable[..., None]:
+    def _gathering_checkpoint(self, callback: pl.callbacks.WeightAveraging) -> Callable[..., None]:
         own = callback.on_save_checkpoint
 
         def on_save_checkpoint(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -220,12 +229,12 @@ class WholeAverages(Replacements):
 
     def __init__(self, trainer: "pl.Trainer", whole: Callable[[Callable[[], None]], None]) -> None:
         super().__init__()
-        self._callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._whole = whole
 
     def __enter__(self) -> Self:
         for callback in self._callbacks:
-            if isinstance(callback, WeightAveraging) and average_model(callback) is not None:
+            if isinstance(callback, pl.callbacks.WeightAveraging) and average_model(callback) is not None:
                 hooks = ("on_validation_epoch_start", "on_validation_epoch_end")
                 self.replace(callback, **{hook: self._swapping(getattr(callback, hook)) for hook in hooks})
         return self
@@ -248,10 +257,10 @@ def _parts_of(shards: StageShards, recurse: bool = True) -> Iterator[nn.Paramete
         yield nn.Parameter(shards.own(name), requires_grad=parameter.requires_grad)
 
 
-def refusal_of_averages(callbacks: Iterable[Callback]) -> str:
+def refusal_of_averages(callbacks: Iterable[pl.Callback]) -> str:
     """Return why an averaging callback among ``callbacks`` may need more of a parameter than a replica's part; empty if none does."""
     for callback in callbacks:
-        if not isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        if not isinstance(callback, (pl.callbacks.WeightAveraging, pl.callbacks.StochasticWeightAveraging)):
             continue
         kind = type(callback).__name__
         for name in (*_HOOKS, "update_parameters", "transfer_weights"):

@@ -7,11 +7,11 @@ unchanged.check()       # when Lightning calls its backward
 
 from collections.abc import Callable, Iterable, Sequence
 
-import lightning.pytorch as pl
 from torch import Tensor
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.stage import PipelineModule

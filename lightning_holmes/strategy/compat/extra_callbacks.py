@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
+from lightning_holmes.lightning_package import pl
 
 
 @contextmanager

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from lightning.pytorch.callbacks import BaseFinetuning, Callback
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.agreement import content_of
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -44,7 +43,7 @@ class ParameterGroups(Replacements):
         pipeline: PipelineModule,
         optimizers: Sequence[Optimizer],
         names: Sequence[list[list[str]]],
-        callbacks: Iterable[Callback],
+        callbacks: Iterable[pl.Callback],
         values: Callable[[], Iterable[tuple[str, Tensor]]],
         gather: Callable[[Any], list[Any]],
     ) -> None:
@@ -53,7 +52,7 @@ class ParameterGroups(Replacements):
         self._optimizers = list(optimizers)
         self._names = list(names)
         self._num_taken = [len(of_optimizer) for of_optimizer in names]  # the number of groups before the last batch
-        self._finetuning = [c for c in callbacks if isinstance(c, BaseFinetuning)]
+        self._finetuning = [c for c in callbacks if isinstance(c, pl.callbacks.BaseFinetuning)]
         self._own_values, self._gather = values, gather
 
     def keep_local(self) -> None:
@@ -112,7 +111,7 @@ class ParameterGroups(Replacements):
     def __enter__(self) -> Self:
         for callback in self._finetuning:
             for hook in dir(type(callback)):
-                own = getattr(type(callback), hook) is not getattr(Callback, hook, None)
+                own = getattr(type(callback), hook) is not getattr(pl.Callback, hook, None)
                 if hook.startswith("on_") and own and hook not in _NOT_TRAINING:
                     self.replace(callback, **{hook: self._wrapped(getattr(callback, hook))})
         return self
@@ -136,7 +135,7 @@ class ParameterGroups(Replacements):
                     group["param_names"] = list(names)
         try:
             with Replacements() as shown:
-                shown.replace(BaseFinetuning, filter_on_optimizer=staticmethod(self._filter_on_optimizer))
+                shown.replace(pl.callbacks.BaseFinetuning, filter_on_optimizer=staticmethod(self._filter_on_optimizer))
                 yield
         finally:
             for index, optimizer in enumerate(self._optimizers):
@@ -181,7 +180,7 @@ class ParameterGroups(Replacements):
         held = {values.get(id(p)) or content_of(p) for group in optimizer.param_groups for p in group["params"]}
         added = [p for p in params if (values.get(id(p)) or content_of(p)) not in held]
         if len(added) < len(params):
-            rank_zero_warn(
+            pl.utilities.rank_zero_warn(
                 "The provided params to be frozen already exist within another group of this optimizer, or are equal to one "
                 "that does. Those parameters will be skipped."
             )

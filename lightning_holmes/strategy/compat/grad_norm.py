@@ -14,10 +14,10 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
 from torch import Tensor, nn
 
 from lightning_holmes.comm.objects import all_gather_values
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements
 
@@ -55,7 +55,7 @@ class GradNormExchange(Replacements):
             seen = id(module), len(held)
             if _searched.get(name) == seen:
                 continue
-            names = [key for key, value in dict(held).items() if value is lightnings_grad_norm]
+            names = [key for key, value in dict(held).items() if value is pl.utilities.grad_norm]
             if names and name != __name__:
                 self.replace(module, **dict.fromkeys(names, self.grad_norm))
             else:

@@ -20,13 +20,13 @@ from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Any, Self
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import UnevenDataError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import BEFORE_BATCH
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals

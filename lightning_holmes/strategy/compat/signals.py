@@ -15,12 +15,11 @@ import threading
 import time
 from typing import Any, Self
 
-import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.interrupt import ends_by_second_interrupt
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import ON_REQUEUE, ON_SIGTERM, signal_connector
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -125,7 +124,11 @@ class BatchSignals(Replacements):
                     file=sys.stderr,
                     flush=True,
                 )
-            raise SIGTERMException(_LEFT_BEHIND) if goes_on else SIGTERMException
+            raise (
+                pl.utilities.exceptions.SIGTERMException(_LEFT_BEHIND)
+                if goes_on
+                else pl.utilities.exceptions.SIGTERMException
+            )
         if wanted == _REQUEUE:
             self._told_to_requeue = None
             if self._snapshots is not None:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader
+
+from lightning_holmes.lightning_package import fabric
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def seeded_workers(dataloader: "DataLoader[Any]", rank: int) -> Iterator[None]:
     if not int(os.environ.get("PL_SEED_WORKERS", 0)) or dataloader.worker_init_fn is not None:
         yield
         return
-    dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=rank)
+    dataloader.worker_init_fn = functools.partial(fabric.utilities.seed.pl_worker_init_function, rank=rank)
     loader = weakref.ref(dataloader)
     del dataloader  # the loader may be collected before the run ends
     try:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.strategy.compat.replacements import Replacements
 
 
@@ -31,7 +30,7 @@ class RefusesKeptGradients(Replacements):
         self._module, self._has_parameters, self._lifted = module, has_parameters, lifted
 
     def __enter__(self) -> Self:
-        if is_overridden("optimizer_zero_grad", self._module):
+        if pl.utilities.model_helpers.is_overridden("optimizer_zero_grad", self._module):
             self._own = self._module.optimizer_zero_grad
             self.replace(self._module, optimizer_zero_grad=self._watched)
         return self
