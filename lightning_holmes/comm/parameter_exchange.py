@@ -1,8 +1,16 @@
 """ParameterExchange: brings a stage's parameters to the ranks that compute with them, and its gradients to the ranks that own them.
 
 The schedule says when (FETCH, RELEASE, REDUCE_GRADIENTS), an exchange says how. The runner calls it for every such
-action, and for backwards. Implementations are those in optim/exchange.py, and :class:`LocalExchange` if one process has
-all parameters.
+action, and for backwards. The exchanges share parameters, gradients and optimizer states among replicas in different ways:
+
+exchange                      parameters              fetch, release     reduce              states
+GradientReducer               on every replica        nothing            sum over replicas   on every replica
+GradientReducer, with a       on every replica        nothing (the step  reduce-scatter      1/dp (ZeRO stage 1, arXiv 1910.02054)
+ShardedOptimizer                                      gathers them)
+LayeredReducer                1/dp, and two stages    all-gather; free   reduce-scatter      1/dp (arXiv 2106.02679)
+StageShards                   likewise                likewise           nothing is trained  none
+RemoteReducer                 on optimizer nodes      pull; free         push                on the nodes (LuWu, arXiv 2409.00918)
+LocalExchange                 in one process          nothing            nothing             there
 """
 
 from typing import Protocol

@@ -2,11 +2,14 @@
 
 A stage's gradients accumulate in one of two buffers over all its microbatches, and are reduced while the backward of the previous stage
 runs: each replica keeps the sum of its shard, and adds the sums of later batches of the accumulation window to it. The gradients of
-parameters that several stages read are reduced last. stage_shards.py gathers and frees the parameters.
+parameters that several stages read are reduced last. stage_shards.py gathers and frees the parameters. It is an exchange
+(comm/parameter_exchange.py) for schedules that run all microbatches through a stage before the next.
 
     reducer.begin(last=True)
+    reducer.fetch(2).wait()
     reducer.backward(2, first=True, last=False)     # before a stage's backwards
     reducer.reduce(2)                               # after them
+    reducer.release(2)
     reducer.end()
     reducer.finish(last=True)                       # part.gradient is this replica's shard of the sum over replicas
 
@@ -122,6 +125,18 @@ class LayeredReducer:
                 part.gradient = None
         self._unreduced = set(self._stages)
         self._in_batch = True
+
+    def fetch(self, stage: int) -> Work:
+        """Gather the parameters of ``stage``; all replicas must call."""
+        return self.shards.fetch(stage)
+
+    def release(self, stage: int) -> None:
+        """Free the parameters of ``stage``."""
+        self.shards.release(stage)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Refuse: no schedule that frees stages splits its backwards."""
+        self.shards.add(name, gradient)
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
         """Prepare for a backward of ``stage``: its gradients accumulate in a buffer that is zeroed before the ``first`` one."""

@@ -1,10 +1,10 @@
 """GradientReducer: accumulates a rank's gradients over the microbatches and batches of a window, and reduces them.
 
-It owns the buckets, and the collective that sums them. The schedule decides when a stage is reduced
-(comm/parameter_exchange.py), and host.py uses the reduced gradients.
+It owns the buckets, and the collective that sums them. It is the exchange (comm/parameter_exchange.py) of a step in which every
+replica holds whole parameters: the schedule decides when a stage is reduced, and host.py uses the reduced gradients.
 
     reducer.begin(last=True)                # before a batch's microbatches; last: the last batch of an accumulation window
-    ...                                     # backwards; last_backward(stage), reduce(stage) for each stage
+    ...                                     # backwards; backward(stage, ...) before each, reduce(stage) after them
     reducer.end()                           # after them; p.grad is empty now
     reducer.finish(last=True)               # gradients are fully reduced
 """
@@ -101,12 +101,20 @@ class GradientReducer:
         """Move the gradients out of ``p.grad``: Lightning calls ``zero_grad`` between a training step and its backward."""
         self.buffer.end()
 
-    def last_backward(self, stage: int) -> None:
-        """Begin the last backward of the batch through ``stage``: buckets that it fills are reduced while it still runs."""
-        self._sync.last_backward(stage)
+    def fetch(self, stage: int) -> None:
+        """Do nothing: every replica holds the parameters. Those that a sharded optimizer has updated are gathered bucket by bucket, and a
+        read waits for its bucket (param_gather.py); a fetch that waited for a whole stage would overlap less."""
+
+    def release(self, stage: int) -> None:
+        """Do nothing: the parameters stay."""
+
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        """Begin a backward through ``stage``: buckets that the ``last`` one of the batch fills are reduced while it still runs."""
+        if last:
+            self._sync.last_backward(stage)
 
     def reduce(self, stage: int) -> None:
-        """End the backwards of ``stage``. After the last of this rank's stages all remaining buckets are reduced."""
+        """End the backwards of ``stage``. After the last of this rank's stages all remaining buckets are reduced. All replicas must call."""
         self._sync.backwards_done(stage)
         self._unreduced.discard(stage)
         if not self._unreduced and self.is_last and self._copies_checked:

@@ -38,7 +38,8 @@ _SMALL = 1 / 16  # of the largest stage's bytes: the memory that small stages ma
 
 
 class StageShards:
-    """Implements ShardMemory. All replicas must create one, with equal arguments, and call its methods together.
+    """Implements ShardMemory, and ParameterExchange for steps that train nothing. All replicas must create one, with equal arguments, and
+    call its methods together.
 
     Args:
         parameters: this rank's whole parameters, by name.
@@ -340,6 +341,18 @@ class StageShards:
         else:  # the step has ended
             for parameter in self.parameters.values():
                 self._absence.forget(parameter)
+
+    def backward(self, stage: int, *, first: bool, last: bool) -> None:
+        """Refuse: there is no backward."""
+        raise AssertionError(f"a backward of stage {stage} where nothing is trained")
+
+    def reduce(self, stage: int) -> None:
+        """Refuse: nothing is reduced."""
+        raise AssertionError(f"a reduction of stage {stage} where nothing is trained")
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Refuse: no schedule that frees stages splits its backwards."""
+        raise AssertionError(f"a split backward of {name} under a schedule that frees stages")
 
     # for the optimizer (ShardMemory)
 

@@ -157,7 +157,7 @@ class Fit(Run):
                 flat=options.master_weights,
             )
         self.has_gradients = True
-        self.exchange, self.shards = self.gradients.exchange, self.gradients.host.shards
+        self.exchange, self.shards = self.gradients.reducer, self.gradients.host.shards
         if isinstance(self.shards, RemoteOptimizer):
             self.shards.optimizer.state = StateOnNodes(self.shards.optimizer)  # type: ignore[assignment]
         undo.callback(self._close_gradients)

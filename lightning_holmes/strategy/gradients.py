@@ -1,4 +1,4 @@
-"""Gradients of a fit: the functions that make a reducer, the exchange that a step's schedule calls, and the optimizer's host together."""
+"""Gradients of a fit: the functions that make a reducer, which is the exchange that a step's schedule calls, and the optimizer's host together."""
 
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -10,10 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_holmes.comm.collectives import Collective, make_collective
 from lightning_holmes.comm.mesh import ProcessGroups
-from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.optim.elementwise import Separability
-from lightning_holmes.optim.exchange import Layered, Replicated, ShardedStates
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
 from lightning_holmes.optim.layered import LayeredReducer
@@ -33,11 +31,9 @@ from lightning_holmes.strategy.optimizer_nodes import OptimizerNodes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """The gradients of one fit on one rank: ``reducer`` accumulates and reduces them when the schedule calls ``exchange``, for the optimizer of
-    ``host``."""
+    """The gradients of one fit on one rank: ``reducer`` accumulates and reduces them when the schedule says so, for the optimizer of ``host``."""
 
     reducer: GradientReducer | LayeredReducer
-    exchange: ParameterExchange
     host: OptimizerHost
     stage_shards: StageShards | None = None
 
@@ -80,9 +76,12 @@ def make_gradients(
     )
     shards = shard(reducer) if plan.sharding == "optimizer" else None
     host = LocalHost if shards is None else functools.partial(ShardedHost, shards)
+    if shards is not None:
+        reducer.on_laid_out = shards.prepare
+        if not shards.whole_gradients:
+            reducer.reduce_shares()
     return Gradients(
         reducer=reducer,
-        exchange=Replicated(reducer) if shards is None else ShardedStates(reducer, shards),
         host=host(reducer.buffer, groups, device, **_about(pipeline, scaler)),
     )
 
@@ -157,9 +156,9 @@ def make_layered_gradients(
         queue=stage_shards.queue,
         collective=sharing.collective,
     )
+    reducer.on_laid_out = shards.prepare
     return Gradients(
         reducer=reducer,
-        exchange=Layered(stage_shards, reducer, shards),
         host=ShardedHost(shards, reducer, groups, device, **_about(pipeline, scaler)),
         stage_shards=stage_shards,
     )
@@ -250,9 +249,9 @@ def make_remote_gradients(
         is_eager=is_eager,
     )
     states = RemoteOptimizer(optimizer, names, remote, reducer, scales=scaler is not None)
+    reducer.on_laid_out = states.prepare
     return Gradients(
         reducer=reducer,
-        exchange=Layered(remote, reducer, states),
         host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=scaler),
         stage_shards=remote,
     )

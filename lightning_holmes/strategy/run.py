@@ -24,7 +24,6 @@ from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import active_loop
-from lightning_holmes.optim.exchange import Fetched
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
@@ -255,7 +254,7 @@ class Run:
             move_parameters(self.pipeline, held, self._held(), self._ranks, job.groups.pipeline, job.connection.rank)
             shards.lay_out(by_elements=True)
         module_shards.keep(shards, self.module)
-        self.exchange = Fetched(shards)
+        self.exchange = shards
 
     def _why_not_sharded(self) -> str | None:
         """Return why parameters cannot live in shards with ``sharding="auto"``; None if they can."""

@@ -7,7 +7,6 @@ largest entry.
 """
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from wild.wild_modules import CASES, Case
 from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.errors import HolmesError
-from lightning_holmes.optim.exchange import Layered
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.batch import BatchSplitter
@@ -67,9 +65,9 @@ def run(case: Case, *, in_shards: bool) -> tuple[Any, dict[str, Tensor]]:
         if not in_shards:
             cast.run("training_step", batch, count)
             return cast.results[0].output, {n: g for n, g in cast.gradients().items() if g is not None}
-        layered, shards, reducer = exchange_of(driver.pipeline)
+        reducer = reducer_of(driver.pipeline)
         own = driver.run_in_turn
-        driver.run_in_turn = lambda request: own(dataclasses.replace(request, exchange=layered))  # type: ignore[method-assign]
+        driver.run_in_turn = lambda request: own(dataclasses.replace(request, exchange=reducer))  # type: ignore[method-assign]
         try:
             reducer.begin(last=True)
             cast.run("training_step", batch, count)
@@ -78,18 +76,18 @@ def run(case: Case, *, in_shards: bool) -> tuple[Any, dict[str, Tensor]]:
             reached = reducer.reached()
             found = {
                 name: view
-                for part in shards.parts
+                for part in reducer.shards.parts
                 if part.gradient is not None
                 for name, view in part.views(part.gradient).items()
                 if name in reached
             }
         finally:
             reducer.close()
-        assert all(type(p) is torch.nn.Parameter for p in shards.parameters.values())
+        assert all(type(p) is torch.nn.Parameter for p in reducer.parameters.values())
         return cast.results[0].output, found
 
 
-def exchange_of(pipeline: Any) -> tuple[Layered, StageShards, LayeredReducer]:
+def reducer_of(pipeline: Any) -> LayeredReducer:
     parameters, queue = StageParameters.of(pipeline, lambda stage: 0), make_comm_queue(CPU)
     shards = StageShards(
         parameters.by_name,
@@ -104,7 +102,7 @@ def exchange_of(pipeline: Any) -> tuple[Layered, StageShards, LayeredReducer]:
         compiled=pipeline.compiled_parameters,
     )
     shards.lay_out(by_elements=True)
-    reducer = LayeredReducer(
+    return LayeredReducer(
         shards,
         ALONE,
         Placement(((0,),)),
@@ -114,7 +112,6 @@ def exchange_of(pipeline: Any) -> tuple[Layered, StageShards, LayeredReducer]:
         queue=queue,
         collective=None,
     )
-    return Layered(shards, reducer, SimpleNamespace(prepare=lambda: None)), shards, reducer  # type: ignore[arg-type]
 
 
 STEPS = [case for case in CASES if case.refused != "manual optimization"]  # which is refused before a step

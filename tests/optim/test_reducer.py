@@ -1,4 +1,4 @@
-"""One rank's exchange, reducer and host against plain accumulation and torch's own clipping. Replicas: tests/parity."""
+"""One rank's reducer and host against plain accumulation and torch's own clipping. Replicas: tests/parity."""
 
 import copy
 from typing import Any
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_holmes.errors import AnomalyError
 from lightning_holmes.optim.elementwise import test_separability as separability_of
-from lightning_holmes.optim.exchange import Replicated, ShardedStates
 from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.host import LocalHost, ShardedHost
 from lightning_holmes.optim.reducer import GradientReducer
@@ -56,10 +55,10 @@ class Rank:
                 whole_gradients=False,
                 master_weights=True,
             )
-            self.exchange: Replicated = ShardedStates(self.reducer, self.shards)
+            self.reducer.on_laid_out = self.shards.prepare
+            self.reducer.reduce_shares()
             self.host: LocalHost = ShardedHost(self.shards, self.reducer.buffer, ALONE, CPU, **about)
         else:
-            self.exchange = Replicated(self.reducer)
             self.host = LocalHost(self.reducer.buffer, ALONE, CPU, **about)
 
     def batch(self, x: Tensor, *, last: bool, microbatches: int = 3, scale: float = 1.0) -> None:
@@ -71,14 +70,14 @@ class Rank:
         cut = [h.detach().requires_grad_() for h in hidden]
         for number, (h, loss_scale) in enumerate(zip(cut, finish(), strict=True)):
             if number == microbatches - 1:
-                self.exchange.backward(1, first=False, last=True)
+                self.reducer.backward(1, first=False, last=True)
             (self.module[2](h).square().mean() * loss_scale * scale).backward()
-        self.exchange.reduce(1)
+        self.reducer.reduce(1)
         for number, (h, out) in enumerate(zip(cut, hidden, strict=True)):
             if number == microbatches - 1:
-                self.exchange.backward(0, first=False, last=True)
+                self.reducer.backward(0, first=False, last=True)
             out.backward(h.grad)
-        self.exchange.reduce(0)
+        self.reducer.reduce(0)
         self.reducer.end()
         self.module.zero_grad()  # as Lightning does between a step and its backward
         self.reducer.finish(last=last)
