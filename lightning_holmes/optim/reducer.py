@@ -103,7 +103,7 @@ class GradientReducer:
 
     def fetch(self, stage: int) -> None:
         """Do nothing: every replica holds the parameters. Those that a sharded optimizer has updated are gathered bucket by bucket, and a
-        read waits for its bucket (param_gather.py); a fetch that waited for a whole stage would overlap less."""
+        read waits for its bucket (shard_memory.py); a fetch that waited for a whole stage would overlap less."""
 
     def release(self, stage: int) -> None:
         """Do nothing: the parameters stay."""

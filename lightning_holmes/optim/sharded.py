@@ -3,7 +3,7 @@
 The user's optimizer and its param_groups stay the same objects, since schedulers hold references to them. Only the
 contents of the groups change, to this rank's pieces instead of whole parameters: flat tensors in the memory of the
 parameters for an element-wise optimizer (elementwise.py), or some of the parameters themselves for any other.
-Updated pieces are gathered on all replicas while the next forward runs (param_gather.py).
+Updated pieces are gathered on all replicas while the next forward runs (shard_memory.py).
 
     shards = ShardedOptimizer(optimizer, names, memory, found, replicas=group, whole_gradients=False)
     shards.take_gradients(reached)        # after the reduction: set the gradients of the pieces

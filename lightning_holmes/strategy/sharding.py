@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.optim.arriving import can_gather_lazily
 from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.grad_buffer import sum_dtype
-from lightning_holmes.optim.param_gather import can_gather_lazily
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.remote import refusal_of_groups
 from lightning_holmes.optim.shard_memory import ReplicatedMemory

@@ -4,6 +4,7 @@ the test runs the queue."""
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_holmes.optim import param_gather
-from lightning_holmes.optim.param_gather import ParameterGather, can_gather_lazily
-from lightning_holmes.optim.shards import Extent, cut_by_elements
+from lightning_holmes.optim.arriving import ArrivingParameter, can_gather_lazily
+from lightning_holmes.optim.shard_memory import ReplicatedMemory
 
 
 class HeldLane:
@@ -55,27 +55,22 @@ class Custom(nn.Module):
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, ParameterGather, HeldLane]:
+def made(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, ReplicatedMemory, HeldLane]:
     """Return a linear layer in bucket 1, another in bucket 0, and a custom module in bucket 2; all values become 7
     when they arrive."""
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Custom())
     parameters = dict(module.named_parameters())
-    extents = [
-        Extent(names=("1.weight", "1.bias"), sizes=(9, 3), numel=12),
-        Extent(names=("0.weight", "0.bias"), sizes=(9, 3), numel=12),
-        Extent(names=("2.weight",), sizes=(3,), numel=4),
+    buckets = [
+        SimpleNamespace(
+            names=names, views={name: parameters[name].detach() for name in names}, buffer=torch.zeros(numel)
+        )
+        for names, numel in ((("1.weight", "1.bias"), 12), (("0.weight", "0.bias"), 12), (("2.weight",), 4))
     ]
-    queue = HeldLane()
-    gather = ParameterGather(
-        parameters,
-        extents,
-        cut_by_elements(extents, 1),
-        object(),
-        queue,
-        gather=lambda t: t.fill_(7.0),
-        lazily=True,  # type: ignore[arg-type]
-    )
+    buffer: Any = SimpleNamespace(parameters=parameters, buckets=buckets)
+    queue, group = HeldLane(), object()
+    gather = ReplicatedMemory(buffer, group, queue, gather=lambda t: t.fill_(7.0), lazily=True)  # type: ignore[arg-type,func-returns-value]
+    gather.lay_out(by_elements=True)
     gather.watch(module)
     return module, gather, queue
 
@@ -151,4 +146,4 @@ def test_compiled_modules_are_not_gathered_lazily() -> None:
     assert not can_gather_lazily(nn.Sequential(compiled))
     assert not can_gather_lazily(nn.Sequential(torch.compile(nn.Linear(2, 2))))  # type: ignore[arg-type]
     assert not can_gather_lazily(nn.Sequential(torch.jit.script(nn.Linear(2, 2))))
-    assert param_gather.ArrivingParameter.__name__ == "Parameter"
+    assert ArrivingParameter.__name__ == "Parameter"
