@@ -69,10 +69,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, ReplicatedMemo
     ]
     buffer: Any = SimpleNamespace(parameters=parameters, buckets=buckets)
     queue, group = HeldLane(), object()
-    gather = ReplicatedMemory(buffer, group, queue, gather=lambda t: t.fill_(7.0), lazily=True)  # type: ignore[arg-type,func-returns-value]
-    gather.lay_out(by_elements=True)
-    gather.watch(module)
-    return module, gather, queue
+    memory = ReplicatedMemory(buffer, group, queue, gather=lambda t: t.fill_(7.0), lazily=True)  # type: ignore[arg-type,func-returns-value]
+    memory.lay_out(by_elements=True)
+    memory.watch(module)
+    return module, memory, queue
 
 
 READERS: dict[str, Callable[[nn.Linear], Any]] = {
@@ -93,21 +93,21 @@ READERS: dict[str, Callable[[nn.Linear], Any]] = {
 
 @pytest.mark.parametrize("reader", list(READERS))
 def test_a_reader_waits_for_its_bucket_only(made: Any, reader: str) -> None:
-    module, gather, queue = made
-    gather.start()
+    module, memory, queue = made
+    memory.start()
     assert queue.started == 3 and not queue.done
     READERS[reader](module[0])
     assert queue.done == [1] and type(module[0].weight) is nn.Parameter
     assert type(module[1].weight) is not nn.Parameter and isinstance(module[1].weight, nn.Parameter)
     if reader != "write":
         assert torch.equal(module[0].weight.detach(), torch.full((3, 3), 7.0))
-    gather.finish()
+    memory.finish()
     assert sorted(queue.done) == [0, 1, 2] and all(type(p) is nn.Parameter for p in module.parameters())
 
 
 def test_what_reads_no_value_does_not_wait(made: Any) -> None:
-    module, gather, queue = made
-    gather.start()
+    module, memory, queue = made
+    memory.start()
     weight = module[0].weight
     weight.grad = torch.zeros(3, 3)
     assert weight.shape == (3, 3) and weight.dtype == torch.float32 and weight.requires_grad and weight.numel() == 9
@@ -117,25 +117,25 @@ def test_what_reads_no_value_does_not_wait(made: Any) -> None:
 
 
 def test_a_module_of_the_users_waits_before_it_runs(made: Any) -> None:
-    module, gather, queue = made
-    gather.start()
+    module, memory, queue = made
+    memory.start()
     module[2](torch.ones(1))
     assert module[2].seen is nn.Parameter and queue.done == [0]  # the forward reads the last bucket first
 
 
 def test_replaced_data_is_taken_over_and_memory_is_given_back(made: Any) -> None:
-    module, gather, _ = made
+    module, memory, _ = made
     module[0].weight.data = torch.full((3, 3), 5.0)
-    gather.adopt()
-    assert torch.equal(gather.buffers[1][:9], torch.full((9,), 5.0))
-    gather.close()
+    memory.adopt()
+    assert torch.equal(memory.buffers[1][:9], torch.full((9,), 5.0))
+    memory.close()
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
 
 
 def test_a_failed_run_waits_for_nothing(made: Any) -> None:
-    module, gather, queue = made
-    gather.start()
-    gather.abandon()
+    module, memory, queue = made
+    memory.start()
+    memory.abandon()
     assert not queue.done and all(type(p) is nn.Parameter for p in module.parameters())
 
 
