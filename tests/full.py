@@ -13,7 +13,7 @@ FULL = (
     *("soak/*", "benchmarks/*", "testbed/*"),
     *("strategy/test_launchers.py", "strategy/test_later_*.py", "strategy/test_optimizer_nodes.py"),
     *("strategy/test_shards_in_a_pipeline.py", "strategy/test_uneven.py", "strategy/test_whole_steps.py"),
-    *("checkpoint/test_kills.py", "strategy/test_snapshots.py"),
+    "checkpoint/test_kills.py",
     # whole processes with limits of seconds: strategy/test_bad_input.py has the promise itself, with its own limit of 30 s
     *("comm/test_failure.py::test_a_rank_that_one_call_holds*", "comm/test_failure.py::test_ranks_that_*"),
     *("test_recipes.py::test_a_*", "test_recipes.py::test_wandb_*"),
@@ -29,7 +29,7 @@ KEPT = (
 FIRST = (
     *("testbed/test_training.py", "testbed/test_faults.py", "test_wheel.py"),
     *("strategy/test_large_models.py", "strategy/test_lightning_features.py", "strategy/test_optimizers.py"),
-    *("strategy/test_sigterm.py", "strategy/test_tensor_parallel.py"),
+    *("strategy/test_sigterm.py", "strategy/test_snapshots.py", "strategy/test_tensor_parallel.py"),
     *("strategy/test_breadth_first.py", "strategy/test_runtime_plan.py", "strategy/test_whole_steps.py"),
     *("commands/test_plan_command.py", "strategy/test_graphs.py"),
 )

@@ -101,7 +101,9 @@ class SnapshotManager(CheckpointManager):
         if not self._has_room:
             self._check_room(member, save, here)
             self._has_room = True
-        obsolete = [path for path in here if path not in (save.target, self.whole)]
+        # other ranks may have begun to write: their temporary folder is listed, too
+        kept = (save.target, atomic.temporary_path(save.target, save.token), self.whole)
+        obsolete = [path for path in here if path not in kept]
         save = replace(save, obsolete=obsolete if systems.is_leader(member.rank) else [])
         return save if self._copies is None else replace(save, copy=self._copies)
 

@@ -130,6 +130,7 @@ def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
     """
     own = uuid.uuid4().hex
     began, told = time.monotonic(), False
+    end, answered = began + timeout_s, ""
     absent = "rank 0"
     while True:
         if rank == 0:
@@ -148,10 +149,13 @@ def meet_in_store(store: Any, rank: int, size: int, *, timeout_s: float) -> str:
                     return str(proposed)
             elif store.check([f"holmes/meeting/{proposed}/failed"]):
                 raise ConnectionLostError(store.get(f"holmes/meeting/{proposed}/failed").decode())
-            else:
+            elif (
+                proposed != answered
+            ):  # rank 0 may have come later: it is the one that ends the waiting, and says who is missing
                 store.set(answer, own)
+                end, answered = time.monotonic() + timeout_s + _FAREWELL_S, proposed
         waited_s = time.monotonic() - began
-        if waited_s > timeout_s:
+        if time.monotonic() > end:
             words = (
                 f"{absent} has not come to the job's store within the timeout (HolmesStrategy(timeout=...)): not all {size} ranks "
                 f"have been started, or some have ended or cannot reach the store"

@@ -1,6 +1,7 @@
 """Processes of one job whose ranks fail in one way or another, while the others are in a call that no broken connection
 ends: as under NCCL, where a host waits for its device."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -32,7 +33,13 @@ def _begin(culprit: int) -> FailureWatch:
     watch.heartbeat.where = lambda: ("in step 3, F0.1", True)
     if rank == SIZE - 1:
         leave = os._exit
-        os._exit = lambda code: (os.kill(pid, signal.SIGKILL), leave(code))
+
+        def leave_with_culprit(code: int) -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            leave(code)
+
+        os._exit = leave_with_culprit
     said = watch.heartbeat.number + 2
     while watch.heartbeat.number < said:
         threading.Event().wait(0.05)

@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -115,11 +116,22 @@ class KeptStore:
 def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The exit codes of ranks that their watches end; no process ends, and ranks are ended soon."""
     codes: list[int] = []
+    made: list[FailureWatch] = []
+    begin = FailureWatch.__init__
+
+    def noted(self: FailureWatch, *args: Any, **options: Any) -> None:
+        made.append(self)
+        begin(self, *args, **options)
+
     monkeypatch.setattr(failure, "_TICK_S", 0.01)
     monkeypatch.setattr(failure, "_GRACE_S", 0.01)
     monkeypatch.setattr(failure, "_SHORT_GRACE_S", 0.01)
     monkeypatch.setattr(failure.os, "_exit", codes.append)
+    monkeypatch.setattr(FailureWatch, "__init__", noted)
     yield codes
+    for watch in made:  # one that goes on would end this process
+        watch._end(timeout_s=60)
+        assert not watch._thread.is_alive()
 
 
 def lost_connection() -> RuntimeError:

@@ -633,7 +633,7 @@ class LayerDropLoop(Wild):
         return x.pow(2).mean()
 
 
-@case("a torch.Generator of its own", random=True, refused="Generator of its own")
+@case("a torch.Generator of its own", random=True, refused="a torch.Generator, a generator of its own")
 class OwnGenerator(Wild):
     def __init__(self) -> None:
         super().__init__()
