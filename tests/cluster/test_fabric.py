@@ -116,11 +116,6 @@ def test_three_unequal_clusters_one_without_rdma() -> None:
     assert topology.clusters[2].fabric == "ethernet"
 
 
-def test_another_subnet_manager_is_another_fabric() -> None:
-    topology = group([host("a", infiniband(lid=1)), host("b", infiniband(lid=7)), host("c", infiniband(lid=1))])
-    assert clusters(topology) == {"infiniband-1": "a c", "infiniband-2": "b"}
-
-
 def test_all_ethernet() -> None:
     assert clusters(group([host("a"), host("b")])) == {"ethernet": "a b"}
     apart = group([host("a"), host("b", eth="10.1.0.{}/24"), host("c")])
@@ -217,13 +212,6 @@ def test_an_rdma_card_that_carries_all_traffic_joins_no_two_sites(hosts_each: in
     # hosts that have no other card share its network as ever
     plain = [replace(found, rdma=found.rdma[1:]) for found in site("plain", north, 201)]
     assert clusters(group(plain)) == {"roce": " ".join(found.name for found in plain)}
-
-
-def test_hosts_of_one_fabric_are_one_cluster_whichever_of_them_use_it_for_everything() -> None:
-    port = roce("10.7.0.1/24")
-    fast = Interface(name="fast0", kind="ethernet", up=True, addresses=("10.7.0.2/24",))
-    only = host("b", roce("10.7.0.2/24"), interfaces=(fast,), main_interface="fast0")
-    assert clusters(group([host("a", port), only, host("c", roce("10.7.0.3/24"))])) == {"roce": "a b c"}
 
 
 def test_rails_make_one_cluster() -> None:

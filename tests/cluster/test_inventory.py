@@ -4,11 +4,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from torch.distributed import HashStore
 
 from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.interfaces import Interface
@@ -26,36 +26,6 @@ NO_PROBE = ProbeOptions(connect=False)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-
-
-class DictStore:
-    """A c10d store in one process."""
-
-    def __init__(self) -> None:
-        self.data: dict[str, bytes] = {}
-        self.changed = threading.Condition()
-
-    def set(self, key: str, value: Any, /) -> None:
-        with self.changed:
-            self.data[key] = value.encode() if isinstance(value, str) else value
-            self.changed.notify_all()
-
-    def get(self, key: str, /) -> bytes:
-        return self.data[key]
-
-    def add(self, key: str, amount: int, /) -> int:
-        with self.changed:
-            number = int(self.data.get(key, b"0")) + amount
-            self.data[key] = str(number).encode()
-            return number
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(key in self.data for key in keys)
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
-                raise RuntimeError("wait timeout")
 
 
 def on_all_ranks(world_size: int, work: Callable[[int], T]) -> list[T | BaseException]:
@@ -77,7 +47,7 @@ def on_all_ranks(world_size: int, work: Callable[[int], T]) -> list[T | BaseExce
 
 
 def discover(inventories: list[HostInventory], store: Store | None = None, **options: Any) -> list[Any]:
-    shared: Store = store or DictStore()
+    shared: Store = store or HashStore()
     return on_all_ranks(
         len(inventories),
         lambda rank: discover_topology(shared, rank, len(inventories), local=inventories[rank], **options),
@@ -209,7 +179,7 @@ def test_a_topology_file_wins_and_is_completed() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    store, inventory = DictStore(), host("a", 1)
+    store, inventory = HashStore(), host("a", 1)
     results = on_all_ranks(
         4,
         lambda rank: rank == 2 or discover_topology(store, rank, 4, local=inventory, timeout_s=2.0),
@@ -220,7 +190,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 @pytest.mark.parametrize("text", ["{", '{"inventory": {"name": 7}}', "[]", '{"error": "ValueError: broken"}', "\xff"])
 def test_a_rank_that_sends_nonsense_is_named(text: str) -> None:
-    store = DictStore()
+    store = HashStore()
 
     def work(rank: int) -> Any:
         if rank == 1:
@@ -232,27 +202,6 @@ def test_a_rank_that_sends_nonsense_is_named(text: str) -> None:
         assert isinstance(results[rank], HolmesError) and "rank 1" in str(results[rank])
 
 
-def test_an_agent_that_falls_silent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_holmes.cluster.inventory._ANSWER_S", 0.5)
-    store = DictStore()
-    inventories = [host("a", 1), host("b", 2)]
-
-    class Deaf(DictStore):
-        """Rank 1's store loses its results."""
-
-        def __init__(self) -> None:
-            self.data, self.changed = store.data, store.changed
-
-        def set(self, key: str, value: Any, /) -> None:
-            if "/result/" not in key:
-                super().set(key, value)
-
-    stores: list[DictStore] = [store, Deaf()]
-    results = on_all_ranks(2, lambda rank: discover_topology(stores[rank], rank, 2, local=inventories[rank]))
-    topology = agreed(results)
-    assert any(text.startswith("b (plain0) looks as if it shared") for text in topology.warnings), topology
-
-
 def test_64_hosts_in_ten_seconds() -> None:
     inventories = [host(f"h{index}", index + 1, "infiniband" if index < 40 else "roce") for index in range(64)]
     start = time.monotonic()
@@ -262,19 +211,3 @@ def test_64_hosts_in_ten_seconds() -> None:
     assert topology.unreachable == ()
     print(f"64 hosts found and measured: {seconds:.1f} s")
     assert seconds < 10, seconds
-
-
-def test_over_torchs_own_store() -> None:
-    torch_distributed = pytest.importorskip("torch.distributed")
-    master = torch_distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    inventories = [host("a", 1, "roce"), host("b", 2, "roce"), host("b", 2, "roce")]
-
-    def work(rank: int) -> Topology:
-        client = torch_distributed.TCPStore("127.0.0.1", master.port, is_master=False)
-        return discover_topology(client, rank, 3, local=inventories[rank])
-
-    topology = agreed(on_all_ranks(3, work))
-    assert [h.ranks for h in topology.hosts] == [(0,), (1, 2)]
-    short = torch_distributed.TCPStore("127.0.0.1", master.port, is_master=False)
-    with pytest.raises(RemoteError, match="from rank 1, 2 while"):
-        discover_topology(short, 0, 3, local=inventories[0], timeout_s=0.3)

@@ -102,11 +102,6 @@ def test_a_host_that_stops_for_a_while_does_not_change_the_rate(spans: list[tupl
     assert count / seconds == pytest.approx(1e7, rel=0.02)
 
 
-def test_too_few_samples_are_no_rate() -> None:
-    assert steady_rate([]) == steady_rate([(0.0, 1), (1.0, 2)]) == (0.0, 0)
-    assert steady_rate([(0.0, 1), (0.1, 2), (1.0, 3)]) == (0.0, 0)  # nothing between the left-out part and the end
-
-
 def pump(source: socket.socket, sink: socket.socket, rate: float | None) -> None:
     start, count = time.monotonic(), 0
     source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
@@ -151,24 +146,6 @@ def test_another_job_and_another_host_are_told_apart(listener: Listener) -> None
         assert result.error is not None and "another host or another job" in result.error
 
 
-def test_something_else_listens_there() -> None:
-    with socket.socket() as door:
-        door.bind(("127.0.0.7", 0))
-        door.listen()
-
-        def serve() -> None:
-            connection, _ = door.accept()
-            with connection:
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        target = Endpoint(host="b", nic="eth0", address="127.0.0.7", port=door.getsockname()[1])
-        result = run_task(task(target), token=TOKEN)
-        thread.join()
-    assert result.error is not None and "something else listens there" in result.error
-
-
 def test_hostile_peers_do_no_harm(listener: Listener) -> None:
     address = (listener.endpoints[0].address, listener.endpoints[0].port)
     before = threading.active_count()
@@ -191,11 +168,6 @@ def test_hostile_peers_do_no_harm(listener: Listener) -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         threading.Event().wait(0.02)
     assert threading.active_count() <= before
-
-
-def test_an_address_that_is_not_this_hosts_is_a_warning() -> None:
-    with Listener(host="b", nics=[nic("eth0", "203.0.113.7")], token=TOKEN) as opened:
-        assert opened.endpoints == () and "203.0.113.7" in opened.warnings[0]
 
 
 # The results of measurements, and how they are used

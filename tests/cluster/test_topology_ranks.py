@@ -2,11 +2,8 @@
 JSON."""
 
 import json
-import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_holmes.cluster.topology import Cluster, Host, Link, LinkSpeed, Nic, Topology, Unreachable
 from lightning_holmes.errors import ConfigurationError
@@ -73,24 +70,6 @@ def test_ranks_are_honoured() -> None:
     assert [host.name for _, host in Topology.from_yaml_text(FILE).places()] == ["b-0", "b-0", "b-1", "b-1", "p"]
     with pytest.raises(ConfigurationError, match=r"no host 'x'.* b, p"):
         topology.ranks_of_host("x")
-
-
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12), seed=st.integers(0, 2**32))
-@settings(max_examples=50, deadline=None)
-def test_every_way_to_ask_agrees(sizes: list[int], seed: int) -> None:
-    ranks = list(range(sum(sizes)))
-    random.Random(seed).shuffle(ranks)
-    clusters = []
-    for index, size in enumerate(sizes):
-        mine, ranks = tuple(ranks[:size]), ranks[size:]
-        clusters.append(Cluster(name=f"c{index}", hosts=(Host(name=f"h{index}", devices=size, ranks=mine),)))
-    topology = Topology(clusters=tuple(clusters))
-    assert len(topology.places()) == sum(sizes)
-    for cluster in clusters:
-        (host,) = cluster.hosts
-        assert topology.ranks_of_host(host.name) == tuple(sorted(host.ranks or ()))
-        for rank in host.ranks or ():
-            assert topology.host_of_rank(rank) == host and topology.cluster_of_rank(rank) == cluster
 
 
 def test_a_file_is_matched_to_live_hosts() -> None:

@@ -7,7 +7,7 @@ import torch
 from launch import launch
 
 from lightning_holmes.comm.mesh import p2p_pairs
-from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P, TensorSpec
+from lightning_holmes.comm.p2p import TensorSpec
 
 
 def exchange(_: Any) -> list[Any]:
@@ -61,27 +61,3 @@ def test_two_ranks_exchange_tensors_and_messages_in_order() -> None:
         other = 1 - rank
         assert [f[0][0] for f in found[:3]] == [10.0 * other + n for n in range(3)]
         assert found[3:] == [100_000, {"rank": other}, [other] * 3]
-
-
-def test_local_edges_match_receives_with_sends_in_order_however_they_are_posted() -> None:
-    mailbox = LocalMailbox()
-    first, second = LocalP2P(0, 2, mailbox), LocalP2P(1, 2, mailbox)
-    early = second.receive(0, [])
-    assert not early.ready()
-    for number in range(2):
-        first.send(1, [torch.tensor([number])])
-    late = second.receive(0, [])
-    assert early.ready() and [int(early.wait()[0]), int(late.wait()[0])] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("size", "chunks", "expected"),
-    [(1, 1, []), (2, 1, [(0, 1), (1, 0)]), (3, 1, [(0, 1), (1, 0), (1, 2), (2, 1)]), (3, 2, 6)],
-)
-def test_pairs_are_those_between_neighbouring_stages(size: int, chunks: int, expected: Any) -> None:
-    pairs = p2p_pairs(size, chunks)
-    assert len(pairs) == expected if isinstance(expected, int) else pairs == expected
-
-
-def test_a_v_has_no_pair_from_its_last_rank_to_its_first() -> None:
-    assert p2p_pairs(3, 2, "zero_bubble_v") == [(0, 1), (1, 0), (1, 2), (2, 1)]

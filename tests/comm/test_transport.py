@@ -63,11 +63,6 @@ def test_infiniband_and_roce_do_not_mix() -> None:
     assert chosen.describe([0, 4]) == ("nccl Socket", "ethernet: crosses from infiniband in a to roce in b")
 
 
-def test_ranks_of_one_host_are_left_to_the_library() -> None:
-    assert transports().net_name([0, 1]) is None
-    assert transports().describe([0, 1]) == ("nccl", "all on host a0")
-
-
 def test_a_card_that_is_down_sends_its_group_to_ethernet() -> None:
     down = nic("infiniband", "mlx5_0", up=False, fabric="A")
     topology = Topology(clusters=(cluster("a", [[nic("infiniband", "mlx5_0", fabric="A"), ETH], [down, ETH]]),))
@@ -89,15 +84,6 @@ def test_cards_of_unknown_fabric_count_inside_a_cluster_only() -> None:
     apart = Topology(clusters=(cluster("a", hosts), cluster("b", hosts)))
     together = Topology(clusters=(cluster("a", hosts * 2),))
     assert transports(apart).net_name([0, 1]) == "Socket" and transports(together).net_name([0, 1]) == "IB"
-
-
-def test_without_a_known_network_the_libraries_choose() -> None:
-    unknown = GroupTransports(None, rank=0, backend="nccl")
-    assert (
-        unknown.net_name([0, 1]) is None
-        and unknown.interface([0, 1]) is None
-        and unknown.nccl_environment([[0, 1]]) == {}
-    )
 
 
 def test_gloo_needs_the_interface_behind_a_card() -> None:
@@ -312,12 +298,6 @@ def test_an_unused_port_that_is_down_is_no_reason_and_no_warning() -> None:
     chosen = transports(Topology(clusters=(cluster("a", hosts[0]), cluster("b", hosts[1]))))
     assert chosen.describe([0, 1])[1] == "ethernet: crosses from infiniband in a to roce in b"
     assert chosen.fallbacks([[0, 1]]) == []
-
-
-def test_where_no_rdma_card_is_known_nccl_is_left_its_plugins() -> None:
-    topology = Topology(clusters=(cluster("a", [[ETH], [ETH]]),))
-    assert transports(topology).net_name([0, 1]) is None
-    assert transports(topology).describe([0, 1])[0] == "nccl by its own choice"
 
 
 def test_what_an_earlier_run_has_set_is_not_taken_for_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

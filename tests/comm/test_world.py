@@ -1,9 +1,7 @@
 """The address on which the job's store listens: the master's, so that hosts on another network cannot reach it."""
 
 import os
-import socket
 import threading
-from typing import Any
 
 import psutil
 import pytest
@@ -44,21 +42,6 @@ def connect(address: str) -> list[str]:
 )
 def test_the_store_listens_on_the_masters_address(address: str, listens: list[str]) -> None:
     assert launch(2, "test_world:connect", address, timeout_s=90) == [listens, []]
-
-
-def test_an_address_that_leads_here_but_is_not_this_hosts_is_left_to_torch() -> None:
-    class Elsewhere(TorchElasticEnvironment):
-        main_address = "192.0.2.1"  # an address reserved for documentation
-        main_port = 1
-
-    assert world._keep_store(Elsewhere(), 60.0, several_hosts=True) is None
-    assert world._ipv4("no such host.invalid") is None and world._ipv4("127.0.0.1") == "127.0.0.1"
-    taken: Any = socket.socket()
-    with taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        Elsewhere.main_address, Elsewhere.main_port = taken.getsockname()
-        assert world._keep_store(Elsewhere(), 60.0, several_hosts=False) is None
 
 
 def test_ranks_of_an_attempt_meet_in_a_store_that_those_of_others_have_used() -> None:

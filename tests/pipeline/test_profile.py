@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.profile import build_fake, profile_step
-from lightning_holmes.pipeline.trace import trace_step
 from recipes.gpt import GPT
 
 
@@ -60,55 +59,6 @@ def test_linear_layers_by_hand() -> None:
     # a layer holds its input, which shares memory with the saved output of the relu before it
     assert [layer.held_bytes for layer in cost.layers] == [4 * 5 * 8] * 4
     assert cost.before.held_bytes == 4 * 5 * 3
-
-
-def test_products_and_what_other_operators_move_by_hand() -> None:
-    layer = profile_step(Stack(), (torch.randn(5, 3), 0)).layers[1]
-    assert (layer.forward_products, layer.backward_products) == (1, 2)
-    values = 5 * 8 * 4  # bytes of an activation
-    # a layer's output goes through relu before the next layer, which reads and writes; its backward reads gradient and output, and writes
-    assert (layer.forward_moved_bytes, layer.backward_moved_bytes) == (2 * values, 3 * values)
-    assert layer.recomputed == 0
-
-
-def test_a_module_that_recomputes_its_layers_has_that_told_apart() -> None:
-    plain, again = (
-        profile_step(
-            GPT(
-                hidden_size=32,
-                num_layers=2,
-                num_heads=2,
-                sequence_length=8,
-                vocab_size=64,
-                gradient_checkpointing=checkpointing,
-            ),
-            (tokens(2, 8), 0),
-        )
-        for checkpointing in (False, True)
-    )
-    assert plain.recomputed == 0 and again.recomputed > 0
-    # the last product of a layer need not be repeated
-    assert [layer.recomputed for layer in again.layers] == [
-        pytest.approx(layer.forward, rel=0.4) for layer in plain.layers
-    ]
-    assert again.forward + again.backward - again.recomputed == pytest.approx(plain.forward + plain.backward)
-    assert again.with_recomputation().backward == again.backward, "it is not run a third time"
-
-
-def test_gpt_by_formula_and_its_structure() -> None:
-    model = GPT(vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, sequence_length=16, tie_embeddings=True)
-    batch = tokens(2, 16)
-    structure = trace_step(model, "training_step", (batch, 0))
-    with_structure = profile_step(model, (batch, 0), structure=structure)
-    cost = profile_step(model, (batch, 0))
-    assert cost == with_structure
-    b, s, h, v = 2, 16, 32, 64
-    assert [layer.forward for layer in cost.layers] == [24 * b * s * h * h + 4 * b * s * s * h] * 3
-    assert cost.layers[1].backward == 48 * b * s * h * h + 10 * b * s * s * h  # fused attention computes scores again
-    assert cost.after.forward == 2 * b * s * h * v
-    assert cost.shared_bytes == 4 * v * h and cost.parameter_bytes == sum(4 * p.numel() for p in model.parameters())
-    assert cost.tokens_per_sample == 16 and cost.layers[0].activation_bytes == 4 * b * s * h
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_fake_and_real_runs_count_the_same() -> None:

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.pipeline.replay import LogCall, LogRecorder, merge_calls, positions_of
+from lightning_holmes.pipeline.replay import LogCall, LogRecorder, merge_calls
 from lightning_holmes.pipeline.stage import StageRun
 
 
@@ -55,18 +55,6 @@ def test_the_logged_loss_is_averaged_as_the_loss_is_whatever_batch_size_says() -
     assert float(merged["accuracy"].value) == pytest.approx(0.5)
 
 
-def test_calls_keep_the_order_of_a_whole_step_and_repeated_names_apart() -> None:
-    calls = [
-        call("b", 1.0, 0, 4),
-        call("a", 1.0, 0, -1),
-        call("b", 2.0, 0, 4),
-        call("b", 3.0, 1, 4),
-        call("b", 4.0, 1, 4),
-    ]
-    merged = merge_calls(calls, [1, 1], [1.0, 1.0], "M")
-    assert [(c.name, float(c.value)) for c in merged] == [("a", 1.0), ("b", 2.0), ("b", 3.0)]
-
-
 def test_an_unknown_reduction_is_refused_by_name() -> None:
     calls = [call("v", 1.0, 0, reduce_fx="median"), call("v", 2.0, 1, reduce_fx="median")]
     with pytest.raises(UnsupportedModuleError, match="median"):
@@ -85,9 +73,3 @@ def test_options_are_recorded_as_log_names_them_however_they_are_given() -> None
             module.log("misspelt", torch.tensor(1.0), on_epochs=True)
     assert [call.name for call in recorder.calls] == ["by_name", "by_place", "all_by_name"]
     assert all(call.arguments == {"prog_bar": True, "on_epoch": True} for call in recorder.calls)
-
-
-def test_each_position_counts_on_one_stage() -> None:
-    stages = [positions_of(range(2), 5), positions_of(range(2, 4), 5), positions_of(range(4, 5), 5)]
-    assert [p for s in stages for p in s] == [-1, 0, 1, 2, 3, 4, 5]
-    assert list(positions_of(range(5), 5)) == [-1, 0, 1, 2, 3, 4, 5]

@@ -14,11 +14,10 @@ from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.observer import StepObserver
-from lightning_holmes.pipeline.request import Microbatches, StepRequest
-from lightning_holmes.pipeline.runner import _Batch
+from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.plan.partition import make_partition
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, Op, make_schedule, mark_action
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, make_schedule
 
 NUM_MICROBATCHES = 3
 
@@ -35,28 +34,25 @@ class Net(LightningModule):
 
 
 class Recorder(StepObserver):
-    """Records the actions that a rank performed, and the calls to its exchange before each."""
+    """Records the actions that a rank performed."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.calls: list[str] = []
 
     def performed(self, action: Action) -> None:
         self.actions.append(action)
-        self.calls.append(str(action))
 
 
 class Arriving:
     """Parameters that are NaN until ``wait`` is called."""
 
-    def __init__(self, parameters: Sequence[Tensor], recorder: Recorder, stage: int) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._values = [parameter.detach().clone() for parameter in parameters]
-        self._parameters, self._recorder, self._stage = parameters, recorder, stage
+        self._parameters = parameters
         for parameter in parameters:
             parameter.data.fill_(float("nan"))
 
     def wait(self) -> None:
-        self._recorder.calls.append(f"arrived {self._stage}")
         for parameter, value in zip(self._parameters, self._values, strict=True):
             parameter.data.copy_(value)
 
@@ -65,25 +61,14 @@ class Arriving:
 
 
 class Exchange(LocalExchange):
-    """Records its calls, and delivers parameters late."""
+    """Delivers parameters late."""
 
-    def __init__(self, driver: StepDriver, recorder: Recorder) -> None:
+    def __init__(self, driver: StepDriver) -> None:
         super().__init__(driver.module)
-        self._driver, self._recorder = driver, recorder
+        self._driver = driver
 
     def fetch(self, stage: int) -> Any:
-        self._recorder.calls.append(f"fetch {stage}")
-        return Arriving(list(self._driver.pipeline.parameters_of(stage).values()), self._recorder, stage)
-
-    def release(self, stage: int) -> None:
-        self._recorder.calls.append(f"release {stage}")
-
-    def backward(self, stage: int, *, first: bool, last: bool) -> None:
-        if last:
-            self._recorder.calls.append(f"last backward {stage}")
-
-    def reduce(self, stage: int) -> None:
-        self._recorder.calls.append(f"reduce {stage}")
+        return Arriving(list(self._driver.pipeline.parameters_of(stage).values()))
 
 
 @contextmanager
@@ -118,7 +103,7 @@ def run(drivers: Sequence[StepDriver], batch: Tensor, *, trains: bool) -> list[R
                 seed=1,
                 context=nullcontext,
                 loss_scales=scales if trains else None,
-                exchange=Exchange(driver, recorder),
+                exchange=Exchange(driver),
                 observer=recorder,
             )
         )
@@ -156,25 +141,6 @@ def test_what_runs_is_the_schedule(name: str, size: int, chunks: int, trains: bo
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1), ("zero_bubble_v", 2)]
-)
-def test_the_exchange_is_asked_where_the_schedule_says_so(name: str, chunks: int) -> None:
-    with pipeline_of(name, 2, chunks) as (pipeline, _, batch):
-        recorders = run(pipeline.drivers, batch, trains=True)
-    for recorder, driver in zip(recorders, pipeline.drivers, strict=True):
-        calls = recorder.calls
-        for stage in driver.pipeline.stages:
-            for asked, action in (("fetch", "FT"), ("release", "RL"), ("reduce", "R")):
-                assert calls[calls.index(f"{asked} {stage}") + 1] == f"{action}{stage}"
-                assert calls.count(f"{asked} {stage}") == 1
-            computed = [c for c in calls if c[0] in "FBW" and c.split(".")[0][1:] == str(stage)]
-            # parameters are there before the first computation, and the exchange is told of the last backward before it runs
-            assert calls.index(f"fetch {stage}") < calls.index(f"arrived {stage}") < calls.index(computed[0])
-            assert calls.index(computed[-2]) < calls.index(f"last backward {stage}") < calls.index(computed[-1])
-            assert calls.index(computed[-1]) < calls.index(f"reduce {stage}") < calls.index(f"release {stage}")
-
-
-@pytest.mark.parametrize(
     ("name", "size", "chunks"),
     [("1f1b", 2, 1), ("zero_bubble_v", 2, 2), ("breadth_first", 2, 2), ("breadth_first", 1, 4)],
 )
@@ -186,25 +152,6 @@ def test_parameters_that_arrive_late_change_nothing(name: str, size: int, chunks
     module.training_step(batch, 0).backward()
     for parameter_name, parameter in module.named_parameters():
         torch.testing.assert_close(found[parameter_name], parameter.grad)
-
-
-def test_an_action_that_the_runner_does_not_know_ends_the_run() -> None:
-    with pipeline_of("1f1b", 2, 1) as (pipeline, _, batch):
-        driver = pipeline.drivers[0]
-        request = StepRequest(
-            step_name="training_step", batch=batch, arguments=(0,), num_microbatches=1, seed=0, context=nullcontext
-        )
-
-        class Unknown:
-            op, stage, microbatch = "?", 0, 0
-
-            def __str__(self) -> str:
-                return "?0.0"
-
-        schedule = make_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=1)
-        split = Microbatches(schedule=schedule, step=lambda run, microbatch: None, signatures=[0])
-        with pytest.raises(AssertionError, match=r"does not know how to perform \?0\.0"):
-            list(_Batch(driver.runner, request, split).perform(Unknown()))  # type: ignore[arg-type]
 
 
 def test_a_profile_names_each_action_with_its_layers() -> None:
@@ -233,23 +180,3 @@ def test_an_error_shows_the_schedule_with_the_action_that_failed() -> None:
     (note,) = caught.value.__notes__
     assert "of pipeline rank 1, in the forward of stage 1, microbatch 1" in note
     assert "F1.0" in note and note.count(">>> F1.1 <<<") == 1
-
-
-def test_a_long_schedule_is_shown_around_the_action() -> None:
-    actions = [Action(Op.FORWARD, 0, microbatch) for microbatch in range(200)]
-    shown = mark_action(actions, 100).split(" ")
-    assert shown[0] == shown[-1] == "..." and 80 < len(shown) < 90
-    assert mark_action(actions[:2], 0) == ">>> F0.0 <<< F0.1"
-
-
-def test_every_kind_of_action_stands_in_some_schedule() -> None:
-    """So that the tests above have seen each kind performed."""
-    seen = {
-        action.op
-        for name, size, chunks, trains in CASES
-        for actions in make_schedule(
-            name, pipeline_parallel_size=size, num_microbatches=3, num_chunks=chunks, forward_only=not trains
-        ).actions
-        for action in actions
-    }
-    assert seen == set(Op)

@@ -16,12 +16,9 @@ from lightning_holmes.plan.partition import make_partition
 
 
 class Net(LightningModule):
-    def __init__(self, *, patched: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        if patched:
-            for layer in self.layers:
-                layer.forward = torch.no_grad()(layer.forward)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -45,7 +42,7 @@ def installed(module: LightningModule, num_stages: int) -> PipelineModule:
 
 def test_a_deep_copy_made_while_training_has_weights_of_its_own() -> None:
     """For example a teacher, or an average that is evaluated: later training does not change the copy."""
-    module, x = Net(patched=False), torch.randn(2, 4)
+    module, x = Net(), torch.randn(2, 4)
     expected = module(x)
     pipeline = installed(module, 1)
     teacher = copy.deepcopy(module)
@@ -60,20 +57,10 @@ def test_a_deep_copy_made_while_training_has_weights_of_its_own() -> None:
 
 @pytest.mark.parametrize("what", [lambda m: m, lambda m: m.layers])
 def test_a_copy_of_a_stage_refuses_to_run_what_is_missing(what: Any) -> None:
-    module = Net(patched=False)
+    module = Net()
     installed(module, 2)
     copied = copy.deepcopy(what(module))
     layers = getattr(copied, "layers", copied)
     assert layers[0](torch.randn(2, 4)).shape == (2, 4)
     with pytest.raises(HolmesError, match="layer 2 of layers lives on stage 1"):
         layers[2](torch.randn(2, 4))
-
-
-def test_gates_leave_no_trace() -> None:
-    module = Net(patched=True)
-    before = [layer.forward for layer in module.layers]
-    installed(module, 1).uninstall()
-    assert [layer.forward for layer in module.layers] == before
-    plain = Net(patched=False)
-    installed(plain, 1).uninstall()
-    assert all("forward" not in vars(layer) for layer in plain.layers)

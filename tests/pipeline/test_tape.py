@@ -109,3 +109,22 @@ def test_writing_absent_values_into_a_real_tensor_is_refused() -> None:
     real = torch.zeros(3)
     with pytest.raises(UnsupportedModuleError, match="real tensor"), Tape(0, CPU).recording():
         real.copy_(torch.rand(3))
+
+
+def test_what_is_forgotten_comes_back_from_who_has_it() -> None:
+    made, module = DeferredModule(0, CPU), nn.Linear(2, 2)
+    kept = module.weight.detach().clone()
+    made.adopt(module)
+    made.forget({"weight"})
+    assert has_fake_tensors(module)
+    made.materialise({"weight"}, lambda names: {"weight": kept})
+    assert torch.equal(module.weight, kept)
+
+
+def test_what_nothing_initialises_is_zero_where_a_checkpoint_follows() -> None:
+    made = DeferredModule(0, CPU)
+    with made.building():
+        module = nn.ParameterDict({"weight": nn.Parameter(torch.empty(3))})
+    made.adopt(module)
+    made.materialise({"weight"}, overwritten=True)
+    assert module["weight"].tolist() == [0.0, 0.0, 0.0]

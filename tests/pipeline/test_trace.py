@@ -75,27 +75,6 @@ def test_tied_parameters_are_read_at_both_ends() -> None:
     assert traced(Tied()).readers["stem.weight"] == {0, AFTER}
 
 
-def test_what_conditions_every_layer_is_read_by_each() -> None:
-    class Block(nn.Linear):
-        def forward(self, x: Tensor, time: Tensor) -> Tensor:
-            return super().forward(x) * time
-
-    class Conditioned(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Block(4, 4) for _ in range(3))
-
-        def path(self, x: Tensor) -> Tensor:
-            time = self.stem(x)
-            for layer in self.layers:
-                x = layer(x, time)
-            return self.head(x)
-
-    found = traced(Conditioned())
-    assert found.readers["stem.weight"] == {0, 1, 2}
-    assert found.bypasses == ()
-
-
 def test_a_skip_past_a_layer_forbids_the_split_points_that_it_crosses() -> None:
     class Skip(Net):
         def path(self, x: Tensor) -> Tensor:
@@ -247,15 +226,3 @@ def test_layers_out_of_order_are_refused(order: tuple[int, ...], message: str) -
 def test_a_list_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigurationError, match="blocks"):
         traced(Net(), layers="blocks")
-
-
-def test_two_steps_are_merged() -> None:
-    class Validating(Net):
-        def validation_step(self, batch: Tensor, batch_idx: int) -> Any:
-            return self.path(batch) + self.unused
-
-    module = Validating()
-    with attached(module):
-        both = traced(module).merged(trace_step(module, "validation_step", (torch.randn(6, 4), 0)))
-    assert both.readers["unused"] == {AFTER}
-    assert set(both.outputs) == {"training_step", "validation_step"}

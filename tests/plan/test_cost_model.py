@@ -103,12 +103,6 @@ def test_measured_speeds_count_for_sockets_and_stated_ones_for_rdma() -> None:
     assert rdma.between_hosts(0, 1).latency_s == 1e-5
 
 
-def test_layouts() -> None:
-    assert Layout(pipeline=2, tensor=2, data=2).devices_of(1).tolist() == [[4, 5], [6, 7]]
-    placed = Layout(pipeline=2, tensor=2, data=2, grid=((0, 1, 4, 5), (2, 3, 6, 7)))
-    assert placed.devices_of(1).tolist() == [[2, 3], [6, 7]]
-
-
 def test_step_costs_by_hand() -> None:
     costs = cost_model().step_costs(shape(Layout(pipeline=2, data=4)), Partition((2, 2)))
     assert costs.forward_s == (2.0, 3.0) and costs.backward_s == (4.0, 6.0)
@@ -122,19 +116,6 @@ def test_step_costs_by_hand() -> None:
     assert list(cards) == ["ethernet 0 out", "ethernet 2 in"] and set(cards.values()) == {2 / 5e8}
     assert costs.routes[0, 1].latency_s == 1e-3
     assert "link 1>0" in dict(costs.routes[1, 0].hops), "each direction has its own"
-
-
-def test_stages_without_a_layer_by_hand() -> None:
-    before = dataclasses.replace(MODEL.before, forward=2e12, backward=1e12, activation_bytes=3e6)
-    costs = cost_model(model=dataclasses.replace(MODEL, before=before))
-    run = shape(Layout(pipeline=4, tensor=1, data=2))
-    found = costs.step_costs(run, Partition((0, 3, 0, 1)))
-    layer_s, rate = 1 / DEVICE.efficiency, DEVICE.efficiency
-    assert found.forward_s == pytest.approx((2 / rate, 3 * layer_s, 0.0, 2 * layer_s))
-    assert found.backward_s == pytest.approx((1 / rate, 6 * layer_s, 0.0, 4 * layer_s))
-    assert found.activation_bytes == (3e6, 1e7, 1e7, 0.0), "what enters the first layer; what came in goes on"
-    assert found.reduce_s[2] == 0.0 and min(found.reduce_s[0], found.reduce_s[1], found.reduce_s[3]) > 0
-    assert found.held_bytes[2] == 0.0
 
 
 def test_mfu_counts_no_forward_that_is_run_again() -> None:
@@ -182,34 +163,6 @@ def test_a_link_between_clusters_is_shared_by_all_hosts(link: str, sharers: int)
     inside_s, across_s = 2 * (7 / 8) * 5e9 / 25e9, 5e9 / (1.25e9 / 2 if sharers > 1 else 8 * 1.25e9)
     assert data.reduce_s[0] == pytest.approx(inside_s + across_s, rel=1e-3)
     assert ("link 0>1" in data.reduce_cards[0]) == (sharers > 1)
-
-
-def test_gradients_across_clusters_are_summed_in_two_levels_where_that_is_faster() -> None:
-    """Four hosts of one device in two clusters sum 4e9 bytes of gradients: a ring through all of them sends 3/4 of the bytes twice over
-    Ethernet; in two levels half of them twice inside, and half of them twice across."""
-    inside, link = 8e9, 1e9
-    hosts = "".join(
-        f"  - {{name: {n}, hosts: [{{name: {n}, count: 2, devices: 1, nics: [{{name: f, kind: {k}, bandwidth: {inside}}}, "
-        f"{{name: e, kind: ethernet, bandwidth: {inside}}}]}}]}}\n"
-        for n, k in (("east", "infiniband"), ("west", "roce"))
-    )
-    text = (
-        f"clusters:\n{hosts}links:\n  - {{ends: [east, west], transport: ethernet, bandwidth: {link}, latency: 0 s}}\n"
-    )
-    layers = (dataclasses.replace(LAYER, parameter_bytes=1e9, gradient_bytes=1e9),) * 4
-    model = ModelCost(microbatch_samples=1, layers=layers)
-
-    def reduce_s(placed: Layout) -> float:
-        network = Network(Topology.from_yaml_text(text), local_bytes_per_s=1e11)
-        costs = CostModel(model, network, devices=(DEVICE,) * 2, training=Training(batch_samples=8))
-        return costs.step_costs(shape(placed), Partition((4 // placed.pipeline,) * placed.pipeline)).reduce_s[0]
-
-    ring, levels = 2 * 3 / 4 * 4e9 / link, 2 * 1 / 2 * 4e9 / inside + 2 * 1 / 2 * 4e9 / link
-    assert reduce_s(Layout(pipeline=1, data=4)) == pytest.approx(levels, rel=1e-3) and levels == 4.5 < ring == 6.0
-    # one replica a cluster: there is no level inside, and two rings share the link
-    assert reduce_s(Layout(pipeline=2, data=2, grid=((0, 2), (1, 3)))) == pytest.approx(
-        2 * 1 / 2 * 2e9 / (link / 2), rel=1e-3
-    )
 
 
 @pytest.mark.parametrize(
@@ -309,65 +262,6 @@ def test_tensor_parallel_divides_and_pays() -> None:
     assert costs.reduce_s[0] == pytest.approx(2 * (1 / 2) * 2.5e9 / 4e9, rel=1e-3)
 
 
-def test_tensor_parallelism_leaves_whole_what_lies_between_its_parts() -> None:
-    run = shape(Layout(pipeline=2, tensor=2, data=2))
-
-    def held(**training) -> float:
-        return cost_model(**training).step_costs(run, Partition((2, 2))).held_bytes[0]
-
-    # of 1e8 bytes that a layer holds, four times its output of 1e7 is whole on both ranks
-    assert held() == pytest.approx(2 * (4e7 + 6e7 / 2))
-    assert held(sequence_parallel=True) == pytest.approx(2 * 1e8 / 2)
-
-
-def test_products_and_moved_bytes_by_hand() -> None:
-    layer = dataclasses.replace(
-        LAYER, forward_products=4, backward_products=8, forward_moved_bytes=1e10, backward_moved_bytes=2e10
-    )
-    model = dataclasses.replace(MODEL, layers=(layer,) * 4)
-    device = dataclasses.replace(DEVICE, product_s=0.01, moved_bytes_per_s=1e11)
-    costs = cost_model(model=model, devices=(device,) * 2).step_costs(
-        shape(Layout(pipeline=2, data=4)), Partition((2, 2))
-    )
-    assert costs.forward_s[0] == pytest.approx(2 * (1.0 + 4 * 0.01 + 0.1))
-    # each microbatch's gradients are read, and the sum read and written; stage 0 has the embedding's, too
-    added_s = 3 * 1e9 / 1e11
-    assert costs.backward_s[0] == pytest.approx(2 * (2.0 + 8 * 0.01 + 0.2 + added_s) + 3 * added_s)
-    fp32 = cost_model(model=model, devices=(device,) * 2, gradient_ratio=2.0).step_costs(
-        shape(Layout(pipeline=2, data=4)), Partition((2, 2))
-    )
-    assert fp32.backward_s[0] - costs.backward_s[0] == pytest.approx(5 * 2 * 1e9 / 1e11)
-    # two microbatches of one sample take longer than one of two: a product's own time is there twice
-    one = cost_model(model=model, devices=(device,) * 2)
-    both = one.step_costs(shape(Layout(pipeline=2, data=4), microbatch_samples=2), Partition((2, 2)))
-    assert both.forward_s[0] < 2 * costs.forward_s[0]
-
-
-def test_a_step_of_one_microbatch_is_all_of_its_parts() -> None:
-    """No part is divided among microbatches: the optimizer's step alone takes a third of the computation time here."""
-    layer = dataclasses.replace(LAYER, forward_moved_bytes=1e10, backward_moved_bytes=2e10, fixed_forward_s=0.01)
-    device = dataclasses.replace(DEVICE, moved_bytes_per_s=1e11)
-    topology = Topology.single_cluster(1, 1)
-    network = Network(topology, local_bytes_per_s=1e11, local_latency_s=0.0)
-    training = Training(batch_samples=1, update_s_per_byte=20 / 1e11)
-    costs = CostModel(dataclasses.replace(MODEL, layers=(layer,) * 4), network, devices=(device,), training=training)
-    run = RunShape(
-        layout=Layout(pipeline=1, tensor=1, data=1), schedule="1f1b", num_microbatches=1, microbatch_samples=1
-    )
-    computed = 4 * (1.0 + 0.01 + 0.1 + 2.0 + 0.2) + 3.0  # layers and head
-    added = 3 * (4 * 1e9 + 2 * 3e9) / 1e11
-    updated = 20 * (4 * 1e9 + 2 * 3e9) / 1e11
-    assert predict(costs, run, Partition((4,))).step_s == pytest.approx(computed + added + updated)
-
-
-def test_each_cluster_has_its_own_speed_inside_a_host() -> None:
-    topology = Topology.from_yaml_text(TWO)
-    network = Network(topology, local_bytes_per_s=(1e11, 1e9), local_latency_s=0.0)
-    costs = CostModel(MODEL, network, devices=(DEVICE,) * 2, training=Training(batch_samples=8))
-    made = costs.step_costs(shape(Layout(pipeline=2, tensor=2, data=2)), Partition((2, 2)))
-    assert made.tensor_forward_s == pytest.approx((2 * 2 * 1e7 / 1e11, 2 * 2 * 1e7 / 1e9), rel=1e-3)
-
-
 def test_hosts_of_a_cluster_may_have_unlike_devices() -> None:
     slow = find_device_type("speed=5e11,memory=5e11,local=1e11")
     topology = Topology.from_yaml_text(TWO)
@@ -410,27 +304,6 @@ def test_gradients_of_tied_embeddings_are_sent_between_the_ends_where_they_are_t
     of_tied, of_others = (cost_model(model=model) for model in frozen)
     assert of_tied.nic_bytes(run, partition) == of_others.nic_bytes(run, partition)
     assert predict(of_tied, run, partition).step_s == predict(of_others, run, partition).step_s
-
-
-def test_bytes_are_those_of_a_card() -> None:
-    """As in the test above, with two InfiniBand cards, three RoCE cards of which one is faster, and two Ethernet
-    cards of which one is used."""
-    text = TWO.replace(
-        "{name: ib, kind: infiniband, bandwidth: 8e9}",
-        ", ".join(f"{{name: ib{i}, kind: infiniband, bandwidth: 4e9}}" for i in range(2)),
-    )
-    text = text.replace(
-        "{name: roce, kind: roce, bandwidth: 4e9}",
-        ", ".join(f"{{name: ro{i}, kind: roce, bandwidth: {rate}}}" for i, rate in enumerate(("1e9", "1e9", "2e9"))),
-    )
-    text = text.replace(
-        "{name: eth, kind: ethernet, bandwidth: 1e9}",
-        "{name: eth, kind: ethernet, bandwidth: 1e9}, {name: eth1, kind: ethernet, bandwidth: 1e9}",
-    )
-    sent = cost_model(text).nic_bytes(shape(Layout(pipeline=2, data=4)), Partition((2, 2)))
-    assert sent == {"infiniband": 5e9 / 2, "roce": 5e9 / 2, "ethernet": 8e7}, (
-        "the fastest RoCE card has half of the rate"
-    )
 
 
 @pytest.mark.parametrize(

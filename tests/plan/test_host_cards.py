@@ -129,10 +129,3 @@ def test_a_link_counts_for_groups_of_its_transport() -> None:
     unknown = Network(of_hosts([[card("roce")]], [[card("roce")]], links=(link,)), local_bytes_per_s=1e11)
     with pytest.raises(ConfigurationError, match=r"'c0' and 'c1' by ethernet, .* no roce fabric .* write in the topo"):
         unknown.group([0, 1])
-
-
-def test_a_group_on_ethernet_does_not_get_the_fabric_of_two_of_its_hosts() -> None:
-    far = [card("roce", "x", rate=8e9), MAIN]
-    network = Network(of_hosts([far, [MAIN]], [far]), local_bytes_per_s=1e11)
-    assert network.group([0, 2]).bytes_per_s == 8e9 and network.group([0, 1, 2]).bytes_per_s == 1e8
-    assert network.group([0, 1, 2]).latency_s == network.group([1, 2]).latency_s == 100e-6

@@ -83,7 +83,3 @@ def test_a_worker_sends_a_third_of_what_it_does_with_shards() -> None:
     shards = predicted(4, sharding="parameters").nic_bytes["ethernet"]
     assert shards == pytest.approx(3 * parameters / 2, rel=0.3), "the last layers stay for their backward"
     assert predicted(4, optimizer_nodes=1).nic_bytes["ethernet"] == parameters
-
-
-def test_without_nodes_nothing_changes() -> None:
-    assert predicted(4).nodes is None and predicted(4, sharding="parameters").sharded_parameters

@@ -53,14 +53,6 @@ def test_uneven_clusters_share_a_pipeline_rank() -> None:
     assert clusters_of(placement, topology, 1) == ("b",)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_every_size_that_divides(size: int) -> None:
-    placement = make_placement(Topology.single_cluster(2, 3), world_size=6, pipeline_parallel_size=size)
-    assert placement.pipeline_parallel_size == size
-    assert placement.world_size == 6
-    assert sorted(rank for j in range(6 // size) for rank in placement.pipeline_group(j)) == list(range(6))
-
-
 def test_refused() -> None:
     topology = make_topology(a=4, b=4)
     with pytest.raises(ConfigurationError, match=r"pipeline_parallel_size=3 .* world size 8; .*: 1, 2, 4, 8"):
@@ -163,24 +155,6 @@ def on_fabrics(hosts: Sequence[tuple[int, Sequence[str]]]) -> Topology:
     )
 
 
-def test_a_host_on_two_fabrics_goes_where_it_completes_a_stage() -> None:
-    topology = on_fabrics([(1, "A"), (1, "AB"), (1, "B"), (1, "B")])
-    placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
-    assert placement.grid == ((0, 1), (2, 3))
-    chooser = TransportChooser(topology)
-    assert [chooser.choose(row).kind for row in placement.grid] == ["roce", "roce"]
-
-
-def test_rails_with_a_card_down_on_several_hosts() -> None:
-    """Eight hosts on six rails; six of them have lost one rail each, a different one every time: two stages are still
-    possible."""
-    rails = "012345"
-    topology = on_fabrics([(2, rails.replace(str(i), "")) for i in range(8)])
-    placement = make_placement(topology, world_size=16, pipeline_parallel_size=2, tensor_parallel_size=2)
-    chooser = TransportChooser(topology)
-    assert [chooser.choose(row).kind for row in placement.grid] == ["roce", "roce"]
-
-
 @st.composite
 def hosts_on_several_fabrics(draw: st.DrawFn) -> tuple[list[tuple[int, str]], int, int]:
     """Draw up to eight hosts of one cluster, most on two of up to six fabrics, and the sizes of pipeline and tensor
@@ -234,28 +208,6 @@ def test_no_layout_has_more_stages_of_one_fabric(layout: tuple[list[tuple[int, s
     stages = sum(bool(frozenset.intersection(*(names[rank][1] for rank in row))) for row in placement.grid)
     groups = tuple(frozenset(fabrics) for devices, fabrics in hosts for _ in range(devices // tensor))
     assert stages == most_stages(groups, placement.data_parallel_size)
-
-
-@pytest.mark.parametrize(
-    "hosts",
-    [
-        pytest.param([(8, [f"{i}.{j}" for j in range(8)]) for i in range(1250)], id="each card its own fabric"),
-        pytest.param([(8, [str(j) for j in range(8)]) for _ in range(1250)], id="eight rails"),
-        pytest.param([(1, [str(i), str(i + 1)]) for i in range(10_000)], id="a chain of fabrics"),
-        pytest.param(
-            [(1, sorted({str(i // 12 * 6 + i % 6), str(i // 12 * 6 + i * 5 % 7 % 6)})) for i in range(10_000)],
-            id="ties",
-        ),
-    ],
-)
-@pytest.mark.parametrize("pipeline", [2, 1250])
-def test_ten_thousand_ranks_take_no_more_each_than_few_do(
-    hosts: list[tuple[int, Sequence[str]]], pipeline: int
-) -> None:
-    topology = on_fabrics(hosts)
-    placement, calls = count_calls(lambda: make_placement(topology, world_size=10_000, pipeline_parallel_size=pipeline))
-    assert calls < 120 * 10_000
-    assert placement.world_size == 10_000
 
 
 @st.composite

@@ -54,13 +54,6 @@ def test_what_it_was_made_for_and_older_files_that_do_not_say(tmp_path: Path) ->
         Plan.from_yaml_text(PLAN.to_yaml() + "made_for: {num_parameters: many}\n", source="p.yaml")
 
 
-def test_round_trip_with_chunks() -> None:
-    plan = dataclasses.replace(PLAN, schedule="interleaved_1f1b", num_chunks=2, partition=make_uniform_partition(9, 4))
-    assert Plan.from_yaml_text(plan.to_yaml()) == plan
-    assert list(plan.stages_of(1)) == [1, 3]
-    assert (plan.num_stages, plan.world_size) == (4, 4)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -107,26 +100,3 @@ def test_report() -> None:
         assert word in text, text
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "\x1b" not in text
-
-
-def test_report_of_a_large_plan_fits_too() -> None:
-    size = 64
-    plan = dataclasses.replace(
-        PLAN,
-        schedule="interleaved_1f1b",
-        num_chunks=4,
-        partition=make_uniform_partition(96, 8),
-        data_parallel_size=size,
-        placement=Placement((tuple(range(size)), tuple(range(size, 2 * size)))),
-        groups=tuple(
-            GroupPlan(name=f"p{j}", axis="pipeline", ranks=(j, j + size), transport="socket", reason="why " * 40)
-            for j in range(size)
-        ),
-        notes=("a long note " * 30,),
-    )
-    out = io.StringIO()
-    print_plan(plan, out)
-    assert max(len(line) for line in out.getvalue().splitlines()) <= 120
-    text = " ".join(out.getvalue().split())
-    assert "and 60 more groups" in text
-    assert "64-127" in out.getvalue()

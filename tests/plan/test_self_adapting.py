@@ -113,20 +113,6 @@ def test_chunks_of_alike_layers_equal_trying_everything(balance: Balance) -> Non
     check_against_all(balance)
 
 
-def test_what_is_left_over_is_spread_evenly() -> None:
-    # the head alone decides the slowest rank; the others share the layers
-    assert solve(Balance(seconds=((1.0,) * 12,) * 4, after_seconds=8.0)) in {
-        (4, 4, 3, 1),
-        (4, 3, 4, 1),
-        (3, 4, 4, 1),
-    }
-
-
-def test_the_head_counts_and_speeds_count() -> None:
-    assert solve(Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)) == (6, 4)
-    assert solve(Balance(seconds=((1.0,) * 12, (2.0,) * 12))) == (8, 4)
-
-
 def test_200_layers_on_64_stages_take_a_call_or_two_for_each_pair() -> None:
     draw = random.Random(3)
     row = tuple(draw.uniform(0.5, 2.0) for _ in range(200))
@@ -143,27 +129,10 @@ def test_200_layers_on_64_stages_take_a_call_or_two_for_each_pair() -> None:
         assert calls < 2 * 200 * 64
 
 
-def test_many_chunks_of_unlike_layers_are_nearly_even() -> None:
-    draw = random.Random(5)
-    row = tuple(draw.uniform(0.5, 2.0) for _ in range(24))
-    balance = Balance(seconds=(row,) * 4, num_chunks=2, after_seconds=1.0)
-    slowest = max(balance.loads(solve(balance)))
-    assert (sum(row) + 1.0) / 4 - 1e-9 <= slowest <= 1.1 * (sum(row) + 1.0) / 4
-
-
 @pytest.mark.parametrize(("num_layers", "counts"), [(30, (16, 14)), (48, (26, 22))])
 def test_the_papers_rule_gives_the_papers_layers(num_layers: int, counts: tuple[int, ...]) -> None:
     assert make_proportional_partition(num_layers, [197, 160]).layer_counts == counts
     assert make_partition("proportional", num_layers, 2, speeds=[197, 160]).layer_counts == counts
-
-
-def test_alpha_moves_layers_to_the_last_stage() -> None:
-    assert make_proportional_partition(30, [197, 160], alpha=0.9).layer_counts == (14, 16)
-
-
-def test_self_adapting_by_name() -> None:
-    balance = Balance(seconds=((1.0,) * 10,) * 2, after_seconds=2.0)
-    assert make_partition("self_adapting", 10, 2, balance=balance).layer_counts == (6, 4)
 
 
 @pytest.mark.parametrize(

@@ -55,24 +55,6 @@ def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(microbatches: int, forwa
     assert run("1f1b", costs, microbatches, ranks=2).step_s == pytest.approx(ends + 2 * waits * transfer)
 
 
-@given(st.integers(0, 20), st.integers(2, 4), seconds, st.floats(0.0, 1.0))
-@settings(max_examples=100, deadline=None)
-def test_eager_interleaving_hides_transfers_and_is_never_slower_then(
-    more: int, chunks: int, forward: float, part: float
-) -> None:
-    """Two ranks, by hand: with groups of four, a transfer no longer than a chunk's forward costs time only at the two
-    ends."""
-    microbatches, transfer = 4 + more, part * forward
-    routes = {(a, b): Route(0.0, ((f"card {a}", transfer),)) for a, b in ((0, 1), (1, 0))}
-    even = StepCosts.even(2 * chunks, forward_s=forward, backward_s=2 * forward)
-    costs = dataclasses.replace(even, activation_bytes=(1.0,) * 2 * chunks, routes=routes)
-    ends = (chunks * microbatches + 1) * 3 * forward + 2 * transfer
-    eager = run("eager_interleaved_1f1b", costs, microbatches, ranks=2, chunks=chunks)
-    assert eager.step_s == pytest.approx(ends)
-    waits = run("interleaved_1f1b", costs, microbatches, ranks=2, chunks=chunks).step_s - ends
-    assert waits >= -1e-9
-
-
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "eager_interleaved_1f1b"])
 @given(st.integers(2, 6), st.integers(0, 20), st.integers(2, 4), seconds)
 @settings(max_examples=100, deadline=None)
@@ -114,28 +96,6 @@ def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, into: floa
     step_s = run("zero_bubble", costs, microbatches, ranks=ranks).step_s
     assert step_s == pytest.approx(microbatches * whole + (ranks - 1) * (forward + into - weight))
     assert step_s < run("1f1b", costs, microbatches, ranks=ranks).step_s or ranks == 1
-
-
-@given(st.integers(2, 8), st.integers(0, 12), seconds)
-@settings(max_examples=100, deadline=None)
-def test_bubble_of_the_v(ranks: int, more: int, forward: float) -> None:
-    # where forward and both parts of the backward take the same time, ranks idle only until their first input comes
-    microbatches = 2 * ranks - 1 + more
-    costs = StepCosts.even(2 * ranks, forward_s=forward, backward_s=2 * forward)
-    timeline = run("zero_bubble_v", costs, microbatches, ranks=ranks, chunks=2)
-    assert timeline.step_s == pytest.approx(6 * microbatches * forward + (ranks - 1) * forward)
-
-
-@given(st.integers(1, 6), st.integers(1, 12), st.data())
-@settings(max_examples=100, deadline=None)
-def test_unlike_stages_take_no_less_than_the_slowest(ranks: int, microbatches: int, data: st.DataObject) -> None:
-    forward = tuple(data.draw(st.lists(seconds, min_size=ranks, max_size=ranks)))
-    costs = StepCosts(forward_s=forward, backward_s=tuple(2 * value for value in forward))
-    step_s = run("1f1b", costs, microbatches, ranks=ranks).step_s
-    slowest = max(forward)
-    assert step_s >= 3 * (microbatches * slowest) - 1e-9
-    # every microbatch passes every stage, and at worst the slowest one works without a pause in between
-    assert step_s <= 3 * (sum(forward) + (microbatches - 1) * slowest) * (1 + 1e-9) + 3 * ranks * slowest
 
 
 def test_two_stages_by_hand() -> None:
@@ -200,15 +160,6 @@ def test_fetches_by_hand() -> None:
         (7, 1),
     ]
     assert timeline.exposed_s["data_parallel"] == 2 + 2
-
-
-def test_reductions_without_overlap_follow_everything_by_hand() -> None:
-    costs = StepCosts(forward_s=(1, 1, 1, 1), backward_s=(2, 2, 2, 2), reduce_s=(3, 0, 5, 0))
-    timeline = run("interleaved_1f1b", costs, 2, ranks=2, chunks=2)
-    computed = max(s.end_s for s in timeline.spans[0] if s.kind == "backward")
-    reduced = [(s.start_s, s.end_s, s.stage) for s in timeline.spans[0] if s.kind == "reduce"]
-    assert reduced == [(computed, computed + 5, 2), (computed + 5, computed + 8, 0)]
-    assert timeline.step_s == computed + 8
 
 
 def test_what_processors_carry_takes_their_time_unless_they_wait_by_hand() -> None:
@@ -277,18 +228,6 @@ def test_large_pipelines_take_no_more_for_an_action_than_small_ones(ranks: int, 
     timeline, calls = count_calls(lambda: simulate(schedule, costs))
     assert timeline.step_s > (64 * chunks + ranks - 1) * 3
     assert calls < 40 * sum(map(len, schedule.actions))
-
-
-def test_a_rank_that_waits_for_its_sends_by_hand() -> None:
-    # forward 1 s, backward 2 s, a second on the way. Waiting: rank 1 goes on from 5 to 6 only when its gradient has arrived
-    routes = {(0, 1): Route(0.0, (("up", 1.0),)), (1, 0): Route(0.0, (("down", 1.0),))}
-    costs = StepCosts(forward_s=(1.0, 1.0), backward_s=(2.0, 2.0), activation_bytes=(1.0, 0.0), routes=routes)
-    blocking = dataclasses.replace(costs, blocking_sends=True)
-    assert [run("1f1b", c, 1, ranks=2).step_s for c in (costs, blocking)] == [8.0, 8.0]
-    assert [run("1f1b", c, 2, ranks=2).step_s for c in (costs, blocking)] == [11.0, 12.0]
-    assert (
-        run("1f1b", blocking, 2, ranks=2).exposed_s["pipeline"] > run("1f1b", costs, 2, ranks=2).exposed_s["pipeline"]
-    )
 
 
 def test_nothing_is_sent_to_a_rank_that_computes_where_sends_block_by_hand() -> None:

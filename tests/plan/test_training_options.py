@@ -46,10 +46,6 @@ def made(layout: Layout, model: ModelCost = MODEL, **options: Any) -> Prediction
     return predict(costs(model, **options), run, make_uniform_partition(4, 2))
 
 
-def test_reductions_overlap_as_in_a_run() -> None:
-    assert training().overlap_reduce and training().overlap_gather
-
-
 def test_a_sharded_optimizer_divides_the_states_and_sends_parameters() -> None:
     whole, shared = made(PIPELINE), made(PIPELINE, sharding="optimizer")
     # 2 GB of parameters per rank, as much for gradients, twice as much for states
@@ -78,11 +74,6 @@ def test_master_weights_are_fp32_and_always_in_shares() -> None:
     assert training(MODEL, master_weights=True, sharding="auto") == training(sharding="auto")
 
 
-def test_gradients_are_summed_in_fp32_and_double_precision_stays() -> None:
-    assert training(HALF).gradient_ratio == 2.0 and training(MODEL).gradient_ratio == 1.0
-    assert training(dataclasses.replace(MODEL, parameter_itemsize=8.0)).gradient_ratio == 1.0
-
-
 def test_compression_halves_the_gradients_that_cross_clusters() -> None:
     plain, fewer = made(CROSSING), made(CROSSING, compression="bf16")
     assert fewer.nic_bytes["ethernet"] == pytest.approx(plain.nic_bytes["ethernet"] / 2, rel=1e-6)
@@ -97,8 +88,3 @@ def test_compression_halves_the_activations_that_cross_clusters() -> None:
     assert fewer.nic_bytes["ethernet"] == plain.nic_bytes["ethernet"] / 2
     assert fewer.nic_bytes["infiniband"] == plain.nic_bytes["infiniband"] and fewer.step_s < plain.step_s
     assert made(PIPELINE, HALF, compression="bf16").nic_bytes == made(PIPELINE, HALF).nic_bytes, "they are bf16"
-
-
-def test_tied_weights_do_not_go_as_activations() -> None:
-    tied = dataclasses.replace(MODEL, shared_bytes=1e9)
-    assert made(PIPELINE, tied, compression="bf16").costs.reduce_s == made(PIPELINE, tied).costs.reduce_s

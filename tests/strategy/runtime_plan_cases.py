@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision, TransformerEnginePrecision
 from strategy_cases import Block, Classifier, Setting, build, numbers, samples
 from torch import nn
 
@@ -36,18 +35,9 @@ class Uneven(Classifier):
         self.blocks = nn.ModuleList([Wide(), *(Block() for _ in range(5))])
 
 
-class Looks(Uneven):
-    """Reads values, which fake tensors do not have, in its training step, and asserts that they are not NaN."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        raise_if_nan = float(batch[0].sum())
-        assert raise_if_nan == raise_if_nan
-        return super().training_step(batch, batch_idx)
-
-
 def chosen(payload: Any) -> dict[str, Any]:
     """Return the plan that follows from the options, and the metrics of a fit and a validation after it."""
-    classes = {"uneven": Uneven, "looks": Looks, "classifier": Classifier}
+    classes = {"uneven": Uneven, "classifier": Classifier}
     setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"])
     module = build(classes[payload["module"]])
     trainer = setting.trainer(max_epochs=1)
@@ -169,45 +159,4 @@ def settled(payload: Any) -> dict[str, Any]:
     fit("first", Drops, num_microbatches=4, schedule="1f1b", max_epochs=1).save_checkpoint(saved)
     fit("resumed", Drops, schedule="1f1b", ckpt_path=saved)
     fit("resumed without stages", Drops, pipeline_parallel_size=1, sharding="none", ckpt_path=saved)
-    return found
-
-
-class Unknown(TransformerEnginePrecision):
-    """Claims to multiply in 8 bits, but does not."""
-
-    weights_dtype = torch.float32
-
-    forward_context = Precision.forward_context
-
-    def __init__(self) -> None:
-        pass
-
-    def convert_module(self, module: Any) -> Any:
-        return module
-
-
-def precisions(payload: Any) -> list[tuple[str, set[str], str]]:
-    """Return for each precision its name, the dtypes in which matrix products were probed, and the plan's notes."""
-    seen: set[str] = set()
-    probe = profiling.probe_device
-
-    def noting(*args: Any, dtype: torch.dtype, **kwargs: Any) -> Any:
-        seen.add(str(dtype))
-        return probe(*args, dtype=dtype, **kwargs)
-
-    profiling.probe_device = noting
-    plugins = {
-        "plugin 16-true": HalfPrecision("16-true"),
-        "plugin 16-mixed": MixedPrecision("16-mixed", "cpu"),
-        "8 bits": Unknown(),
-    }
-    found = []
-    for name in ("32-true", "64-true", "bf16-true", "bf16-mixed", *plugins):
-        seen.clear()
-        given: dict[str, Any] = {"plugins": [plugins[name]]} if name in plugins else {"precision": name}
-        setting = Setting(folder=Path(payload), holmes={"pipeline_parallel_size": 2})
-        trainer = setting.trainer(max_steps=1, **given)
-        trainer.fit(build(Classifier), setting.loader(samples(32), 16))
-        strategy: Any = trainer.strategy
-        found.append((name, set(seen), " ".join(strategy.plan.notes)))
     return found

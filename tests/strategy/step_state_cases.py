@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from hook_cases import Net, Pairs, Setting
 from lightning.pytorch.callbacks import Callback
@@ -160,6 +161,12 @@ class Worst:
     where: list[int] = dataclasses.field(default_factory=list)
 
 
+class Scores(dict[str, float]):
+    """A container with an attribute."""
+
+    best = 0.0
+
+
 class KeepsObjects(Net):
     """The step changes objects of all kinds, and hooks read them: after each batch, and at an epoch's end."""
 
@@ -170,6 +177,7 @@ class KeepsObjects(Net):
         self.recent: collections.deque[float] = collections.deque(maxlen=3)
         self.records: list[Worst] = []
         self.helper = self.meter  # of two names
+        self.scores, self.array = Scores(), np.zeros(10_000)
         self.meter.owner = self  # type: ignore[attr-defined]
         self.seen: list[Any] = []
 
@@ -191,6 +199,8 @@ class KeepsObjects(Net):
         self.recent.append(value)
         self.records.append(Worst(value, [batch_idx]))
         self.newest = Worst(value)
+        self.scores.best = max(self.scores.best, value)
+        self.array[0] += value
         return loss
 
     def contents(self) -> list[Any]:
@@ -200,6 +210,7 @@ class KeepsObjects(Net):
             *(self.meter.total, self.meter.count, float(self.meter.last), self.worst.loss, sum(self.worst.where)),
             *(sum(self.counts.values()), len(self.counts), by_name["train"].count, by_name["table"]["sums"][0]),
             *(sum(self.recent), len(self.records), sum(record.loss for record in self.records), self.newest.loss),
+            *(self.scores.best, float(self.array[0])),
         ]
 
     def on_train_epoch_end(self) -> None:

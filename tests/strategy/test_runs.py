@@ -86,12 +86,6 @@ def test_an_ended_fit_is_saved_also_after_an_evaluation(tmp_path: Path) -> None:
     assert all(torch.equal(value, again["state_dict"][name]) for name, value in once["state_dict"].items())
 
 
-def test_a_module_that_was_never_run_is_saved_as_lightning_does(tmp_path: Path) -> None:
-    trainer, module = make_trainer(HolmesStrategy()), Stack()
-    trainer.strategy.connect(module)
-    assert set(saved(trainer, tmp_path / "new.ckpt")["state_dict"]) == set(module.state_dict())
-
-
 def test_a_module_that_was_never_run_is_saved_as_a_folder_where_one_is_asked_for(tmp_path: Path) -> None:
     trainer, module = make_trainer(HolmesStrategy(save_distributed_checkpoint=True)), Stack()
     trainer.strategy.connect(module)
@@ -109,16 +103,6 @@ def test_a_set_up_that_fails_half_way_is_undone_and_the_next_run_is_a_whole_one(
     again = Stack()
     trainer.fit(again, loader())
     assert trainer.global_step == 4 and strategy.plan.num_stages == 1
-
-
-def test_a_start_that_fails_leaves_the_environment_as_it_was() -> None:
-    before = dict(os.environ)
-    with pytest.raises(ConfigurationError, match="pipeline_parallel_size=3"):
-        make_trainer(HolmesStrategy(pipeline_parallel_size=3)).fit(Stack(), loader())
-    with pytest.raises(RuntimeError, match="planned failure"):
-        make_trainer(HolmesStrategy()).fit(Broken(), loader())
-    make_trainer(HolmesStrategy()).fit(Stack(), loader())
-    assert dict(os.environ) == before
 
 
 def test_a_trainer_that_counts_other_processes_than_were_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

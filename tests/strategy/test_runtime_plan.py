@@ -1,30 +1,16 @@
 """Plans from costs, at the start of a run: all ranks choose the same one, and the numbers stay those of plain Lightning."""
 
 import dataclasses
-import random
-import re
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from launch import launch
-from runtime_plan_cases import Looks, Uneven
+from runtime_plan_cases import Uneven
 from strategy_cases import Classifier, Setting, build, differences, numbers, samples
 
-from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.plan_command import PlanRequest, make_cost_model, run_plan, strategy_settings
-from lightning_holmes.pipeline import device_speed
-from lightning_holmes.plan.device_type import find_device_type
-from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.route import SOCKETS
-from lightning_holmes.plan.training import TrainingOptions
-from lightning_holmes.strategy import runtime_plan
-from lightning_holmes.strategy.profiling import Costs, alike_speeds, rounded_speeds
 
 
 def plain_metrics(folder: Path, cls: Any) -> dict[str, float]:
@@ -55,43 +41,10 @@ def test_layers_go_by_cost_and_a_validation_behind_keeps_them(tmp_path: Path) ->
     assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Uneven), rel=1e-5)
 
 
-def test_one_stage_for_each_cluster_is_compared_with_other_lengths(tmp_path: Path) -> None:
-    path = tmp_path / "topology.yaml"
-    path.write_text("clusters:\n" + "".join(f"- {{name: {n}, hosts: [{{name: {n}, devices: 1}}]}}\n" for n in "ab"))
-    (first, _) = run(tmp_path, "uneven", pipeline_parallel_size="auto", num_chunks=1, topology=str(path))
-    others = note(first, "samples a second by prediction with another pipeline_parallel_size")
-    assert re.search(r": 1: \d+\.\d\dx", others), others
-    assert first["layers"] == (1, 5), "what is told is not taken"
-
-
-def test_hosts_are_measured_in_the_type_that_a_step_multiplies_in(tmp_path: Path) -> None:
-    wanted = {
-        "32-true": "float32",
-        "64-true": "float64",
-        "bf16-true": "bfloat16",
-        "bf16-mixed": "bfloat16",
-        "plugin 16-true": "float16",
-        "plugin 16-mixed": "float16",
-    }
-    for found in launch(2, "runtime_plan_cases:precisions", str(tmp_path), timeout_s=120):
-        notes = {name: text for name, _, text in found}
-        assert {name: types for name, types, _ in found if name in wanted} == {
-            name: {f"torch.{dtype}"} for name, dtype in wanted.items()
-        }
-        assert all("FLOPs counted" in notes[name] for name in wanted)
-        assert "a type whose speed is not measured" in notes["8 bits"]
-
-
 def test_where_everything_is_said_nothing_is_profiled(tmp_path: Path) -> None:
     (first, _) = run(tmp_path, "uneven", partition="uniform", num_microbatches=2, schedule="1f1b")
     assert first["layers"] == (3, 3) and first["predicted_s"] is None
     assert not any(text.startswith(("partition", "schedule", "num_microbatches")) for text in first["notes"])
-
-
-def test_a_step_that_reads_values_is_run_once_for_its_costs(tmp_path: Path) -> None:
-    (first, _) = run(tmp_path, "looks", num_chunks=1)
-    assert first["layers"] == (1, 5)
-    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Looks), rel=1e-5)
 
 
 def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) -> None:
@@ -180,81 +133,6 @@ def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path
         assert commands == lives, case
 
 
-def test_a_run_takes_what_it_does_not_measure_from_the_types_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    types = ("A100-80GB", "T4")
-    speeds = []
-    for name in types:
-        monkeypatch.setattr(device_speed, "_known_type", lambda device, name=name: find_device_type(name))
-        speeds += 2 * [device_speed.probe_device(torch.device("cpu"), seconds=0.001, dtype=torch.float32)]
-    known = [find_device_type(name) for name in types]
-    assert [(s.local_bytes_per_s, s.local_latency_s, s.update_s_per_byte) for s in speeds[::2]] == [
-        (t.local_bytes_per_s, t.local_latency_s, t.update_s_per_byte) for t in known
-    ]
-    clusters = "".join(
-        f"- {{name: {n}, hosts: [{{name: {n}, devices: 2, nics: [{{name: e, kind: ethernet, bandwidth: 1 Gbit/s}}]}}]}}\n"
-        for n in "ab"
-    )
-    topology = Topology.from_yaml_text("clusters:\n" + clusters)
-    costs = replace(
-        costs_of_four(),
-        local_bytes_per_s=tuple(s.local_bytes_per_s for s in speeds),
-        local_latency_s=max(s.local_latency_s for s in speeds),
-        update_s_per_byte=max(s.update_s_per_byte for s in speeds),
-    )
-    made, *_ = runtime_plan._cost_model(request_of_four(topology), costs, ())
-    local = [made.network.local_of([host]) for host in (0, 1)]
-    assert [channel.bytes_per_s for channel in local] == [t.local_bytes_per_s for t in known]
-    assert made.training.update_s_per_byte == known[1].update_s_per_byte, "of the slower one"
-
-
-def request_of_four(topology: Topology) -> Any:
-    """Return a request of two pipeline ranks on four devices with NCCL."""
-    return SimpleNamespace(
-        layout=SimpleNamespace(
-            topology=topology,
-            placement=make_placement(topology, world_size=4, pipeline_parallel_size=2),
-            num_hosts=len(topology.hosts),
-            is_gloo=False,
-        ),
-        device=torch.device("cuda"),
-        module=torch.nn.Linear(2, 2),
-        training=TrainingOptions(),
-        traced=SimpleNamespace(batch_size=8),
-        world_size=4,
-    )
-
-
-def costs_of_four() -> Costs:
-    return Costs(
-        model=ModelCost(microbatch_samples=1, layers=(LayerCost(forward=1.0, backward=2.0),) * 2),
-        speeds=(1.0,) * 4,
-        memory=(1e9,) * 4,
-        local_bytes_per_s=(1e10,) * 4,
-        local_latency_s=0.0,
-        described="",
-    )
-
-
-@pytest.mark.parametrize("ethernet", ["{name: eth, kind: ethernet}", "{name: eth, kind: ethernet, up: false}"])
-def test_what_is_known_of_links_stays_where_a_card_says_nothing_of_its_speed(ethernet: str) -> None:
-    """The card without a speed is like a virtual Ethernet card on a host with InfiniBand."""
-    text = "clusters:\n" + "".join(
-        f"- {{name: {n}, hosts: [{{name: {n}, count: 2, devices: 1, nics: [{{name: ib, kind: infiniband, bandwidth: 200 Gbit/s}}, {ethernet}]}}]}}\n"
-        for n in "ab"
-    )
-    made, layout, told = runtime_plan._cost_model(request_of_four(Topology.from_yaml_text(text)), costs_of_four(), ())
-    inside, across = (made.network.group(hosts) for hosts in ([0, 1], [0, 2]))
-    assert (inside.transport, inside.bytes_per_s) == ("infiniband", pytest.approx(0.9 * 25e9))
-    assert (across.transport, across.bytes_per_s) == ("ethernet", pytest.approx(SOCKETS * 1.25e9))
-    assert made.facts(layout).groups[0].channel == inside
-    assert "10 Gbit/s where nothing is known" in told
-
-
-def test_the_default_numbers_are_those_of_plain_lightning(tmp_path: Path) -> None:
-    (first, _) = run(tmp_path, "classifier")
-    assert first["metrics"] == pytest.approx(plain_metrics(tmp_path, Classifier), rel=1e-5)
-
-
 def test_where_one_number_of_microbatches_is_exact_it_is_taken(tmp_path: Path) -> None:
     """Baseline of the resumed run: the uninterrupted run, with its dropout. Tolerance 1e-6, relative."""
     ranks = launch(4, "runtime_plan_cases:settled", {"folder": str(tmp_path)}, timeout_s=150)
@@ -271,17 +149,3 @@ def test_where_one_number_of_microbatches_is_exact_it_is_taken(tmp_path: Path) -
             assert found[name]["num_microbatches"] == count
             assert "as in the run that is resumed" in note(found[name], "num_microbatches")
         assert not differences(whole["weights"], found["resumed"]["weights"], relative=1e-6)
-
-
-def test_speeds_that_a_measurement_cannot_tell_apart_count_as_alike() -> None:
-    assert alike_speeds([10.0, 9.0, 5.0, 4.6], "cpu") == pytest.approx((9.5, 9.5, 4.8, 4.8))
-    assert alike_speeds([10.0, 9.0], "cuda") == (10.0, 9.0)
-    assert alike_speeds([2.0], "cpu") == (2.0,)
-
-
-def test_measuring_again_gives_the_same_speeds() -> None:
-    draw = random.Random(1)
-    found = {
-        rounded_speeds([2.1e9 * draw.uniform(0.97, 1.03), 0.95e9 * draw.uniform(0.97, 1.03)], "cpu") for _ in range(100)
-    }
-    assert len(found) == 1

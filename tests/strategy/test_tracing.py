@@ -107,30 +107,3 @@ def test_where_company_matters_the_number_of_microbatches_is_one_unless_one_is_g
         lesson_of(Sequences(), num_microbatches=2)
     with pytest.raises(UnsupportedModuleError, match=r"^eval_num_microbatches=4: .* Sequences.validation_step"):
         lesson_of(Sequences(), eval_num_microbatches=4)
-
-
-class Unlisted(Plain):
-    """A module without a list of layers to split a pipeline along: one process runs it whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.norm, self.rnn = nn.Linear(4, 4), nn.BatchNorm1d(4), None
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layers(self.norm(batch)).square().mean()
-
-
-class UnlistedSequences(Unlisted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(4, 4)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.rnn(torch.stack([batch] * 3, 1))[0].square().mean()
-
-
-def test_a_module_that_runs_whole_is_judged_too() -> None:
-    with pytest.warns(UserWarning, match="batch normalisation"):
-        assert lesson_of(Unlisted(), 1, num_microbatches=2).structure is None
-    with pytest.raises(UnsupportedModuleError, match="is time to rnn"):
-        lesson_of(UnlistedSequences(), 1, num_microbatches=2)

@@ -9,31 +9,15 @@ from typing import Any
 import pytest
 from launch import Worker, launch_raw
 
-from lightning_holmes.strategy.compat.lockstep import Place, describe_places
-
 LIMIT_S = 90.0  # for a process with its start, which takes 20 s on a busy machine; far below the timeout of 30 minutes
 # by case: the number of pipeline ranks, the batches of each of the two ranks, and words of the error
 CASES: dict[str, tuple[int, tuple[int, int], tuple[str, ...]]] = {
     "stages, iterable": (2, (5, 4), ("data for training_step end unevenly", "pipeline rank 1 has no other")),
-    "stages, the first ends": (2, (4, 5), ("data for training_step end unevenly", "pipeline rank 0 has no other")),
     "stages, in validation": (2, (3, 2), ("data for validation_step end unevenly", "pipeline rank 1 has no other")),
     "replicas, iterable": (1, (5, 4), ("end unevenly", "rank 0: has another batch", "rank 1: has no other batch")),
-    "replicas, the first ends": (1, (4, 5), ("end unevenly", "rank 0: has no other", "rank 1: has another batch")),
-    "replicas, with a length": (1, (5, 4), ("end unevenly", "rank 0: has another batch", "rank 1: has no other")),
     "replicas, last epoch": (1, (4, 5), ("end unevenly", "rank 0: has no other batch", "limit_train_batches")),
     "one leaves a batch": (1, (9, 9), ("rank 1 has left a training batch", "on_train_batch_start must return -1")),
-    "one stage leaves a batch": (
-        2,
-        (9, 9),
-        ("rank 1 has left a training batch", "on_train_batch_start must return -1"),
-    ),
-    "the first leaves a batch": (
-        1,
-        (9, 9),
-        ("rank 0 has left a training batch", "on_train_batch_start must return -1"),
-    ),
     "one stops": (1, (9, 9), ("stop at different places", "should_stop set", "reduce_boolean_decision")),
-    "one stage stops": (2, (9, 9), ("stop at different places", "should_stop set", "reduce_boolean_decision")),
 }
 
 
@@ -70,7 +54,7 @@ def train(payload: dict[str, Any]) -> None:
 
         def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> int | None:
             if case.endswith("leaves a batch") and batch_idx == 3:
-                return -1 if self.current_epoch == 0 or rank == (not case.startswith("the first")) else None
+                return -1 if self.current_epoch == 0 or rank == 1 else None
             return None
 
         def on_train_batch_end(self, *_: Any) -> None:
@@ -96,9 +80,8 @@ def train(payload: dict[str, Any]) -> None:
     )
     validation = DataLoader(Batches(lengths[rank] if case.endswith("in validation") else 2), batch_size=None)
     count = 2 if case.endswith("in validation") else lengths[rank]
-    data: Any = list(Batches(count)) if case.endswith("a length") else Batches(count)
     print("BEGINS", time.time(), flush=True)
-    trainer.fit(Module(), DataLoader(data, batch_size=None), validation)
+    trainer.fit(Module(), DataLoader(Batches(count), batch_size=None), validation)
 
 
 @pytest.fixture(scope="module")
@@ -120,12 +103,3 @@ def test_all_ranks_end_and_say_whose_data_end_where(case: str, ended: dict[str, 
         assert "UnevenDataError" in worker.output
     for words in CASES[case][2]:
         assert any(words in worker.output for worker in ended[case]), words
-
-
-def test_ranks_at_one_place_are_told_together() -> None:
-    text = describe_places(
-        {0: (Place.BATCH, 4, 0, 0), 1: (Place.VALIDATION, 4, 0, 0), 2: (Place.BATCH, 4, 0, 0)}, epoch=3
-    )
-    assert "in epoch 3: ranks 0, 2: has another batch after 4 batches; rank 1: goes to validation after 4" in text
-    text = describe_places({0: (Place.BATCH, 4, 0, 1), 1: (Place.END_OF_FIT, 4, 1, 0)}, epoch=0)
-    assert "rank 1: has come to the end of the fit after 4 batches, should_stop set. Set trainer.should_stop" in text

@@ -8,13 +8,11 @@ import pytest
 from covering import selected
 from test_pipeline_plan import costs
 
-from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.commands.plan_command import PlanRequest, _space
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.pipeline_plan import plan_by_costs
 from lightning_holmes.plan.plan_options import LEFT_OPEN
-from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.search import search
 
@@ -69,27 +67,3 @@ def test_the_same_costs_give_the_same_plan(
         layout = dataclasses.replace(run.run.layout, grid=None)
         assert (command.run, command.partition) == (dataclasses.replace(run.run, layout=layout), run.partition), asked
         assert command.step_s == run.step_s
-
-
-def test_a_v_counts_the_speeds_of_the_ranks_on_which_its_stages_are() -> None:
-    """Rank 0 of the faster host holds the first and the last stage."""
-    asked = {"schedule": "zero_bubble_v", "num_chunks": 2, "partition": "proportional", "num_microbatches": 4}
-    for choose in (by_run, by_command):
-        found = choose(costs(speeds=(2.0, 1.0)), asked)
-        assert found.partition.layer_counts == (4, 2, 2, 4), "eight layers and four"
-
-
-def test_the_layout_that_the_command_takes_is_used_as_a_run_would() -> None:
-    card = Nic(name="eth0", kind="ethernet", bandwidth_bytes_per_s=1e9)
-    hosts = [Host(name=f"h{index}", devices=2, nics=(card,)) for index in range(4)]
-    topology = Topology(clusters=(Cluster(name="a", hosts=tuple(hosts[:2])), Cluster(name="b", hosts=tuple(hosts[2:]))))
-    one = costs(memory=6e7)
-    model = CostModel(
-        one.model,
-        Network(topology, local_bytes_per_s=1e10),
-        devices=one.host_devices[:1] * 2,
-        training=dataclasses.replace(one.training, batch_samples=64),
-    )
-    best = search(model, _space(PlanRequest(), LEFT_OPEN, is_plan=False, model=model.model)).best
-    run = plan_by_costs(LEFT_OPEN, model, best.run.layout).prediction
-    assert run is not None and (run.run, run.partition, run.step_s) == (best.run, best.partition, best.step_s)

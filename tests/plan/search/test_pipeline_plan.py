@@ -1,7 +1,6 @@
 """The choices of "auto" and of the partition rules: the fastest candidate by simulation, within the module's limits."""
 
 import dataclasses
-import itertools
 import pickle
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning_holmes.plan.pipeline_plan import plan_by_costs, plan_by_count, re
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
-from lightning_holmes.plan.prediction import fits, predict
+from lightning_holmes.plan.prediction import fits
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.search.candidates import microbatch_counts
@@ -67,35 +66,6 @@ def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said
     )
 
 
-@pytest.mark.parametrize("head", [0.0, 2.5])
-@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.7), (1.0, 0.45)])
-def test_no_partition_is_predicted_to_be_faster(speeds: tuple[float, float], head: float) -> None:
-    model = costs(speeds=speeds, head=head, bandwidth=1e6)
-    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    choice = plan_by_costs(options, model, LAYOUT)
-    assert choice.prediction is not None
-    every = [predict(model, choice.prediction.run, Partition((first, 12 - first))).step_s for first in range(1, 12)]
-    assert choice.prediction.step_s <= min(every) / 0.99
-
-
-def test_the_fastest_candidate_of_all_is_taken() -> None:
-    model = costs(speeds=(1.0, 1.0), bandwidth=2e6)
-    choice = plan_by_costs(LEFT_OPEN, model, LAYOUT)
-    assert choice.prediction is not None
-    best = min(
-        plan_by_costs(
-            dataclasses.replace(LEFT_OPEN, num_microbatches=count, num_chunks=chunks), model, LAYOUT
-        ).prediction.step_s  # type: ignore[union-attr]
-        for count, chunks in itertools.product((2, 4, 8, 16), (1, 2, 3))
-    )
-    assert choice.prediction.step_s <= best * 1.05 * 1.08 * 1.03, "several stages must save 5 %, more microbatches 8 %"
-    one_chunk = dataclasses.replace(LEFT_OPEN, num_chunks=1)
-    chosen = plan_by_costs(one_chunk, costs(), LAYOUT)
-    assert chosen.num_microbatches == 8, "16 are 6 % faster by counted FLOPs, which know nothing of small matrices"
-    assert any(note.startswith("num_microbatches: ") for note in choice.notes)
-    assert any(note.startswith("schedule: ") for note in choice.notes)
-
-
 def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=2)
     fast = plan_by_costs(options, costs(), LAYOUT)
@@ -112,21 +82,6 @@ def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None
     assert refused.num_chunks == 1 and any("it does not allow them" in note for note in refused.notes)
     few = plan_by_costs(options, costs(layers=3), LAYOUT)
     assert few.num_chunks == 1 and not any("interleav" in note for note in few.notes)
-
-
-def test_chunks_of_unlike_layers_are_never_slower_than_by_count() -> None:
-    model = costs(layers=12, bandwidth=1e6, batch=8)
-    factors = (1.02, 0.97, 1.0, 1.03, 0.99, 1.01, 0.98, 1.0, 1.03, 0.97, 1.02, 0.98)
-    layers = tuple(dataclasses.replace(LAYER, forward=factor, backward=2 * factor) for factor in factors)
-    model.model = dataclasses.replace(model.model, layers=layers)
-    choice = plan_by_costs(
-        dataclasses.replace(LEFT_OPEN, schedule="interleaved_1f1b", num_chunks=3, num_microbatches=4),
-        model,
-        LAYOUT,
-    )
-    assert choice.prediction is not None
-    by_count = predict(model, choice.prediction.run, make_uniform_partition(12, 6))
-    assert choice.prediction.step_s <= by_count.step_s
 
 
 def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
@@ -153,15 +108,6 @@ def test_a_pipeline_across_clusters_whose_costs_are_not_known_leaves_time_for_tr
     options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
     blind = plan_by_count(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
     assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
-
-
-def test_counted_costs_do_not_lead_to_ever_smaller_microbatches() -> None:
-    """Two equal stages, 16 samples: the bubble is 1/(M+1), so 16 microbatches beat 8 by 5 % and 4 by 15 %."""
-    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, schedule="1f1b")
-    counted = plan_by_costs(options, costs(), LAYOUT)
-    assert counted.num_microbatches == 8
-    (reason,) = (note for note in counted.notes if note.startswith("num_microbatches"))
-    assert reason.startswith("num_microbatches: 8 of 2 samples; more must save 8%") and "16: 0.94x" in reason
 
 
 def test_what_is_said_stays() -> None:
@@ -223,20 +169,6 @@ def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted()
     assert "as AdamW does" in note and "GiB a device are missing at the least" in note
 
 
-def test_of_candidates_those_that_fit_are_taken() -> None:
-    options = dataclasses.replace(LEFT_OPEN, num_chunks=1, partition="uniform")
-    # gpipe holds all microbatches, 1f1b holds two of them
-    wide = plan_by_costs(dataclasses.replace(options, schedule="gpipe"), costs(), LAYOUT)
-    assert wide.prediction is not None
-    limit = max(wide.prediction.memory_bytes) / 0.92
-    fits_only_1f1b = costs(memory=limit * 0.9)
-    with pytest.raises(NothingFitsError):
-        plan_by_costs(dataclasses.replace(options, schedule="gpipe"), fits_only_1f1b, LAYOUT)
-    chosen = plan_by_costs(options, fits_only_1f1b, LAYOUT)
-    assert chosen.prediction is not None and max(chosen.prediction.memory_bytes) <= limit * 0.9 * 0.92
-    assert not any(note.startswith("memory: ") for note in chosen.notes)
-
-
 def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
     plain = plan_by_count(LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, reason="nothing is trained")
     assert plain.partition.layer_counts == (6, 6) and plain.num_microbatches == 6
@@ -256,10 +188,6 @@ def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
 )
 def test_microbatch_counts_divide_the_batch(size: int, batch: int, expected: tuple[int, ...]) -> None:
     assert microbatch_counts(size, batch) == expected
-
-
-def test_few_microbatch_counts_are_tried_of_a_batch_with_many_divisors() -> None:
-    assert len(microbatch_counts(2, 720)) <= 8
 
 
 def test_a_former_choice_is_kept_but_for_what_is_said() -> None:

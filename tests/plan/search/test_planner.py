@@ -16,7 +16,7 @@ from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.placement import make_placement
-from lightning_holmes.plan.prediction import Prediction, fits, predict
+from lightning_holmes.plan.prediction import fits, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search import SearchSpace, planner, refine, search
@@ -117,29 +117,6 @@ def test_reductions_beside_the_backward_are_not_taken_for_free(tied: bool) -> No
         search(costs, SearchSpace(layout=Layout(pipeline=size, data=16 // size))).best.step_s for size in (1, 2, 4, 8)
     ]
     assert chosen.step_s <= 1.01 * min(forced), (str(chosen.run), forced)
-
-
-def test_layouts_are_compared_after_their_layers_have_moved() -> None:
-    """Moves of layers between neighbours save 6 % of a step of three stages here, and less with twelve stages."""
-    links = slower_links(clusters(2, 1, devices=4), 1.25e9)
-    costs = cost_model(gpt_cost(2048, 24), links, 32, overlap_reduce=True)
-    chosen = search(costs).best
-    forced = [search(costs, SearchSpace(layout=Layout(pipeline=size, data=12 // size))).best for size in (3, 12)]
-    assert chosen.step_s <= 1.01 * min(entry.step_s for entry in forced), (str(chosen.run), forced)
-
-
-def test_at_least_13_candidates_of_several_layouts_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Estimates may have the wrong order: the first few candidates must be simulated even if no other one is
-    estimated to be faster."""
-    costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
-
-    def simulated() -> int:
-        runs = {entry.run for _, entry in planner._Search(costs, SearchSpace())._compare_layouts()}
-        return len(runs)
-
-    assert simulated() >= 13 == planner._SIMULATED + SearchSpace().runners_up
-    monkeypatch.setattr(planner, "_SIMULATED", -SearchSpace().runners_up)
-    assert simulated() < 13, "here the estimates alone would end it earlier"
 
 
 def slower_links(topology: Topology, bytes_per_s: float) -> Topology:
@@ -273,29 +250,6 @@ def test_what_unlike_devices_lack_is_added_to_those_that_lack_it(order: tuple[st
     with pytest.raises(NothingFitsError):
         search(costs(more - 0.1), space)
     assert search(costs(more + 0.1), space).best.partition.layer_counts == (15, 15)
-
-
-def test_what_the_simulation_finds_too_large_is_never_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The assignment of layers may know less about memory than the simulation; then other plans are tried, or all are
-    refused."""
-    costs = cost_model(gpt_cost(1024, 12), clusters(1, 1, devices=4), 32)
-    wanted = search(costs).best
-    real = planner.predict
-    refused = []
-
-    def larger(model: CostModel, run: RunShape, partition: Partition) -> Prediction:
-        made = real(model, run, partition)
-        if run.layout.pipeline != 4:
-            refused.append(run)
-            made = dataclasses.replace(made, memory_limits=tuple(0.5 * most for most in made.memory_bytes))
-        return made
-
-    monkeypatch.setattr(planner, "predict", larger)
-    found = search(costs)
-    assert wanted.run.layout.pipeline != 4 and refused
-    assert {entry.run.layout.pipeline for entry in (found.best, *found.runners_up)} == {4}
-    with pytest.raises(ConfigurationError, match=r"fits none of .* GiB a device are missing at the least"):
-        search(costs, SearchSpace(pipeline=(2, 8)))
 
 
 def test_a_cure_that_is_named_cures() -> None:

@@ -7,7 +7,6 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.run_shape import RunShape
-from lightning_holmes.plan.search import SearchSpace, search
 from lightning_holmes.plan.search.refine import refine
 
 RUN = RunShape(layout=LAYOUT, schedule="1f1b", num_microbatches=8, microbatch_samples=2)
@@ -33,12 +32,6 @@ def test_a_slow_link_takes_layers_from_the_slow_rank() -> None:
     assert refine(model, before).partition.layer_counts == (8, 2)
 
 
-def test_the_planner_moves_layers_of_its_best_plan() -> None:
-    model = costs(speeds=(1.0, 0.45), bandwidth=2e5, layers=10)
-    space = SearchSpace(pipeline=(2,), schedules=("1f1b",), num_microbatches=(8,), recomputation=(False,))
-    assert search(model, space).best.partition.layer_counts == (8, 2)
-
-
 def test_forbidden_cuts_and_too_little_memory_are_left_alone() -> None:
     forbidden = costs(speeds=(1.0, 0.45), bandwidth=2e5, layers=10, forbidden_cuts=(7,))
     assert refine(forbidden, first_dealt(forbidden)).partition.layer_counts == (7, 3)
@@ -46,10 +39,3 @@ def test_forbidden_cuts_and_too_little_memory_are_left_alone() -> None:
     needed = max(first_dealt(free).memory_bytes)
     tight = costs(speeds=(1.0, 0.45), bandwidth=2e5, layers=10, memory=needed / free.training.memory_share)
     assert refine(tight, first_dealt(tight)).partition.layer_counts == (7, 3)
-
-
-def test_what_is_too_large_to_be_simulated_often_stays() -> None:
-    model = costs(speeds=(1.0, 0.45), bandwidth=2e5, layers=10)
-    many = RunShape(layout=LAYOUT, schedule="1f1b", num_microbatches=1025, microbatch_samples=1)
-    before = predict(model, many, Partition((5, 5)))
-    assert refine(model, before) is before
