@@ -73,6 +73,16 @@ def launch(world_size: int, target: str, payload: Any = None, *, timeout_s: floa
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
+def chosen(request: Any, argument: str) -> list[Any]:
+    """Return the values of a parameter for which tests of this module ask for the calling fixture in this session, so that
+    a launch of many cases runs those that are asked for."""
+    items = [item for item in request.session.items if item.path == request.path]
+    asking = [
+        item.callspec.params for item in items if request.fixturename in item.fixturenames and hasattr(item, "callspec")
+    ]
+    return list(dict.fromkeys(params[argument] for params in asking if argument in params))
+
+
 def launch_raw(
     world_size: int, target: str, payload: Any, *, timeout_s: float, folder: Path, environment: Any = None
 ) -> list[Worker]:

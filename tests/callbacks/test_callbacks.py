@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from quiet import quiet_trainer
 
 from lightning_holmes.callbacks import RunSummary, SampleText, Throughput, count_batch, data_parallel_size, run_report
 from lightning_holmes.errors import ConfigurationError
@@ -19,13 +20,10 @@ def fit(tmp_path, callbacks: list[Callback], model: LightningModule | None = Non
         (tmp_path / "text.txt").write_bytes(b"the cat sat on the mat. " * 40)
         data = FileBytes(str(tmp_path / "text.txt"), sequence_length=16, batch_size=4)
         model = GPT(hidden_size=16, num_layers=1, num_heads=2, sequence_length=16)
-    options = {"logger": False, "max_steps": 4, "val_check_interval": 2, "enable_checkpointing": False}
-    trainer = Trainer(
-        accelerator="cpu",
+    options = {"max_steps": 4, "val_check_interval": 2}
+    trainer = quiet_trainer(
         devices=1,
         callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
         log_every_n_steps=1,
         **{**options, **kwargs},

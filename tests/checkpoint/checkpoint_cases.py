@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from quiet import quiet_trainer
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -126,15 +127,11 @@ def fit(
     if strategy is None:
         count = GLOBAL_MICROBATCHES // REPLICAS[layout]
         strategy = HolmesStrategy(num_microbatches=count, **LAYOUTS.get(layout, {}), **options.pop("holmes", {}))
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=1 if layout == "alone" else int(os.environ["WORLD_SIZE"]),
-        strategy=strategy,
         max_epochs=2,
         callbacks=[losses, *(callbacks or [])],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks or []),
         num_sanity_val_steps=0,
         limit_val_batches=options.pop("limit_val_batches", 0),
@@ -198,12 +195,8 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
         fit_without_breaking_the_job(data, stateful)
     except Exception as error:
         results["other replicas"] = str(error)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=4,
-        strategy=HolmesStrategy(pipeline_parallel_size=4),
-        logger=False,
-        enable_progress_bar=False,
+    trainer = quiet_trainer(
+        HolmesStrategy(pipeline_parallel_size=4), enable_checkpointing=True, enable_model_summary=True, devices=4
     )
     loaded = {"datamodule": Bytes(data, 1), "ckpt_path": folder_of_file, "verbose": False}
     results["validated"] = trainer.validate(build_module(), **loaded)

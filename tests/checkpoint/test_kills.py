@@ -14,6 +14,7 @@ import torch
 from covering import EXHAUSTIVE
 from folder_saves import save_folder
 from lightning.pytorch.callbacks import ModelCheckpoint
+from quiet import quiet_trainer
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import CheckpointManager, Membership
@@ -74,14 +75,11 @@ def test_a_checkpoint_survives_kills(tmp_path: Path) -> None:
 
 def first_value(folder: Path) -> float:
     """Return the first weight, as a Trainer loads it with ``ckpt_path="last"``."""
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        HolmesStrategy(save_distributed_checkpoint=True),
+        enable_checkpointing=True,
         devices=1,
-        strategy=HolmesStrategy(save_distributed_checkpoint=True),
         callbacks=[ModelCheckpoint(folder, save_last=True)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     return trainer.validate(Tiny(), torch.ones(1, 1), ckpt_path="last", verbose=False)[0]["first"]
 

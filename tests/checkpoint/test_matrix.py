@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoint_cases import DROPOUT, LAYOUTS, MIDDLE, STEPS, SaveAt, build_module, fit, make_data_file, state_bytes
 from launch import launch
+from quiet import quiet_trainer
 
 from lightning_holmes.cli import main
 
@@ -154,7 +155,7 @@ def test_evaluation_reads_a_folder(runs: Any, tmp_path: Path) -> None:
     module.load_state_dict(torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"])
     from checkpoint_cases import Bytes
 
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    trainer = quiet_trainer(enable_checkpointing=True, enable_model_summary=True, devices=1)
     expected = trainer.validate(module, datamodule=Bytes(folder / "bytes", 1), verbose=False)
     for result in results:
         assert result["validated"][0] == pytest.approx(expected[0], rel=1e-4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -58,15 +59,8 @@ class Data(pl.LightningDataModule):
 
 def fit(folder: Path, strategy: Any, *, epochs: int = 1, ckpt_path: Any = None, **given: Any) -> pl.Trainer:
     torch.manual_seed(0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=epochs,
-        logger=False,
-        callbacks=[ModelCheckpoint(folder)],
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        strategy, enable_checkpointing=True, devices=1, max_epochs=epochs, callbacks=[ModelCheckpoint(folder)]
     )
     trainer.fit(Net(width=6, **given), datamodule=Data(2), ckpt_path=ckpt_path)
     return trainer

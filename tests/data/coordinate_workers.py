@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -56,16 +57,7 @@ class Stack(pl.LightningModule):
 
 
 def train(by: str, num_workers: int) -> Any:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=4,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        strategy=HolmesStrategy(pipeline_parallel_size=2, num_microbatches=2),
-    )
+    trainer = quiet_trainer(HolmesStrategy(pipeline_parallel_size=2, num_microbatches=2), devices=4, max_epochs=1)
     module = Stack()
     trainer.fit(module, DataLoader(Shards(by), batch_size=BATCH, num_workers=num_workers))
     return torch.stack(module.seen), {n: p.detach().clone() for n, p in module.named_parameters()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from quiet import quiet_trainer
 
 from lightning_holmes.data import CountingSampler
 from lightning_holmes.errors import ConfigurationError
@@ -125,14 +126,13 @@ def test_bad_input_is_named(tmp_path, monkeypatch, kind, options, match):
 
 
 def test_labels_are_not_shifted_twice(tmp_path):
-    from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     class ShiftsItself(BoringModel):
         shifts_labels = True
 
     folder = make_folder(tmp_path)
-    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = quiet_trainer(enable_model_summary=True)
     with pytest.raises(
         ConfigurationError, match=r"ShiftsItself shifts them again: give the data module shift_labels=False"
     ):

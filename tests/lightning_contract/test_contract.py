@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from contract import LAYOUTS, PLAIN, TWO, Record, collect, run_cases, select
+from contract import LAYOUTS, PLAIN, Record, collect, run_cases, select
 from strategy_cases import differences
 
 CASES = collect()
@@ -49,13 +49,3 @@ def test_holds(layout: str, name: str, records: Any, record_property: Any) -> No
 def test_there_are_enough_promises() -> None:
     assert all(len(select(CASES, layout)) >= 250 for layout in LAYOUTS)
     assert all(case.refused.keys() <= LAYOUTS.keys() - {PLAIN} for case in CASES.values())
-
-
-def test_a_case_that_ends_badly_is_named_and_takes_no_other_with_it() -> None:
-    names = [f"broken_cases.{name}" for name in ("hangs", "dies", "fails_on_one_process", "holds")]
-    found = run_cases(TWO, names, files=["broken_cases"], timeout_s=10)
-    errors = {name.removeprefix("broken_cases."): [record.error for record in found[name]] for name in names}
-    assert any("wait_for_ever" in error for error in errors["hangs"])
-    assert any("ended with code 3" in error for error in errors["dies"])
-    assert "planned" in errors["fails_on_one_process"][1] and "rank = 1" in errors["fails_on_one_process"][1]
-    assert errors["holds"] == ["", ""]

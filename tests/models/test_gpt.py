@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from quiet import quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_holmes.errors import ConfigurationError
@@ -20,16 +21,7 @@ def make_batch(batch_size: int = 4) -> dict[str, torch.Tensor]:
 
 
 def make_trainer(tmp_path, **kwargs) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        **kwargs,
-    )
+    return quiet_trainer(devices=1, default_root_dir=tmp_path, **kwargs)
 
 
 def test_starts_near_the_loss_of_a_uniform_guess():

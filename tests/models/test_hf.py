@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from quiet import quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_holmes.errors import ConfigurationError
@@ -95,16 +95,7 @@ def test_trains_and_reloads_in_plain_lightning(tmp_path):
     model = HFCausalLM(config=LLAMA, learning_rate=1e-2, warmup_steps=2, gradient_checkpointing=True)
     batch = make_ragged_batch()
     loader = DataLoader([{k: v[i] for k, v in batch.items()} for i in range(4)], batch_size=4)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=30,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(devices=1, max_epochs=30, default_root_dir=tmp_path)
     trainer.fit(model, loader, loader)
     assert trainer.callback_metrics["val_loss"] < 1.0
     trainer.save_checkpoint(tmp_path / "hf.ckpt")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from quiet import quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_holmes.commands.convert import main as convert
@@ -40,15 +41,7 @@ def test_adapters_learn_and_peft_reads_them(folder, tmp_path):
     module.train()
     trained = {n for n, p in module.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in n for n in trained) and len(trained) == 2 * 7 * 2  # 7 matrices of 2 layers
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=10,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = quiet_trainer(enable_checkpointing=True, devices=1, max_steps=10, default_root_dir=tmp_path)
     trainer.fit(module, DataLoader([{"input_ids": row} for row in ids], batch_size=4))
     trainer.save_checkpoint(tmp_path / "lora.ckpt")
     again = LoRACausalLM.load_from_checkpoint(tmp_path / "lora.ckpt", weights_only=True)

@@ -21,6 +21,7 @@ from launch import keep_what_is_left, launch_raw
 from lightning.pytorch import Trainer
 from parity_fit import Fit
 from parity_models import FAMILIES, REFUSED
+from quiet import quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -130,11 +131,10 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             # the default would avoid the split points that must be refused here
             partition="uniform" if layout.partition is None else list(layout.partition),
         )
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=fit.world_size,
-        strategy=strategy,
-        precision=fit.precision,  # type: ignore[arg-type]
+        precision=fit.precision,
         max_epochs=1,
         accumulate_grad_batches=fit.accumulate_grad_batches,
         gradient_clip_val=fit.gradient_clip_val,
@@ -142,10 +142,6 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
         limit_train_batches=fit.limit_train_batches,
         callbacks=[recorder],
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     record = recorder.record

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -123,15 +124,10 @@ def run(kind: str, strategy: Any, *, splits: bool = False, differs: bool = False
     torch.manual_seed(0)
     module = (Splitting if splits else Network)(kind)
     data = loader(kind, differs=differs and os.environ.get("RANK") == "1")
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy if isinstance(strategy, str) else HolmesStrategy(**strategy),
         devices=int(os.environ.get("WORLD_SIZE", "1")),
-        strategy=strategy if isinstance(strategy, str) else HolmesStrategy(**strategy),
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     try:
         trainer.fit(module, data, None if splits else data)

@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
@@ -227,20 +228,11 @@ class Setting:
         return self.holmes is None or os.environ.get("RANK", "0") == "0"
 
     def trainer(self, **options: Any) -> pl.Trainer:
-        given: dict[str, Any] = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 2,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
-            "use_distributed_sampler": False,
-            "default_root_dir": self.folder,
-        }
+        given: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False, "default_root_dir": self.folder}
+        given["devices"] = 1 if self.holmes is None else int(os.environ.get("WORLD_SIZE", 1))
         if self.holmes is not None:
-            given |= {"strategy": HolmesStrategy(**self.holmes), "devices": int(os.environ.get("WORLD_SIZE", 1))}
-        return pl.Trainer(**(given | options | {"callbacks": [NotingCallback(), *options.get("callbacks", [])]}))
+            given["strategy"] = HolmesStrategy(**self.holmes)
+        return quiet_trainer(**(given | options | {"callbacks": [NotingCallback(), *options.get("callbacks", [])]}))
 
 
 def sanity(setting: Setting) -> None:
@@ -326,6 +318,8 @@ def notes_of_all(payload: dict[str, Any]) -> dict[str, list[str]]:
     """Return what each run has recorded, by the run's name."""
     found = {}
     for run in RUNS:
+        if run.__name__ not in payload["runs"]:
+            continue
         NOTES.clear()
         folder = Path(payload["folder"]) / run.__name__
         pl.seed_everything(3, verbose=False)

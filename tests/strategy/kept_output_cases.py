@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -141,16 +142,11 @@ def fit(
     """Return parameters and logs after two epochs, each of a whole batch and a ragged one for every replica; and the strategy."""
     torch.manual_seed(3)
     module = FAMILIES[name]()
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=replicas,
-        strategy=strategy,
         max_epochs=2,
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,
     )

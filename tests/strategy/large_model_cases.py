@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -95,17 +96,12 @@ class Unset(Regressor):
 
 
 def trainer(holmes: dict[str, Any] | None, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
+        "auto" if holmes is None else HolmesStrategy(**holmes),
         devices=1 if holmes is None else int(os.environ.get("WORLD_SIZE", 1)),
-        strategy="auto" if holmes is None else HolmesStrategy(**holmes),
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
-        **({"max_epochs": 1} | options),
+        **{"max_epochs": 1} | options,
     )
 
 

@@ -21,6 +21,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
+from quiet import quiet_trainer
 from sharded_parameter_cases import Data as WholeBatches
 from sharded_parameter_cases import Thawing, Tied, thaw_in_step
 from torch import Tensor, nn
@@ -145,17 +146,12 @@ class Data(WholeBatches):
 
 def make_trainer(folder: Path, epochs: int = 1, strategy: HolmesStrategy | None = None, **options: Any) -> Trainer:
     """Make a trainer; without a strategy it is plain Lightning in one process."""
-    return Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
+        strategy or "auto",
         devices=int(os.environ.get("WORLD_SIZE", "1")) if strategy else 1,
-        strategy=strategy or "auto",
         max_epochs=epochs,
         default_root_dir=folder,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         **options,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from quiet import quiet_trainer
 from strategy_cases import Classifier, build, samples
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -62,18 +63,8 @@ class Changing(AdamW):
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": int(os.environ.get("WORLD_SIZE", 1)),
-        "strategy": strategy,
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-    }
-    return pl.Trainer(**(defaults | options))
+    given = {"devices": int(os.environ.get("WORLD_SIZE", 1)), "max_epochs": 2, "use_distributed_sampler": False}
+    return quiet_trainer(strategy, **(given | options))
 
 
 def run_fit(strategy: Any, cls: type[AdamW], **options: Any) -> tuple[dict[str, Tensor], pl.Trainer]:

@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -179,18 +180,13 @@ class Data(pl.LightningDataModule):
 
 def make_trainer(folder: Path, epochs: int = 1, **strategy: Any) -> Trainer:
     """Make a trainer with HolmesStrategy of these arguments on all processes; without arguments, plain Lightning in one process."""
-    return Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
+        HolmesStrategy(**strategy) if strategy else "auto",
         devices=int(os.environ.get("WORLD_SIZE", "1")) if strategy else 1,
-        strategy=HolmesStrategy(**strategy) if strategy else "auto",
         max_epochs=epochs,
         gradient_clip_val=0.5,
         default_root_dir=folder,
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
 

@@ -4,14 +4,12 @@ A case is a function of a :class:`Setting` that returns plain data (numbers, lis
 plain Lightning returns in one process.
 """
 
-import csv
 import gc
 import math
 import os
 import random
 import traceback
 import warnings
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,15 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
-    Callback,
     EarlyStopping,
-    GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
-    ModelSummary,
 )
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
+from quiet import quiet_trainer
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_holmes import HolmesStrategy
 
@@ -76,22 +71,11 @@ class Setting:
 
     def trainer(self, **options: Any) -> pl.Trainer:
         self.recorder = Recorder()
-        defaults: dict[str, Any] = {
-            "accelerator": "cpu",
-            "devices": 1,
-            "max_epochs": 2,
-            "logger": self.recorder,
-            "log_every_n_steps": 1,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "enable_checkpointing": False,
-            "default_root_dir": self.folder,
-        }
+        defaults: dict[str, Any] = {"devices": 1, "max_epochs": 2, "logger": self.recorder, "log_every_n_steps": 1}
         if self.holmes is not None:
-            defaults["strategy"] = HolmesStrategy(**self.holmes)
+            defaults |= {"strategy": HolmesStrategy(**self.holmes), "use_distributed_sampler": False}
             defaults["devices"] = int(os.environ["WORLD_SIZE"])
-            defaults["use_distributed_sampler"] = False
-        self.current = pl.Trainer(**(defaults | options))
+        self.current = quiet_trainer(**(defaults | {"default_root_dir": self.folder} | options))
         return self.current
 
     def loader(self, data: Any, batch_size: int = 8, **options: Any) -> DataLoader[Any]:
@@ -524,85 +508,12 @@ def case_callbacks(setting: Setting) -> Any:
     }
 
 
-class Counting(Callback):
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.losses: list[float] = []
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.counts["train_start"] += 1
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.counts["batch_start"] += 1
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.counts["batch_end"] += 1
-        self.losses.append(float(outputs["loss"]))
-
-    def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.counts["zero_grad"] += 1
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.counts["optimizer_step"] += 1
-
-    def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.counts[f"val_batch_{dataloader_idx}"] += 1
-
-    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.counts["val_epoch"] += 1
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        self.counts["epoch"] += 1
-        self.losses.append(float(trainer.callback_metrics["loss"]))
-
-
-def case_user_callback(setting: Setting) -> Any:
-    module, counting = build(), Counting()
-    trainer = setting.trainer(callbacks=[counting])
-    trainer.fit(module, setting.loader(samples(20)), setting.loader(samples(16, 1)))
-    return outcome(setting, trainer, module) | {"counts": dict(counting.counts), "losses": counting.losses}
-
-
-class Summary(ModelSummary):
-    totals: Any = None
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        summary = self._summary(trainer, pl_module)
-        self.totals = (summary.total_parameters, summary.trainable_parameters, round(summary.model_size, 6))
-
-
-class WithExample(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = torch.zeros(2, 8)
-        self.blocks[0].requires_grad_(False)
-
-
-def case_model_summary(setting: Setting) -> Any:
-    totals = []
-    for cls in (Classifier, WithExample):
-        module, summary = build(cls), Summary(max_depth=2)
-        trainer = setting.trainer(callbacks=[summary], enable_model_summary=True, max_epochs=1)
-        trainer.fit(module, setting.loader(samples()))
-        totals.append(summary.totals)
-    return totals
-
-
 # gradients
 
 
 class SGDClassifier(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
-
-
-def case_clip_value(setting: Setting) -> Any:
-    module = build(SGDClassifier)
-    trainer = setting.trainer(gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    trainer.fit(module, setting.loader(samples()))
-    return outcome(setting, trainer, module)
 
 
 def case_clip_norm(setting: Setting) -> Any:
@@ -612,32 +523,10 @@ def case_clip_norm(setting: Setting) -> Any:
     return outcome(setting, trainer, module)
 
 
-class ClipHook(SGDClassifier):
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        limit = 0.1 if self.trainer.global_step > 1 else 0.2
-        self.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
-
-
-def case_clip_hook(setting: Setting) -> Any:
-    module = build(ClipHook)
-    trainer = setting.trainer()
-    trainer.fit(module, setting.loader(samples()))
-    return outcome(setting, trainer, module)
-
-
 def case_accumulate(setting: Setting) -> Any:
     module = build(SGDClassifier)
     trainer = setting.trainer(accumulate_grad_batches=2)
     trainer.fit(module, setting.loader(samples(40)))
-    return outcome(setting, trainer, module)
-
-
-def case_accumulate_schedule(setting: Setting) -> Any:
-    module = build(SGDClassifier)
-    trainer = setting.trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})])
-    trainer.fit(module, setting.loader(samples(48)))
     return outcome(setting, trainer, module)
 
 
@@ -713,29 +602,6 @@ def case_all_steps(setting: Setting) -> Any:
     return results
 
 
-def case_flags(setting: Setting) -> Any:
-    results = {}
-    for name, options in {
-        "fast_dev_run": {"fast_dev_run": 2},
-        "limits": {"limit_train_batches": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0},
-        "share": {"limit_train_batches": 0.5, "limit_val_batches": 0.5},
-        "no validation": {"limit_val_batches": 0},
-        "max_steps": {"max_steps": 4, "max_epochs": -1},
-        "overfit_batches": {"overfit_batches": 1, "max_epochs": 3},
-        "val_check_interval": {"val_check_interval": 2, "num_sanity_val_steps": -1},
-        "check_val_every_n_epoch": {"check_val_every_n_epoch": 2},
-        "val_check over epochs": {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_steps": 8},
-    }.items():
-        if name == "overfit_batches" and setting.replicas > 1:
-            continue  # Lightning replaces the sampler, which here divides the samples among replicas
-        module = build()
-        counting = Counting()
-        trainer = setting.trainer(callbacks=[counting], **options)
-        trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
-        results[name] = outcome(setting, trainer, module) | {"counts": dict(counting.counts)}
-    return results
-
-
 class TwoLoaders(Classifier):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         loss = self.loss(batch)[0]
@@ -749,18 +615,6 @@ def case_two_loaders(setting: Setting) -> Any:
     trainer = setting.trainer()
     vals = [setting.loader(samples(16, 1)), setting.loader(samples(8, 2))]
     trainer.fit(module, setting.loader(samples()), vals)
-    return outcome(setting, trainer, module)
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        yield from samples()
-
-
-def case_iterable(setting: Setting) -> Any:
-    module = build()
-    trainer = setting.trainer(val_check_interval=2)
-    trainer.fit(module, setting.loader(Stream()), setting.loader(Stream()))
     return outcome(setting, trainer, module)
 
 
@@ -811,13 +665,6 @@ def case_workers(setting: Setting) -> Any:
     return outcome(setting, trainer, module)
 
 
-def case_shuffle(setting: Setting) -> Any:
-    module = build()
-    trainer = setting.trainer()
-    trainer.fit(module, setting.loader(samples(), shuffle=True), setting.loader(samples(16, 1)))
-    return outcome(setting, trainer, module)
-
-
 # optimizer hooks
 
 
@@ -843,27 +690,6 @@ def case_warm_up(setting: Setting) -> Any:
     trainer = setting.trainer(callbacks=[LearningRateMonitor()])
     trainer.fit(module, setting.loader(samples()))
     return outcome(setting, trainer, module) | {"stepped": module.stepped}
-
-
-def case_loggers(setting: Setting) -> Any:
-    module = build(Logs)
-    os.environ["WANDB_MODE"] = "offline"
-    os.environ["WANDB_SILENT"] = "true"
-    table = CSVLogger(setting.folder, name="csv", version=0)
-    loggers = [table]
-    if setting.holmes is not None:
-        loggers.append(WandbLogger(save_dir=setting.folder, offline=True, project="test"))
-    trainer = setting.trainer(logger=loggers)
-    trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
-    rows: list[Any] = []
-    wandb_runs = 1
-    trainer.strategy.barrier()
-    path = Path(table.log_dir) / "metrics.csv"
-    with path.open() as file:
-        rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-    if setting.holmes is not None:
-        wandb_runs = len(list(setting.folder.glob("wandb/offline-run-*")))
-    return {"rows": rows, "wandb": wandb_runs}
 
 
 # checkpoints

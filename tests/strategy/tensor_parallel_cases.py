@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.precision import MixedPrecision
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -210,17 +211,12 @@ def train(
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     settings: dict[str, Any] = {"gradient_clip_val": 0.5, "limit_val_batches": 2, **options}
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
+    trainer = quiet_trainer(
+        strategy,
         devices=devices,
         max_epochs=EPOCHS,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[watch],
         **settings,
     )

@@ -6,12 +6,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.strategy.admission import check_module
 
 
 class Hooked(pl.LightningModule):
@@ -29,14 +29,8 @@ class Hooked(pl.LightningModule):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_such_a_hook_is_called_once_a_batch_or_refused(parts: int, tmp_path: Path) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        strategy=HolmesStrategy(num_microbatches=parts),
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
+    trainer = quiet_trainer(
+        HolmesStrategy(num_microbatches=parts), enable_model_summary=True, max_steps=1, default_root_dir=tmp_path
     )
     calls: list[int] = []
     refused = pytest.raises(UnsupportedModuleError, match=r"layer\.weight has a hook by register_post_accumulate")
@@ -47,15 +41,3 @@ def test_such_a_hook_is_called_once_a_batch_or_refused(parts: int, tmp_path: Pat
 
 def stacked(samples: list[tuple[Tensor]]) -> Tensor:
     return torch.stack([sample for (sample,) in samples])
-
-
-def test_a_hook_behind_each_accumulation_is_refused_in_a_pipeline() -> None:
-    module = pl.LightningModule()
-    module.layer = nn.Linear(2, 2)
-    hook = module.layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(UnsupportedModuleError, match="weight has a hook by register_post_accumulate"):
-        check_module(module, fitting=True)
-    check_module(module, fitting=True, is_pipeline=False)
-    check_module(module, fitting=False)
-    hook.remove()
-    check_module(module, fitting=True)

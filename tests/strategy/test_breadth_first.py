@@ -8,7 +8,7 @@ import pytest
 import torch
 from kept_output_cases import FAMILIES, WIDTH, UNet, fit, fit_all
 from launch import launch
-from lightning.pytorch import Trainer
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -69,17 +69,7 @@ def fitted(module: pl.LightningModule, strategy: Any, folder: Path) -> dict[str,
     torch.manual_seed(3)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=strategy,
-        max_epochs=2,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(strategy, devices=1, max_epochs=2, default_root_dir=folder)
     torch.manual_seed(4)
     trainer.fit(module, DataLoader(torch.randn(12, 4), batch_size=6))
     return {name: value.clone() for name, value in module.state_dict().items()}

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 from hook_cases import RUNS, notes_of_all
-from launch import launch
+from launch import chosen, launch
 
 STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 
 @pytest.fixture(scope="module")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def notes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the records of each run: plain, with the strategy on one process, and on two stages of two replicas."""
-    payload = {"folder": str(tmp_path_factory.mktemp("hooks")), "holmes": None}
+    payload = {"folder": str(tmp_path_factory.mktemp("hooks")), "holmes": None, "runs": chosen(request, "run")}
     plain, alone = notes_of_all(payload), notes_of_all(payload | {"holmes": {}})
     staged = launch(4, "hook_cases:notes_of_all", payload | {"holmes": STAGED}, timeout_s=200)
     return {"plain": plain, "alone": alone, "staged": staged}

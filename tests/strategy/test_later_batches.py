@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from launch import launch_raw
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -63,18 +64,7 @@ def fit(
     for parameter in module.parameters():
         if parameter.ndim:
             nn.init.normal_(parameter, std=0.5)
-    made = pl.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_epochs=2,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **trainer,
-    )
+    made = quiet_trainer(strategy, devices=devices, max_epochs=2, default_root_dir=folder, **trainer)
     made.fit(module, DataLoader(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(4)), batch_size=6))
     return {name: value.clone() for name, value in module.state_dict().items()}
 

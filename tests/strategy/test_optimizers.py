@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import launch
+from launch import chosen, launch
 from optimizer_cases import CASES, differences, run_cases
 
 TOLERANCE = {"loss_scaling": 2e-3}
@@ -21,8 +21,10 @@ IN_SHARDS = [name for name in CASES if name not in ("finetuning", "grad_norm")] 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    payload = {"cases": list(CASES), "folder": str(tmp_path_factory.mktemp("plain")), "holmes": None}
+def runs(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Results of plain Lightning and of two stages; those of the averages and of the scaled losses are always asked for."""
+    cases = list(dict.fromkeys([*chosen(request, "name"), "averages", "loss_scaling"]))
+    payload = {"cases": cases, "folder": str(tmp_path_factory.mktemp("plain")), "holmes": None}
     plain = run_cases(payload)
     holmes = {"pipeline_parallel_size": 2, "num_microbatches": 1}
     staged = payload | {"holmes": holmes, "folder": str(tmp_path_factory.mktemp("staged"))}

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError
@@ -33,50 +32,31 @@ SWITCHES = (
         ({"tensor_parallel_size": 2, "schedule": "zero_bubble"}, "split backward"),
         ({"compression": "fp16"}, '"bf16" or None'),
         ({"sharding": "all"}, '"auto", "none", "optimizer" or "parameters"'),
-        ({"sharding": False}, "sharding=False is not known"),
         ({"save_distributed_checkpoint": "yes"}, 'True, False or "auto"'),
         ({"monitor": 0}, "monitor=0"),
         ({"snapshot_every_n_steps": 0}, "snapshot_every_n_steps=0: write after how many steps"),
-        ({"snapshot_every_n_steps": True}, "snapshot_every_n_steps=True"),
         ({"snapshot_every_n_steps": "always"}, "snapshot_every_n_steps='always'"),
         ({"timeout": 10}, "timeout=10: write how long"),
-        ({"timeout": timedelta()}, "timeout=datetime"),
         ({"timeout": timedelta(seconds=-1)}, "timeout=datetime"),
         ({"topology": None}, "topology=None is not allowed"),
-        ({"topology": ""}, "topology='' is not allowed"),
         ({"topology": {"clusters": []}}, "topology={'clusters'.* is not allowed; write the path"),
         ({"topology": "a\0b"}, "topology="),
-        ({"plan": ""}, "plan='' is not allowed"),
-        ({"plan": 3}, "plan=3 is not allowed"),
         ({"plan": "a\0b"}, "plan="),
         ({"partition": []}, "there are no counts"),
         ({"partition": [4, -1]}, "stage 1 has -1 layers"),
-        ({"partition": [2.0, 2]}, "stage 0 has 2.0 layers"),
         ({"partition": [True, 2]}, "stage 0 has True layers"),
         ({"partition": None}, "partition=None is not allowed"),
-        ({"partition": 4}, "partition=4 is not allowed"),
         ({"layers": None}, "layers=None is not allowed"),
-        ({"layers": 3}, "layers=3 is not allowed"),
         ({"layers": " "}, "layers=' ' is not allowed"),
         ({"schedule": None}, "schedule=None is not allowed"),
         ({"gradient_sync": []}, "gradient_sync=.* is not allowed"),
         ({"compression": []}, "compression=.* is not known"),
         *(({name: "true"}, f"{name}='true' is not known") for name in SWITCHES),
-        *(({name: 1}, f"{name}=1 is not known") for name in SWITCHES),
     ],
 )
 def test_what_is_wrong_by_itself_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         HolmesStrategy(**arguments)
-
-
-def test_views_follow_the_arguments() -> None:
-    options = HolmesStrategy(schedule="zero_bubble_v", compression="bf16")._options
-    assert options.plan_options.num_chunks == 2 and options.sent_dtype == torch.bfloat16
-    assert options.gradient_options.compression == options.training_options.compression == "bf16"
-    arguments = options.arguments()
-    assert arguments["num_chunks"] == 2
-    assert not {"topology", "plan"} & set(arguments)
 
 
 def test_a_plan_file_that_is_missing_is_named(tmp_path: Path) -> None:

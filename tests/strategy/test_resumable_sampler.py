@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-from lightning_holmes.strategy.compat.replacements import Replacements
-from lightning_holmes.strategy.compat.resumable_sampler import make_resumable
+from quiet import quiet_trainer
+from torch.utils.data import TensorDataset
 
 STOP = 5  # of the 8 batches that each of two replicas has in two epochs
 CASES: dict[str, dict[str, Any]] = {
@@ -54,16 +52,7 @@ def resume_all(folder: str) -> dict[str, Any]:
         pl.seed_everything(seed, verbose=False)
         data = TensorDataset(torch.arange(32.0)[:, None])
         made = {name: value(data) if callable(value) else value for name, value in options.items()}
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1),
-            max_epochs=2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1), devices=2, max_epochs=2)
         trainer.fit(Module(), StatefulDataLoader(data, 4, **made), ckpt_path=ckpt_path)
         return [list(batch) for batch in seen]
 
@@ -88,11 +77,3 @@ def test_a_resumed_replica_gets_the_samples_that_were_left(case: str, runs: Any)
         assert resumed == batches[STOP:]
     for epoch in (slice(0, 4), slice(4, 8)):
         assert sorted(x for batches in whole for batch in batches[epoch] for x in batch) == list(range(32))
-
-
-def test_loaders_without_a_state_are_left_alone() -> None:
-    data = TensorDataset(torch.arange(8.0))
-    loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
-    with Replacements() as changes:
-        make_resumable(loader, changes)
-        assert loader.batch_sampler.sampler is loader.sampler

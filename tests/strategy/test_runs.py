@@ -14,6 +14,7 @@ import torch.distributed as dist
 from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,16 +50,7 @@ class Broken(Stack):
 
 
 def make_trainer(strategy: HolmesStrategy, **options: Any) -> pl.Trainer:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return pl.Trainer(strategy=strategy, **defaults | options)
+    return quiet_trainer(strategy, **({"devices": 1, "max_epochs": 1} | options))
 
 
 def loader() -> DataLoader[Any]:

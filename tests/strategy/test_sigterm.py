@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from launch import launch_raw
+from quiet import quiet_trainer
 
 from lightning_holmes.checkpoint import CheckpointManager, Membership
 
@@ -18,7 +19,7 @@ def train_until_told(options: dict[str, Any]) -> None:
     import signal
 
     import torch
-    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.plugins.environments import SLURMEnvironment
     from torch import Tensor, nn
@@ -56,19 +57,16 @@ def train_until_told(options: dict[str, Any]) -> None:
 
     folder, losses = Path(options["folder"]), Losses()
     keep = ModelCheckpoint(folder, filename="told", save_on_exception=True)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        plugins=[SLURMEnvironment()] if "SLURM_PROCID" in os.environ else None,
-        strategy=lightning_holmes.HolmesStrategy(
+    trainer = quiet_trainer(
+        lightning_holmes.HolmesStrategy(
             pipeline_parallel_size=2, num_microbatches=2, save_distributed_checkpoint=options["folders"]
         ),
+        enable_checkpointing=True,
+        devices=2,
+        plugins=[SLURMEnvironment()] if "SLURM_PROCID" in os.environ else None,
         max_steps=options["steps"],
-        logger=False,
         callbacks=[keep, losses],
         default_root_dir=folder,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     x = torch.randn(ENDLESS, 4, generator=torch.Generator().manual_seed(2))
     try:

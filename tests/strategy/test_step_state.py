@@ -6,7 +6,7 @@ The baseline is plain Lightning in one process on the same batches; tolerance 1e
 from typing import Any
 
 import pytest
-from launch import launch
+from launch import chosen, launch
 from step_state_cases import CASES, run_all
 from strategy_cases import differences
 
@@ -14,11 +14,13 @@ STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Results of plain Lightning, of the strategy on one process, and of two stages of two replicas."""
 
+    cases = chosen(request, "name")
+
     def payload(holmes: Any) -> dict[str, Any]:
-        return {"folder": str(tmp_path_factory.mktemp("steps")), "holmes": holmes}
+        return {"folder": str(tmp_path_factory.mktemp("steps")), "holmes": holmes, "cases": cases}
 
     staged = launch(4, "step_state_cases:run_all", payload(STAGED), timeout_s=200)
     return {"plain": run_all(payload(None)), "alone": run_all(payload({})), "staged": staged}

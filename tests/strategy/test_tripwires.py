@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import launch
+from launch import chosen, launch
 from strategy_cases import differences
 from tripwire_cases import CASES, run_cases
 
@@ -62,19 +62,21 @@ def test_what_an_operation_would_read_is_told_before_it_does(read: Any, told: li
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_cases({"cases": list(CASES), "folder": str(tmp_path_factory.mktemp("plain")), "holmes": None})
+def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_cases(
+        {"cases": chosen(request, "name"), "folder": str(tmp_path_factory.mktemp("plain")), "holmes": None}
+    )
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     known: dict[str, Any] = {}
 
     def result(layout: str) -> Any:
         if layout not in known:
             size, holmes = LAYOUTS[layout]
             replicas = size // holmes.get("pipeline_parallel_size", 1)
-            cases = [name for name in CASES if name not in NOT_RUN.get(layout, ())]
+            cases = [name for name in chosen(request, "name") if name not in NOT_RUN.get(layout, ())]
             payload = {"cases": cases, "folder": str(tmp_path_factory.mktemp(layout)), "holmes": holmes}
             known[layout] = launch(size, "tripwire_cases:run_cases", payload | {"replicas": replicas}, timeout_s=200)
         return known[layout]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from launch import Worker, launch_raw
+from quiet import quiet_trainer
 
 LIMIT_S = 90.0  # for a process with its start, which takes 20 s on a busy machine; far below the timeout of 30 minutes
 # by case: the number of pipeline ranks, the batches of each of the two ranks, and words of the error
@@ -66,16 +67,11 @@ def train(payload: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        HolmesStrategy(pipeline_parallel_size=size, num_microbatches=2),
         devices=2,
-        strategy=HolmesStrategy(pipeline_parallel_size=size, num_microbatches=2),
         max_epochs=1 if case.endswith("last epoch") else 2,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     validation = DataLoader(Batches(lengths[rank] if case.endswith("in validation") else 2), batch_size=None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from lightning_holmes.strategy.user_hooks import overridden_hooks, steps_whose_state_is_read, users_callbacks
+from lightning_holmes.strategy.user_hooks import steps_whose_state_is_read
 
 pytestmark = pytest.mark.versions
 
@@ -26,11 +26,6 @@ class Own(ModelCheckpoint):
 class Transfers(pl.LightningModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch
-
-
-def test_lightnings_own_callbacks_are_not_the_users() -> None:
-    mine = [LambdaCallback(), Own(), Clock()]
-    assert users_callbacks([ModelCheckpoint(), *mine]) == mine
 
 
 @pytest.mark.parametrize(
@@ -103,11 +98,3 @@ class Global(Steady):
 def test_a_scheduler_of_the_users_class_that_knows_the_module_may_read_it(kind: Any, reads: bool) -> None:
     scheduler = kind(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))
     assert steps_whose_state_is_read(pl.LightningModule(), [], [scheduler]) == ({"training_step"} if reads else set())
-
-
-def test_hooks_are_told_with_whose_they_are() -> None:
-    module, clock = Transfers(), Clock()
-    found = list(
-        overridden_hooks(module, [clock], ["on_validation_batch_end", "on_after_batch_transfer", "on_fit_end"])
-    )
-    assert found == [(module, "on_after_batch_transfer"), (clock, "on_validation_batch_end")]

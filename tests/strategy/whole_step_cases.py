@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -104,16 +105,12 @@ def run(name: str, strategy: Any, folder: Path, *, logger: bool = False, **optio
     module = MODULES[name]()
     inputs = torch.randn(32, 4)
     devices = int(os.environ.get("WORLD_SIZE", "1"))
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy if isinstance(strategy, str) else HolmesStrategy(**strategy, timeout=timedelta(seconds=60)),
         devices=devices,
-        strategy=strategy if isinstance(strategy, str) else HolmesStrategy(**strategy, timeout=timedelta(seconds=60)),
         max_epochs=1,
         logger=CSVLogger(folder) if logger else False,
         default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **options,
     )
     data = DataLoader(TensorDataset(inputs), batch_size=4)
