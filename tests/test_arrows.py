@@ -11,8 +11,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = "lightning_holmes"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
@@ -158,55 +156,3 @@ def test_the_table_itself_has_one_direction() -> None:
         assert not ALLOWED[part] & set(ladder[index + 1 :])
     assert "optim" not in ALLOWED["pipeline"] and "pipeline" not in ALLOWED["optim"]
     assert not (ALLOWED["models"] | ALLOWED["data"]) & BESIDE_STRATEGY
-
-
-@pytest.mark.parametrize(
-    ("path", "text", "problem"),
-    [
-        (
-            "cluster/a.py",
-            "from lightning_holmes.plan import b",
-            "cluster may not import lightning_holmes.plan",
-        ),
-        ("plan/a.py", "import torch.nn as nn", "plan/ imports torch.nn"),
-        ("plan/a.py", "def f():\n    from torch import nn", "plan/ imports torch"),
-        ("pipeline/a.py", "from ..optim import b", "pipeline may not import lightning_holmes.optim"),
-        ("optim/a.py", "from .. import pipeline", "optim may not import lightning_holmes.pipeline"),
-        (
-            "models/a.py",
-            "import lightning_holmes.strategy",
-            "models may not import lightning_holmes.strategy",
-        ),
-        ("comm/a.py", "import lightning_holmes", "comm may not import lightning_holmes"),
-        ("strategy/run.py", "from lightning_holmes import cli", "strategy may not import lightning_holmes.cli"),
-        ("plan/b.py", "from .c import x", "circle: lightning_holmes.plan.c -> lightning_holmes.plan.b"),
-        ("gadgets.py", "", "'gadgets' has no place"),
-        ("strategy/gadgets.py", "", "gadgets.py: has no place inside strategy/"),
-        ("strategy/run.py", "from . import strategy", "strategy.run may not import lightning_holmes.strategy.strategy"),
-        (
-            "strategy/compat/a.py",
-            "from lightning_holmes.strategy.job import Job",
-            "strategy.compat.a may not import lightning_holmes.strategy.job",
-        ),
-    ],
-)
-def test_a_wrong_import_is_found(tmp_path: Path, path: str, text: str, problem: str) -> None:
-    root = tmp_path / PACKAGE
-    files = {
-        "__init__.py": "from lightning_holmes.strategy import S",
-        "cli.py": "import lightning_holmes",
-        "strategy/__init__.py": "from lightning_holmes.plan.c import x",
-        "strategy/strategy.py": "from lightning_holmes.strategy.run import Run",
-        "strategy/job.py": "from lightning_holmes.strategy.compat.b import x",
-        "strategy/run.py": "from lightning_holmes.strategy.job import Job",
-        "strategy/compat/b.py": "",
-        "plan/c.py": "from lightning_holmes.plan import b",
-        **{f"{part}/__init__.py": "" for part in ("cluster", "plan", "comm", "pipeline", "optim", "models")},
-        **{f"{part}/b.py": "" for part in ("plan", "optim")},
-    }
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content)
-    assert problems(root) == []
-    (root / path).write_text(text)
-    assert any(problem in found for found in problems(root)), problems(root)

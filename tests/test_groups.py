@@ -42,33 +42,3 @@ def ungrouped(source: str) -> list[str]:
 def test_tests_that_share_a_launch_are_of_one_group() -> None:
     found = {str(path.relative_to(TESTS)): ungrouped(path.read_text()) for path in sorted(TESTS.rglob("test_*.py"))}
     assert not {path: names for path, names in found.items() if names}
-
-
-def test_a_test_without_a_group_is_named() -> None:
-    source = """
-@pytest.fixture(scope="module")
-def ranks():
-    return launch(2, "cases:run")
-
-@pytest.fixture(scope="module")
-def first(ranks):
-    return ranks[0]
-
-def job():
-    return launch_raw(2, "cases:run")
-
-@pytest.fixture(scope="module")
-def jobs():
-    return [job()]
-
-def test_of_one(first): ...
-
-def test_of_jobs(jobs): ...
-
-@pytest.mark.xdist_group("cases")
-def test_of_all(ranks): ...
-
-def test_alone(tmp_path): ...
-"""
-    assert ungrouped(source) == ["test_of_one", "test_of_jobs"]
-    assert ungrouped('pytestmark = pytest.mark.xdist_group("cases")\n' + source) == []

@@ -7,7 +7,6 @@ import torch
 from contract import Run, each
 from contract_models import Calls, Lines, Net, Rows, batches, stream, weights
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 STEPS = ("on_before_zero_grad", "on_before_backward", "on_before_optimizer_step")
@@ -73,12 +72,6 @@ def case_a_scheduler_changes_the_number(run: Run, value: Any):
 def case_a_scheduler_beside_the_argument_is_refused(run: Run):
     with pytest.raises(ValueError, match="accumulate_grad_batches"):
         run.fit(Net(), callbacks=[GradientAccumulationScheduler({0: 2})], accumulate_grad_batches=2)
-
-
-@each(zero={0: 0}, a_negative_epoch={-1: 2}, a_float={0: 1.5}, empty={})
-def case_an_impossible_schedule_is_refused(run: Run, scheduling: Any):
-    with pytest.raises((TypeError, MisconfigurationException)):
-        GradientAccumulationScheduler(scheduling)
 
 
 def case_validation_waits_for_batches_not_for_steps(run: Run):

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from contract import TWO, Run, each, refused
@@ -17,7 +16,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Everything(Callback):
@@ -108,18 +106,6 @@ def case_checkpoints_come_last(run: Run):
     checkpoint, other = ModelCheckpoint(run.folder), Order("other", [])
     trainer = run.fit(Net(), callbacks=[checkpoint, other])
     assert trainer.callbacks[-1] is checkpoint and other in trainer.callbacks
-
-
-def case_one_callback_need_not_be_in_a_list(run: Run):
-    calls = Calls("on_train_start")
-    trainer = run.trainer(callbacks=calls)
-    trainer.fit(Net(), batches(1))
-    assert calls.names == ["on_train_start"]
-
-
-def case_two_callbacks_of_one_state_key_are_refused(run: Run):
-    with pytest.raises(RuntimeError, match="state_key"):
-        run.trainer(callbacks=[Keeps("same"), Keeps("same")])
 
 
 def case_the_module_brings_callbacks(run: Run):
@@ -238,11 +224,6 @@ def case_a_lambda_is_a_callback(run: Run):
     assert found == ["start", 0, 1]
 
 
-def case_an_unknown_lambda_is_refused(run: Run):
-    with pytest.raises((TypeError, MisconfigurationException), match="on_party"):
-        LambdaCallback(on_party=lambda: None)  # type: ignore[call-arg]
-
-
 class Keeps(Callback):
     """Counts batches, keeps the count in checkpoints, and records the hooks about checkpoints."""
 
@@ -304,16 +285,6 @@ def case_a_trainer_names_its_callbacks(run: Run, kind: Any):
     assert trainer.checkpoint_callbacks == ([callback] if kind is ModelCheckpoint else [])
 
 
-def case_two_progress_bars_are_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="progress"):
-        run.trainer(callbacks=[ProgressBar(), ProgressBar()], enable_progress_bar=True)
-
-
-def case_a_checkpoint_without_checkpointing_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="enable_checkpointing"):
-        run.trainer(callbacks=[ModelCheckpoint()], enable_checkpointing=False)
-
-
 def case_a_callback_may_change_weights_between_batches(run: Run):
     """All processes change the weights alike."""
 
@@ -337,17 +308,6 @@ def case_a_callback_may_log(run: Run):
     trainer = run.fit(Net(), callbacks=[Logs()])
     assert float(trainer.callback_metrics["from_module"]) == 3.0
     assert float(trainer.callback_metrics["from_callback"]) == 1.5
-
-
-def case_callbacks_and_data_modules_hear_of_the_same_fit(run: Run):
-    class Data(pl.LightningDataModule):
-        def train_dataloader(self) -> Any:
-            return batches(1)
-
-    calls = Calls("on_fit_start", look=lambda trainer, module: (trainer.datamodule is data, module.trainer is trainer))
-    data = Data()
-    run.trainer(callbacks=[calls]).fit(Net(), datamodule=data)
-    assert calls.seen == [(True, True)]
 
 
 @each(ema=EMAWeightAveraging, mean=WeightAveraging)

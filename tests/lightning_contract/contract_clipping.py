@@ -7,7 +7,6 @@ import torch
 from contract import Run, each
 from contract_models import Calls, Net, weights
 from lightning.pytorch.utilities import grad_norm
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Steep(Net):
@@ -87,12 +86,6 @@ def case_another_value_in_the_hook_than_the_trainer_s_is_refused(run: Run):
 
     with pytest.raises(Exception, match="gradient_clip_val"):
         run.fit(Own(), gradient_clip_val=0.5)
-
-
-@each(an_algorithm={"gradient_clip_algorithm": "cube"}, a_value={"gradient_clip_val": "much"})
-def case_an_unknown_argument_is_refused(run: Run, options: Any):
-    with pytest.raises((TypeError, MisconfigurationException), match="gradient_clip"):
-        run.trainer(**options)
 
 
 def case_clipping_comes_once_a_step(run: Run):

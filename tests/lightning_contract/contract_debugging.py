@@ -8,7 +8,6 @@ import torch
 from contract import Run, each
 from contract_models import Batches, Calls, Lines, Net, Rows, batches, weights
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 
@@ -40,11 +39,6 @@ def case_a_fast_dev_run_leaves_nothing(run: Run):
     assert trainer.loggers and not trainer.log_dir
 
 
-def case_a_negative_fast_dev_run_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="fast_dev_run"):
-        run.trainer(fast_dev_run=-1)
-
-
 @each(a_number=(2, 2), a_share=(0.5, 2), one=(1, 1))
 def case_overfitting_takes_the_same_batches(run: Run, value: Any):
     flag, count = value
@@ -63,12 +57,6 @@ def case_overfitting_does_not_shuffle(run: Run):
     assert seen.train == [[0, 1], [2, 3]] * 2
 
 
-@each(a_share_above_one=1.5, a_negative_number=-1)
-def case_impossible_overfitting_is_refused(run: Run, flag: Any):
-    with pytest.raises(MisconfigurationException, match="overfit_batches"):
-        run.trainer(overfit_batches=flag)
-
-
 def case_barebones_trains_alike(run: Run):
     module, bare = Net(), Net()
     bare.load_state_dict(module.state_dict())
@@ -79,18 +67,6 @@ def case_barebones_trains_alike(run: Run):
     for name, value in weights(module).items():
         torch.testing.assert_close(weights(bare)[name], value)
     assert not trainer.callback_metrics and not trainer.loggers
-
-
-@each(
-    logger={"logger": True},
-    checkpoints={"enable_checkpointing": True},
-    bar={"enable_progress_bar": True},
-    sanity={"num_sanity_val_steps": 2},
-    profiler={"profiler": "simple"},
-)
-def case_barebones_refuses_what_costs(run: Run, options: Any):
-    with pytest.raises(ValueError, match="barebones"):
-        run.trainer(barebones=True, **options)
 
 
 def case_anomalies_are_detected(run: Run):
@@ -132,19 +108,6 @@ def case_a_seed_decides(run: Run, second: int):
     first, again = fitted(1), fitted(second)
     alike = all(torch.allclose(value, again[name]) for name, value in first.items())
     assert alike == (second == 1)
-
-
-@each(
-    float_limit={"limit_train_batches": 1.5},
-    negative_limit={"limit_val_batches": -1},
-    float_interval={"val_check_interval": 1.5},
-    epochs_for_reload={"reload_dataloaders_every_n_epochs": -1},
-    epochs_for_validation={"check_val_every_n_epoch": None, "val_check_interval": 0.5},
-)
-def case_an_impossible_argument_is_refused(run: Run, options: Any):
-    with pytest.raises((MisconfigurationException, ValueError)) as caught:
-        run.fit(Net(), **options)
-    return type(caught.value).__name__
 
 
 def case_losses_go_to_the_logger_of_a_short_run(run: Run):

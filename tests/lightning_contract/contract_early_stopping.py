@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import pytest
 from contract import Run, each
 from contract_models import Lines, Net, batches
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Levels(Net):
@@ -87,22 +85,6 @@ def case_several_stop_at_the_first(run: Run):
     assert trainer.current_epoch == 1
     assert trainer.early_stopping_callbacks == [first, second]
     assert trainer.early_stopping_callback is first
-
-
-def case_of_something_unknown_is_refused(run: Run):
-    with pytest.raises(RuntimeError, match="nothing"):
-        run.fit(Net(), callbacks=[EarlyStopping("nothing")])
-
-
-def case_lax_of_something_unknown_is_warned_about(run: Run):
-    with run.warning("nothing", RuntimeWarning):
-        trainer = run.fit(Net(), callbacks=[EarlyStopping("nothing", strict=False, verbose=True)], max_epochs=2)
-    assert trainer.current_epoch == 2
-
-
-def case_of_an_unknown_mode_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="mode"):
-        EarlyStopping("loss", mode="best")
 
 
 def case_its_state_goes_through_checkpoints(run: Run):

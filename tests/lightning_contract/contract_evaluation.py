@@ -10,7 +10,6 @@ from contract import Run, each
 from contract_models import Net, batches, indices
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Several(Net):
@@ -62,15 +61,6 @@ def case_names_may_be_without_the_loader_s(run: Run):
     assert [list(result) for result in results] == [["loss_0"], ["loss_1"]]
 
 
-def case_the_same_name_without_the_loader_s_is_refused(run: Run):
-    class Bare(Several):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log("same", self.loss(batch), add_dataloader_idx=False)
-
-    with pytest.raises(MisconfigurationException, match="same"):
-        run.trainer().validate(Bare(), [batches(1), batches(1)], verbose=False)
-
-
 def case_a_fit_validates_all_loaders(run: Run):
     places = Places()
     trainer = run.fit(Several(), batches(2), [batches(2), batches(1, 50)], callbacks=[places])
@@ -113,10 +103,6 @@ def case_predictions_of_loaders_are_kept_apart(run: Run):
     assert [len(part) for part in found] == [2, 1]
     assert float(found[1][0].min()) > 5 > float(found[0][0].max())
     return found
-
-
-def case_predictions_need_not_be_kept(run: Run):
-    assert run.trainer().predict(Net(), batches(2), return_predictions=False) is None
 
 
 def case_a_prediction_may_be_anything(run: Run):
@@ -177,11 +163,6 @@ def case_a_writer_is_told_which_samples(run: Run):
     ((predictions, rows),) = writer.epochs
     assert len(predictions) == 2
     assert [list(batch) for batch in rows[0]] == [[0, 1], [2, 3]]
-
-
-def case_an_unknown_interval_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="write_interval"):
-        Writes("week")
 
 
 def case_a_writer_may_write_files(run: Run):

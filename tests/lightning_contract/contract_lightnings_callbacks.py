@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.callbacks.model_summary import summarize
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim.lr_scheduler import ExponentialLR
 
 
@@ -63,16 +62,6 @@ def case_rates_are_logged_by_the_scheduler_s_name(run: Run):
     monitor = LearningRateMonitor(log_momentum=True)
     run.fit(Decays(name="mine"), logger=lines, callbacks=[monitor])
     assert lines.column("mine") and lines.column("mine-momentum")
-
-
-def case_rates_without_a_logger_are_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="logger"):
-        run.fit(Net(), callbacks=[LearningRateMonitor()], logger=False)
-
-
-def case_an_unknown_interval_of_rates_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="logging_interval"):
-        LearningRateMonitor(logging_interval="week")  # type: ignore[arg-type]
 
 
 def case_a_timer_measures_the_stages(run: Run):
@@ -143,11 +132,6 @@ def case_device_statistics_are_logged(run: Run):
     assert any(name.startswith("DeviceStatsMonitor.on_train_batch_start/cpu_percent") for name in names)
 
 
-def case_device_statistics_without_a_logger_are_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="logger"):
-        run.fit(Net(), callbacks=[DeviceStatsMonitor()], logger=False)
-
-
 def case_throughput_is_logged(run: Run):
     lines = Lines()
     monitor = ThroughputMonitor(batch_size_fn=len, window_size=3)
@@ -210,16 +194,6 @@ def case_weights_are_averaged_at_the_end(run: Run):
         module, callbacks=[StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1), calls], max_epochs=4
     )
     return weights(module), calls.seen
-
-
-@each(
-    zero={"swa_lrs": 0.1, "swa_epoch_start": 0},
-    a_share_above_one={"swa_lrs": 0.1, "swa_epoch_start": 1.5},
-    no_rate={"swa_lrs": 0},
-)
-def case_impossible_averages_are_refused(run: Run, options: Any):
-    with pytest.raises(MisconfigurationException, match="swa_"):
-        StochasticWeightAveraging(**options)
 
 
 def case_a_moving_average_is_validated_and_kept(run: Run):

@@ -251,11 +251,6 @@ def case_without_a_loader_a_fit_is_refused(run: Run):
         run.trainer().fit(Net())
 
 
-def case_what_cannot_be_iterated_is_refused(run: Run):
-    with pytest.raises(TypeError, match="invalid dataloader"):
-        run.trainer().fit(Net(), 5)
-
-
 # data modules
 
 
@@ -311,11 +306,6 @@ def case_a_data_module_may_stand_in_the_place_of_loaders(run: Run):
     data = Data()
     run.trainer().fit(Net(), data)
     assert ("setup", "fit") in data.calls
-
-
-def case_loaders_beside_a_data_module_are_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="datamodule"):
-        run.trainer().fit(Net(), batches(), datamodule=Data())
 
 
 def case_a_data_module_of_data_sets_makes_their_loaders(run: Run):

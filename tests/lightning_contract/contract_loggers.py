@@ -1,7 +1,6 @@
 """Loggers: what a Trainer passes to them, where they write, and what the Trainer says of them."""
 
 import csv
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,6 @@ def case_a_table_is_written(run: Run):
     assert sum("val_loss" in row for row in rows) == 1
     assert "size: 3" in Path(run.folder, "table/version_0/hparams.yaml").read_text()
     return rows
-
-
-def case_versions_count_up(run: Run):
-    for _ in range(2):
-        run.fit(Net(), batches(1), logger=CSVLogger(run.folder, name="table"))
-        run.meet()
-    assert run.files("table/*") == ["table/version_0", "table/version_1"]
-
-
-def case_a_version_may_be_a_word(run: Run):
-    trainer = run.fit(Net(), batches(1), logger=CSVLogger(run.folder, name="table", version="mine"))
-    assert run.files("table/*") == ["table/mine"]
-    assert trainer.log_dir == str(run.folder / "table/mine")
 
 
 def case_events_are_written(run: Run):
@@ -110,22 +96,6 @@ def case_those_of_the_data_module_are_logged_beside(run: Run):
     assert lines.hparams == {"size": 3, "word": "one", "rows": 2}
 
 
-def case_contradicting_hyper_parameters_are_refused(run: Run):
-    with pytest.raises(RuntimeError, match="size"):
-        run.trainer(logger=Lines()).fit(WithSettings(size=5), datamodule=Data())
-
-
-def case_hyper_parameters_may_be_a_namespace(run: Run):
-    class Named(Net):
-        def __init__(self, args: Namespace) -> None:
-            super().__init__()
-            self.save_hyperparameters(args)
-
-    lines = Lines()
-    run.fit(Named(Namespace(size=9)), batches(1), logger=lines)
-    assert lines.hparams == {"size": 9}
-
-
 @each(success=False, failed=True)
 def case_loggers_hear_how_it_ended(run: Run, fails: bool):
     class Ends(Net):
@@ -181,11 +151,6 @@ def case_a_prediction_logs_nothing(run: Run):
     lines = Lines()
     run.trainer(logger=lines).predict(Net(), batches(2))
     assert not lines.lines
-
-
-def case_few_batches_for_the_interval_are_warned_about(run: Run):
-    with run.warning("smaller than the logging interval"):
-        run.fit(Net(), batches(2), logger=Lines(), log_every_n_steps=50)
 
 
 @refused("log_dir", TWO, only=["in_the_step"])

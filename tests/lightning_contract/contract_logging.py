@@ -53,11 +53,6 @@ def case_values_of_an_epoch_are_reduced(run: Run, how: Any):
     assert float(trainer.callback_metrics["value"]) == pytest.approx(expected, rel=1e-5)
 
 
-def case_an_unknown_reduction_is_refused(run: Run):
-    with pytest.raises(Exception, match="median"):
-        run.fit(Logs(reduce_fx="median"))
-
-
 def case_the_mean_of_an_epoch_weighs_batches_by_their_size(run: Run):
     class Sized(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -149,11 +144,6 @@ def case_may_not_come_from(run: Run, hook: str):
         run.fit(module, batches(1))
 
 
-def case_outside_of_a_run_is_warned_about(run: Run):
-    with run.warning("not.*registered|trainer"):
-        Net().log("value", 1.0)
-
-
 def case_a_step_s_value_at_the_end_of_an_epoch_is_refused(run: Run):
     class Late(Net):
         def on_train_epoch_end(self) -> None:
@@ -225,17 +215,6 @@ def case_steps_of_an_evaluation_are_counted_from_zero(run: Run):
     lines = Lines()
     run.trainer(logger=lines).validate(Steps(), batches(3), verbose=False)
     assert [step for step, _ in lines.lines] == [0, 1, 2]
-
-
-def case_step_may_be_another(run: Run):
-    class Other(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("step", 10.0 * batch_idx)
-            return super().training_step(batch, batch_idx)
-
-    lines = Lines()
-    run.fit(Other(), batches(3), logger=lines)
-    assert [step for step, _ in lines.lines] == [0, 10, 20]
 
 
 def case_epochs_are_logged_beside(run: Run):

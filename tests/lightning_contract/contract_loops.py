@@ -7,9 +7,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from contract import TWO, Run, each, refused, whole_batches
-from contract_models import Calls, Net, batches, same, stream, weights
+from contract_models import Calls, Net, batches, same, weights
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 @each(
@@ -37,21 +36,6 @@ def case_fit_ends_at_its_limit(run: Run, value: Any):
     return weights(module)
 
 
-def case_max_epochs_below_minus_one_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="max_epochs"):
-        run.trainer(max_epochs=-2)
-
-
-def case_max_steps_below_minus_one_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="max_steps"):
-        run.trainer(max_steps=-2)
-
-
-def case_a_share_of_batches_below_one_batch_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="increase the `limit_train_batches`"):
-        run.fit(Net(), limit_train_batches=0.1)
-
-
 @each(
     every_epoch=({"max_epochs": 3}, 3, 6),
     every_second_epoch=({"max_epochs": 4, "check_val_every_n_epoch": 2}, 2, 4),
@@ -73,16 +57,6 @@ def case_validation_runs_as_often_as_asked(run: Run, value: Any):
     assert calls.count("on_validation_epoch_start") == calls.count("on_validation_epoch_end") == epochs
     assert calls.count("on_validation_batch_end") == steps
     return weights(module)
-
-
-@each(
-    more_batches_than_there_are={"val_check_interval": 9},
-    a_share_of_an_unknown_length={"val_check_interval": 0.5},
-)
-def case_an_interval_of_validation_that_cannot_be_is_refused(run: Run, options: Any):
-    loader = batches() if options["val_check_interval"] == 9 else stream()
-    with pytest.raises((ValueError, MisconfigurationException), match="val_check_interval"):
-        run.fit(Net(), loader, batches(2), **options)
 
 
 def case_without_a_validation_loader_nothing_is_validated(run: Run):
@@ -394,24 +368,6 @@ def case_without_validation_step_the_loader_is_passed_over(run: Run):
     with run.warning("no `validation_step`"):
         trainer = run.fit(Trains(), batches(), batches(2), callbacks=[calls])
     assert trainer.global_step == 4 and not calls.names
-
-
-@each(fit="training_step", validate="validation_step", test="test_step", predict="forward")
-def case_a_missing_step_is_named(run: Run, step: str):
-    entry = {"training_step": "fit", "validation_step": "validate", "test_step": "test", "forward": "predict"}[step]
-    with pytest.raises((MisconfigurationException, NotImplementedError), match=step):
-        getattr(run.trainer(), entry)(pl.LightningModule(), batches())
-
-
-def case_what_is_no_module_is_refused(run: Run):
-    with pytest.raises(TypeError, match="LightningModule"):
-        run.trainer().fit(torch.nn.Linear(4, 4), batches())
-
-
-@each(fit="fit", validate="validate", test="test", predict="predict")
-def case_a_module_is_needed_the_first_time(run: Run, entry: str):
-    with pytest.raises(TypeError, match="a `LightningModule`"):
-        getattr(run.trainer(), entry)(None, batches())
 
 
 @each(validate="validate", test="test", predict="predict")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from contract import TWO, Run, each, whole_batches
 from contract_models import WIDTH, Calls, Net, batches, weights
@@ -158,11 +157,6 @@ def case_a_module_knows_its_trainer(run: Run):
     )
     run.fit(Net(), batches(1), callbacks=[calls], max_epochs=2)
     assert calls.seen == [(True, 0, 1), (True, 1, 2)]
-
-
-def case_a_module_without_a_trainer_says_so(run: Run):
-    with pytest.raises(RuntimeError, match="not attached"):
-        _ = Net().trainer
 
 
 def case_a_module_knows_its_place(run: Run):

@@ -76,22 +76,6 @@ def case_without_optimizer_nothing_is_trained(run: Run):
     assert trainer.state.finished
 
 
-@each(
-    a_number=lambda m: 5,
-    no_scheduler_in_the_settings=lambda m: {"optimizer": sgd(m), "lr_scheduler": {"interval": "step"}},
-    an_unknown_interval=with_scheduler(lambda o, s: ([o], [{"scheduler": s, "interval": "week"}])),
-)
-def case_another_return_is_refused(run: Run, configure: Any):
-    with pytest.raises((MisconfigurationException, ValueError)) as caught:
-        run.fit(Configured(configure))
-    return type(caught.value).__name__
-
-
-def case_unknown_settings_of_a_scheduler_are_warned_about(run: Run):
-    with run.warning("unsupported keys", RuntimeWarning):
-        run.fit(Configured(with_scheduler(lambda o, s: ([o], [{"scheduler": s, "colour": "red"}]))))
-
-
 def case_several_optimizers_are_refused_in_automatic_optimization(run: Run):
     with pytest.raises(Exception, match=r"[Oo]ptimizers?"):
         run.fit(Configured(lambda m: [sgd(m), sgd(m)]))
@@ -134,15 +118,6 @@ def case_a_lax_plateau_of_something_unknown_is_warned_about(run: Run):
     module.monitor, module.strict = "nothing", False
     with run.warning("nothing", RuntimeWarning):
         run.fit(module, batches(), batches(2))
-
-
-def case_a_plateau_needs_a_monitor(run: Run):
-    def configure(module: Any) -> Any:
-        optimizer = sgd(module)
-        return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer)}
-
-    with pytest.raises(MisconfigurationException, match="monitor"):
-        run.fit(Configured(configure))
 
 
 def case_schedulers_of_epochs_step_before_validation_is_over_or_after(run: Run):

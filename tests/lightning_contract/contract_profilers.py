@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from contract import Run, each
 from contract_models import Net, batches
-from lightning.pytorch.profilers import AdvancedProfiler, PassThroughProfiler, PyTorchProfiler, SimpleProfiler
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
 
 def case_actions_of_a_fit_are_timed(run: Run):
@@ -20,22 +18,6 @@ def case_actions_of_a_fit_are_timed(run: Run):
     assert sum(seen[name] for name in strategies if name.endswith(".training_step")) == 3
     assert sum(seen[name] for name in strategies if name.endswith(".validation_step")) == 1
     assert not profiler.current_actions
-
-
-@each(
-    nothing=(None, PassThroughProfiler),
-    simple=("simple", SimpleProfiler),
-    advanced=("advanced", AdvancedProfiler),
-    pytorch=("pytorch", PyTorchProfiler),
-)
-def case_profilers_have_names(run: Run, value: Any):
-    word, kind = value
-    assert type(run.trainer(profiler=word).profiler) is kind
-
-
-def case_an_unknown_name_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="profiler"):
-        run.trainer(profiler="stopwatch")
 
 
 @each(simple=SimpleProfiler, advanced=AdvancedProfiler)
@@ -61,20 +43,3 @@ def case_the_user_may_profile_an_action(run: Run):
     profiler = SimpleProfiler()
     run.fit(Acts(), batches(3), profiler=profiler)
     assert len(profiler.recorded_durations["mine"]) == 3
-
-
-@each(validate="validate", test="test", predict="predict")
-def case_actions_of_an_evaluation_are_timed(run: Run, entry: str):
-    profiler = SimpleProfiler()
-    getattr(run.trainer(profiler=profiler), entry)(Net(), batches(2))
-    step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[entry]
-    assert sum(len(times) for name, times in profiler.recorded_durations.items() if name.endswith(step)) == 2
-
-
-def case_an_action_twice_is_refused(run: Run):
-    profiler = SimpleProfiler()
-    profiler.start("action")
-    with pytest.raises(ValueError, match="action"):
-        profiler.start("action")
-    with pytest.raises(ValueError, match="other"):
-        profiler.stop("other")

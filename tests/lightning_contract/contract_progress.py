@@ -4,11 +4,9 @@ import contextlib
 import io
 from typing import Any
 
-import pytest
 from contract import Run, each
-from contract_models import Lines, Net, batches, stream
+from contract_models import Net, batches
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Counts(ProgressBar):
@@ -54,32 +52,9 @@ def case_a_bar_shows_what_it_is_logged(run: Run):
     assert bar.shown == ["shown"]
 
 
-def case_a_bar_shows_the_logger_s_version(run: Run):
-    bar = Counts()
-    run.fit(Shows(), callbacks=[bar], enable_progress_bar=True, logger=Lines())
-    assert bar.shown == ["shown", "v_num"]
-
-
-def case_a_bar_may_not_know_the_end(run: Run):
-    bar = Counts()
-    run.fit(Net(), stream(2), callbacks=[bar], enable_progress_bar=True)
-    assert bar.train == [(1, float("inf")), (2, float("inf"))]
-
-
 def case_there_is_a_bar_by_default(run: Run):
     assert isinstance(run.trainer(enable_progress_bar=True).progress_bar_callback, (TQDMProgressBar, RichProgressBar))
     assert run.trainer(enable_progress_bar=False).progress_bar_callback is None
-
-
-def case_a_bar_of_the_user_s_takes_its_place(run: Run):
-    bar = Counts()
-    trainer = run.trainer(callbacks=[bar], enable_progress_bar=True)
-    assert trainer.progress_bar_callback is bar
-
-
-def case_a_bar_without_bars_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="enable_progress_bar"):
-        run.trainer(callbacks=[Counts()], enable_progress_bar=False)
 
 
 @each(tqdm=TQDMProgressBar, rich=RichProgressBar)
@@ -88,14 +63,6 @@ def case_a_bar_is_drawn_by_the_first_process(run: Run, kind: Any):
         run.fit(Shows(), batches(2), batches(1), callbacks=[kind()], enable_progress_bar=True, num_sanity_val_steps=1)
     printed = out.getvalue() + err.getvalue()
     assert ("shown" in printed and "2/2" in printed) == run.is_first
-
-
-@each(tqdm=TQDMProgressBar, rich=RichProgressBar)
-def case_a_rate_of_zero_draws_nothing(run: Run, kind: Any):
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        run.fit(Shows(), batches(2), callbacks=[kind(refresh_rate=0)], enable_progress_bar=True)
-    printed = out.getvalue() + err.getvalue()
-    assert "shown" not in printed and "2/2" not in printed
 
 
 @each(validate="validate", test="test", predict="predict")
@@ -114,13 +81,3 @@ def case_bars_of_a_fit_reach_their_end(run: Run):
         run.fit(Net(), batches(3), batches(2), callbacks=[bar], enable_progress_bar=True, max_epochs=2)
         assert (bar.train_progress_bar.total, bar.val_progress_bar.total) == (3, 2)
         assert bar.train_progress_bar.n == 3 or not run.is_first
-
-
-def case_a_step_may_print_beside_the_bar(run: Run):
-    class Prints(Net):
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.print("beside")
-
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        run.fit(Prints(), batches(2), callbacks=[TQDMProgressBar()], enable_progress_bar=True)
-    assert (out.getvalue() + err.getvalue()).count("beside") == (2 if run.is_first else 0)

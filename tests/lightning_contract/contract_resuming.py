@@ -78,11 +78,6 @@ def case_a_callback_saves_weights_alone(run: Run):
     assert "optimizer_states" not in torch.load(checkpoint.best_model_path, weights_only=True)
 
 
-def case_saving_before_a_fit_is_refused(run: Run):
-    with pytest.raises(AttributeError, match="save"):
-        run.trainer().save_checkpoint(run.folder / "none.ckpt")
-
-
 @each(one_file=True, as_by_default=False)
 def case_a_fit_goes_on_where_it_was(run: Run, plain_file: bool):
     """Two epochs in one fit equal one epoch and a second one that is resumed from a checkpoint."""
@@ -140,12 +135,6 @@ def case_the_last_of_none_begins_anew(run: Run):
     with run.warning("last"):
         trainer = run.fit(Net(), callbacks=[ModelCheckpoint(run.folder / "kept")], ckpt_path="last")
     assert trainer.global_step == 4
-
-
-@each(fit="fit", validate="validate", test="test", predict="predict")
-def case_a_path_that_is_not_there_is_refused(run: Run, entry: str):
-    with pytest.raises(FileNotFoundError):
-        getattr(run.trainer(), entry)(Net(), batches(1), ckpt_path=run.folder / "nothing.ckpt")
 
 
 @each(validate="validate", test="test", predict="predict")

@@ -8,7 +8,6 @@ import pytest
 from contract import PLAIN, TWO, Run, each
 from contract_models import Net, batches
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 
 class Levels(Net):
@@ -174,27 +173,6 @@ def case_finds_its_folder(run: Run, value: Any):
 def case_saves_nothing_where_it_is_switched_off(run: Run):
     trainer = run.fit(Net(), enable_checkpointing=False)
     assert not run.files("**/*.ckpt") and trainer.checkpoint_callback is None
-
-
-@each(a_mode={"mode": "best"}, a_number={"save_top_k": -2}, a_number_of_steps={"every_n_train_steps": -1})
-def case_an_impossible_argument_is_refused(run: Run, options: Any):
-    with pytest.raises(MisconfigurationException):
-        ModelCheckpoint(run.folder, monitor="level", **options)
-
-
-def case_several_triggers_are_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="mutually exclusive"):
-        ModelCheckpoint(run.folder, every_n_epochs=1, every_n_train_steps=1)
-
-
-def case_several_of_nothing_are_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="save_top_k"):
-        ModelCheckpoint(run.folder, save_top_k=3)
-
-
-def case_of_something_unknown_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="nothing"):
-        run.fit(Net(), batches(), batches(2), callbacks=[ModelCheckpoint(run.folder, monitor="nothing")])
 
 
 def case_a_folder_that_is_not_empty_is_warned_about(run: Run):

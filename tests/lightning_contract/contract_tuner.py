@@ -8,7 +8,6 @@ from contract import Run, each
 from contract_models import Net, Rows, batches, same, weights
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 
@@ -80,20 +79,9 @@ def case_the_rate_may_have_another_name(run: Run):
     assert module.pace == finder.suggestion()
 
 
-def case_a_module_without_a_rate_is_refused(run: Run):
-    with pytest.raises(AttributeError, match="lr"):
-        found(run, Named())
-
-
 def case_a_fast_dev_run_looks_for_nothing(run: Run):
     trainer = run.trainer(fast_dev_run=True)
     assert Tuner(trainer).lr_find(Net(), batches(4)) is None
-
-
-@each(validate="validate", test="test", predict="predict")
-def case_rates_are_found_in_fits_alone(run: Run, method: str):
-    with pytest.raises((ValueError, MisconfigurationException), match="fit"):
-        Tuner(run.trainer()).lr_find(Net(), dataloaders=batches(1), method=method)
 
 
 def case_a_callback_finds_the_rate_before_the_fit(run: Run):
@@ -147,18 +135,3 @@ def case_a_callback_finds_the_size_before_the_fit(run: Run):
     trainer.fit(module)
     assert trainer.global_step == 32 // module.batch_size
     return module.batch_size, weights(module)
-
-
-class WithLoader(Net):
-    def train_dataloader(self) -> Any:
-        return batches(2)
-
-
-def case_a_module_without_a_size_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="batch_size"):
-        Tuner(run.trainer()).scale_batch_size(WithLoader())
-
-
-def case_a_size_is_not_found_for_given_loaders(run: Run):
-    with pytest.raises(MisconfigurationException, match="dataloaders passed"):
-        Tuner(run.trainer()).scale_batch_size(Sized(), batches(2))

@@ -31,7 +31,6 @@ from soak_hosts import Hosts
 TIMEOUT_S = 15.0  # the strategy's timeout
 _LIMIT_S = 100.0  # an attempt that takes longer counts as a hang
 _LIMIT_ON_NETWORK_S = 200.0  # longer: links are cut for some time
-_FLAPS = 5
 _STEP_S = 0.2  # added for each step
 _SPARED_S = 30.0  # how long torchrun waits for ranks that it has sent SIGTERM
 _ALIKE = {"partition": "uniform"}  # the same partition whatever the load of the machine

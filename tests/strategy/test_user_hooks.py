@@ -19,10 +19,6 @@ class Clock(pl.Callback):
         pass
 
 
-class Own(ModelCheckpoint):
-    pass
-
-
 class Transfers(pl.LightningModule):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch

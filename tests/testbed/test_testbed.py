@@ -14,11 +14,8 @@ from pathlib import Path
 import pytest
 
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError
-from testbed import HostResult, Testbed, TestbedOptions, netlink
-from testbed import bed as bed_module
+from testbed import Testbed, TestbedOptions, netlink
 from testbed.cgroup import CpuGroup, find_cpu_hierarchy
-from testbed.errors import TestbedError
 from testbed.state import bed_folder
 
 pytestmark = [
@@ -78,31 +75,6 @@ def test_bytes_travel_at_the_rate_of_the_card_and_of_the_link(
     assert best_rate(bed, source, destination, expected) == pytest.approx(expected, rel=0.15)
 
 
-def test_a_new_rate_holds_in_both_directions_and_is_shown(bed: Testbed) -> None:
-    bed.set_rate("a-1.eth0", 2.5e6)
-    try:
-        assert best_rate(bed, "a-0", "a-1.eth0", 2.5e6) == pytest.approx(2.5e6, rel=0.15)
-        assert best_rate(bed, "a-1", "a-0.eth0", 2.5e6) == pytest.approx(2.5e6, rel=0.15)
-        (status,) = (s for s in bed.status() if (s.host, s.nic.name) == ("a-1", "eth0"))
-        assert status.bandwidth_bytes_per_s == 2.5e6
-    finally:
-        bed.set_rate("a-1.eth0", ETHERNET_BYTES_PER_S)
-
-
-def test_counters_count_the_card_that_was_used_and_no_other(bed: Testbed) -> None:
-    before = bed.counters()
-    transfer(bed, "a-0", "a-1.ib0", rate=25e6, seconds=0.1)
-    after = bed.counters()
-    sent = after["a-0"]["ib0"].sent - before["a-0"]["ib0"].sent
-    received = after["a-1"]["ib0"].received - before["a-1"]["ib0"].received
-    assert sent == pytest.approx(2.5e6, rel=0.02) and received == pytest.approx(2.5e6, rel=0.02)
-    for host, nic in (("a-0", "eth0"), ("a-1", "eth0"), ("b-0", "mlx"), ("b-1", "mlx")):
-        moved = after[host][nic].sent - before[host][nic].sent
-        assert moved < 1000, f"{host}.{nic}"
-    words = (bed.sysfs_root("a-0") / "class/infiniband/ib0/ports/1/counters/port_xmit_data").read_text()
-    assert 4 * int(words) == pytest.approx(after["a-0"]["ib0"].sent, abs=4)
-
-
 def test_a_card_that_is_down_carries_nothing_until_it_is_up(bed: Testbed) -> None:
     _, nic = bed.layout.nic("b-1.mlx")
     program = f"import socket; socket.create_connection(({nic.address!r}, 5000), timeout=0.3)"
@@ -119,27 +91,6 @@ def test_a_card_that_is_down_carries_nothing_until_it_is_up(bed: Testbed) -> Non
         bed.set_up("b-1.mlx")
     assert (port / "state").read_text() == "4: ACTIVE\n"
     assert transfer(bed, "b-0", "b-1.mlx", rate=25e6, seconds=0.1) > 0
-
-
-def test_a_host_gets_its_share_of_the_cpu(bed: Testbed) -> None:
-    program = """if True:
-        import time
-        wall, cpu = time.monotonic(), time.process_time()
-        while time.monotonic() - wall < 1.5: pass
-        print((time.process_time() - cpu) / (time.monotonic() - wall))
-    """
-    argv = [*PYTHON, "-c", program]
-    results = bed.run(argv, hosts=["b-0", "a-0"], timeout_s=20, check=True)
-    # Other processes may use the cores, so only the upper end is sharp.
-    assert 0 < float(results["b-0"].output) < 0.33
-    assert throttled(bed, "b-0") > 0 and throttled(bed, "a-0") == 0
-
-
-def throttled(bed: Testbed, host: str) -> int:
-    """Return how often a host had used up its CPU share, by the kernel's count."""
-    group = CpuGroup(find_cpu_hierarchy(), f"{bed.options.prefix}{bed.bed_id}/{bed.layout.host(host).folder}")
-    counts = dict(line.split() for line in (group.path / "cpu.stat").read_text().splitlines())
-    return int(counts.get("nr_throttled", 0))
 
 
 def test_processes_find_who_and_where_they_are(bed: Testbed) -> None:
@@ -174,14 +125,6 @@ def test_processes_find_who_and_where_they_are(bed: Testbed) -> None:
         assert told["devices"] == ["ib0" if host[0] == "a" else "mlx"]
 
 
-def test_the_main_interface_is_the_one_that_reaches_the_master(bed: Testbed) -> None:
-    program = "import sys; from lightning_holmes.cluster.hardware import probe_host as p; print(*(p(master_addr=a).main_interface for a in sys.argv[1:]))"
-    masters = [bed.layout.host("b-1").ethernet.address, bed.layout.nic("a-1.ib0")[1].address]
-    command = [sys.executable, "-c", program, *masters, ""]
-    results = bed.run(command, hosts=["a-0"], env={"PYTHONPATH": ROOT}, timeout_s=60, check=True)
-    assert results["a-0"].output.split() == ["eth0", "ib0", "eth0"]
-
-
 def test_torchrun_numbers_processes_by_node(bed: Testbed) -> None:
     program = "import os; print(*(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
     order = ["b-0", "a-0"]
@@ -197,46 +140,6 @@ def test_torchrun_numbers_processes_by_node(bed: Testbed) -> None:
     for node, host in enumerate(order):
         lines = [line for line in results[host].output.splitlines() if line.endswith(f" 4 {address}")]
         assert sorted(lines) == [f"{rank} {node} 4 {address}" for rank in (2 * node, 2 * node + 1)]
-
-
-def pids_of(bed: Testbed) -> list[int]:
-    return CpuGroup(find_cpu_hierarchy(), f"{bed.options.prefix}{bed.bed_id}").pids()
-
-
-def test_a_run_is_ended_at_its_limit_with_all_that_it_started(bed: Testbed) -> None:
-    heard: list[tuple[str, str]] = []
-    started = time.monotonic()
-    results = bed.run(
-        ["sh", "-c", "echo here; setsid sleep 60 & sleep 60"],
-        hosts=["a-0", "a-1"],
-        timeout_s=2.0,
-        echo=lambda host, line: heard.append((host, line)),
-    )
-    assert time.monotonic() - started < 20
-    assert sorted(heard) == [("a-0", "here"), ("a-1", "here")]
-    assert all(result.timed_out and result.exit_code is None for result in results.values())
-    assert pids_of(bed) == []
-    with pytest.raises(TestbedError, match=r"a-0: ended after 2 s\nhere"):
-        bed_module.raise_if_failed(results, 2.0)
-
-
-def test_one_failed_host_ends_the_others_after_the_grace(bed: Testbed) -> None:
-    argv = ["sh", "-c", 'test "$HOLMES_HOST_NAME" = a-0 || sleep 60; exit 3']
-    started = time.monotonic()
-    results = bed.run(argv, hosts=["a-0", "b-1"], timeout_s=60, grace_s=0.2)
-    assert time.monotonic() - started < 20
-    assert (results["a-0"].exit_code, results["b-1"].exit_code, results["b-1"].timed_out) == (3, None, False)
-    result: HostResult = bed.run(["no-such-program"], hosts=["a-0"], timeout_s=10)["a-0"]
-    assert result.exit_code == 1 and "no-such-program: No such file" in result.output
-
-
-def test_wrong_names_and_orders_are_refused(bed: Testbed) -> None:
-    with pytest.raises(TestbedError, match="no host 'x'"):
-        bed.run(["true"], hosts=["x"])
-    with pytest.raises(ConfigurationError, match="must hold each of"):
-        bed.run(["true"], node_order=["a-0"])
-    with pytest.raises(ConfigurationError, match="at least 8 kbit/s"):
-        bed.set_rate("a-0.eth0", 1)
 
 
 def remains(bed_id: str) -> list[str]:
@@ -277,17 +180,3 @@ def test_nothing_is_left_of_a_testbed_whose_process_was_killed(number: signal.Si
         with Testbed(Topology.from_yaml_text(TEXT)):  # the next testbed, with any name, removes those without an owner
             assert remains(bed_id) == []
     assert remains(bed_id) == []
-
-
-def test_two_testbeds_do_not_meet() -> None:
-    topology = Topology.from_yaml_text(TEXT)
-    with Testbed(topology) as first:
-        with Testbed(topology, OPTIONS) as second:
-            assert first.layout.hosts[0].ethernet.address == second.layout.hosts[0].ethernet.address
-            before = first.counters()
-            transfer(second, "a-0", "a-1.eth0", seconds=0.1)
-            assert first.counters() == before
-            first.set_down("a-0.eth0")
-            assert all(status.up for status in second.status())
-        assert first.run(["true"], timeout_s=20, check=True).keys() == set(first.hosts)
-    assert remains(first.bed_id) == remains(second.bed_id) == []

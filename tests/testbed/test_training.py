@@ -179,13 +179,6 @@ def test_clusters_of_unlike_sizes_share_out_stages_of_equal_size(tmp_path: Path)
     check_counters(outcome)
 
 
-def test_one_cluster_alone_is_pure_data_parallel(tmp_path: Path) -> None:
-    outcome = run([cluster("a", 2, "infiniband")], tmp_path, order=["a1", "a0"])
-    assert outcome.stages == [{"a0", "a1"}]
-    assert outcome.transports("data_parallel")[frozenset({"a0", "a1"})].startswith("gloo on ib0")
-    check_counters(outcome)
-
-
 def test_only_ethernet_and_a_cluster_named_by_hand(tmp_path: Path) -> None:
     """Without RDMA all hosts of a subnet are one cluster, unless HOLMES_CLUSTER says otherwise."""
     clusters = [cluster("a", 1), cluster("b", 1)]
