@@ -32,7 +32,6 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
-from benchmarks.bare_sockets import NEXT_HOST
 from benchmarks.bench_report import Report, Result, show_seconds
 from benchmarks.contenders import CONTENDERS, Contender, make_contender
 from benchmarks.workload import Workload
@@ -233,7 +232,6 @@ def run_contender(
         return Result(name=contender.name, title=contender.title, problem=why_not, can_run=False)
     topology, workload = network.make_topology(), network.workload
     names = [host.name for host in topology.hosts]
-    following = dict(zip(names, names[1:] + names[:1], strict=True))
     clusters = {host.name: host.cluster for host in bed.layout.hosts}
     with tempfile.TemporaryDirectory(prefix="holmes-bench-") as folder_name:
         folder = Path(folder_name)
@@ -251,8 +249,6 @@ def run_contender(
 
         def of_host(host: str) -> dict[str, str]:
             found = {"GLOO_SOCKET_IFNAME": bed.ethernet_interface(host)} if contender.gloo_on_ethernet else {}
-            if contender.carried:
-                found[NEXT_HOST] = bed.layout.host(following[host]).ethernet.address
             if with_nodes and clusters[host] != "optimizer-nodes":
                 found["HOLMES_CLUSTER"] = clusters[host]
             return found

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bare_sockets import BareSockets
 from benchmarks.bench_report import show_seconds
 from benchmarks.contenders import make_contender
 from benchmarks.workload import SharedBatches, Workload
@@ -81,11 +80,6 @@ def main(name: str, folder: Path) -> None:
     seed_everything(1, verbose=False)
     accumulated = workload.microbatches if contender.accumulates else 1
     clock = Clock(workload.warmup_steps, accumulated)
-    callbacks: list[Callback] = [clock]
-    if contender.carried:
-        sent = contender.carried * 4 * workload.num_parameters * (world_size - 1) // world_size
-        # after the clock, so that it reads its counters before the transfers start
-        callbacks.append(BareSockets(sent, batches=accumulated))
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -99,7 +93,7 @@ def main(name: str, folder: Path) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=job["output"],
-        callbacks=callbacks,
+        callbacks=[clock],
     )
     data = SharedBatches(workload, num_replicas=world_size if contender.alone else None, accumulated=accumulated)
     trainer.fit(contender.module(**workload.model_arguments), datamodule=data)

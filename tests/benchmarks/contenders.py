@@ -43,8 +43,6 @@ class Contender:
         accumulates: microbatches are batches of a gradient accumulation window; otherwise the strategy splits a batch.
         alone: each process trains independently, on its part of the batch.
         gloo_on_ethernet: GLOO_SOCKET_IFNAME is set to the Ethernet card, as a careful user would do.
-        carried: how many times the bytes of all parameters, without the process's own share, each process sends to the next process
-            in a step, over bare sockets.
         env: environment variables of its processes, in addition to those of all contenders.
         why_not: returns why it cannot run; None: it can.
     """
@@ -57,7 +55,6 @@ class Contender:
     accumulates: bool = True
     alone: bool = False
     gloo_on_ethernet: bool = True
-    carried: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     why_not: Callable[[], str | None] = lambda: None
 
@@ -124,14 +121,6 @@ _ALL = (
         title="no communication (the floor)",
         build_strategy=lambda world_size, arguments: SingleDeviceStrategy(device="cpu"),
         alone=True,
-    ),
-    # what the transfers of a data-parallel step alone would cost
-    Contender(
-        name="sockets",
-        title="no communication, beside bare sockets that carry P (D-1)/D",
-        build_strategy=lambda world_size, arguments: SingleDeviceStrategy(device="cpu"),
-        alone=True,
-        carried=1,
     ),
     Contender(
         name="ddp",

@@ -1,8 +1,6 @@
 """The code that the step-time benchmarks run in their processes: plain, staged and bare loops, in turn."""
 
-import ctypes
 import itertools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +16,6 @@ import lightning_holmes
 from recipes.gpt import GPT
 
 SEQUENCE = 128
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
 class Windows(Dataset):  # type: ignore[type-arg]
@@ -112,70 +109,6 @@ def two_replicas(options: dict[str, int]) -> dict[str, list[float]]:
     return found
 
 
-def layered_in_turn(options: dict[str, int]) -> dict[str, list[float]]:
-    """Return the processor seconds of a step, as the median of each run, in alternating order: all layers in one
-    stage; and each layer in its own stage, which runs all microbatches before the next stage. Both use the same
-    microbatches, everything resident, in one process. With ``bare``, the same in plain torch. The first steps, which
-    allocate the memory of all microbatches, are not counted. malloc options keep this memory: glibc may otherwise
-    return it to the system after each step and fault it in again, up to 0.09 s of 2.8 s; in a running process mallopt
-    replaces MALLOC_TRIM_THRESHOLD_."""
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(M_MMAP_THRESHOLD, 32 << 20) and libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    found: dict[str, list[float]] = {"one stage": [], "layered": []}
-    found |= {"bare one stage": [], "bare layered": []} if options["bare"] else {}
-    settings: dict[str, Any] = {"pipeline_parallel_size": 1, "num_microbatches": options["num_microbatches"]}
-    for turn in range(options["pairs"]):
-        for name in list(found) if turn % 2 == 0 else list(found)[::-1]:
-            module = build(options["hidden_size"], options["num_layers"])
-            layered = name.endswith("layered")
-            if name.startswith("bare"):
-                steps = bare_order(module, options, layered=layered)
-            else:
-                strategy = lightning_holmes.HolmesStrategy(**settings, schedule="breadth_first" if layered else "1f1b")
-                steps = train(module, strategy, 1, options["batch_size"], options["steps"], 4, clock=time.process_time)
-            found[name].append(statistics.median(steps))
-    return found
-
-
-def bare_order(gpt: GPT, options: dict[str, int], *, layered: bool) -> list[float]:
-    """Return the processor seconds of each step in plain torch: microbatch by microbatch, or layer by layer, where
-    each layer has its own backward."""
-    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
-    microbatches = Windows(options["batch_size"]).tokens.chunk(options["num_microbatches"])
-    stages = [[layer] for layer in gpt.layers] if layered else [list(gpt.layers)]
-    last = len(stages) - 1
-
-    def run(group: list[int]) -> None:
-        given: dict[tuple[int, int], Tensor] = {}
-        made: dict[tuple[int, int], Tensor] = {}
-        for stage, index in itertools.product(range(len(stages)), group):
-            if stage == 0:
-                hidden = gpt.embedding(microbatches[index][:, :-1])
-            else:
-                hidden = given[stage, index] = made[stage - 1, index].detach().requires_grad_()
-            cos, sin = gpt.rotary(SEQUENCE, hidden.device)
-            for layer in stages[stage]:
-                hidden = layer(hidden, cos, sin)
-            if stage == last:
-                logits = gpt.head(gpt.norm(hidden)).flatten(0, 1)
-                hidden = nn.functional.cross_entropy(logits, microbatches[index][:, 1:].flatten())
-            made[stage, index] = hidden
-        for stage, index in itertools.product(reversed(range(len(stages))), group):
-            gradient = torch.tensor(1 / len(microbatches)) if stage == last else given.pop((stage + 1, index)).grad
-            made.pop((stage, index)).backward(gradient)
-
-    seconds = []
-    for _ in range(options["steps"] + 4):
-        start = time.process_time()
-        optimizer.zero_grad()
-        everyone = list(range(len(microbatches)))
-        for group in [everyone] if layered else [[index] for index in everyone]:
-            run(group)
-        optimizer.step()
-        seconds.append(time.process_time() - start)
-    return seconds[4:]
-
-
 class BareStage(nn.Module):
     """Half of a GPT as a plain module, for torch.distributed.pipelining."""
 
@@ -250,40 +183,3 @@ def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
                 times = bare_loop(options, dist.get_rank(), microbatches)
             found[name] += times
     return found
-
-
-def monitored_in_turn(options: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds of the batches of one run, every second one recorded by the strategy's clock."""
-    seconds: dict[str, list[float]] = {"holmes": [], "plain": []}
-
-    class InTurn(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx % 2:
-                trainer.strategy.start_monitoring()
-            else:
-                trainer.strategy.stop_monitoring()
-            self.began = time.perf_counter()
-
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            taken = time.perf_counter() - self.began
-            if batch_idx >= 4:
-                seconds["holmes" if batch_idx % 2 else "plain"].append(taken)
-
-    seed_everything(1, verbose=False)
-    module = GPT(hidden_size=options["hidden_size"], num_layers=options["num_layers"], sequence_length=SEQUENCE)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=lightning_holmes.HolmesStrategy(
-            pipeline_parallel_size=2, num_microbatches=options["num_microbatches"]
-        ),
-        max_steps=options["steps"],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[InTurn()],
-    )
-    windows = Windows(options["batch_size"] * options["steps"])
-    trainer.fit(module, DataLoader(windows, batch_size=options["batch_size"]))
-    return seconds

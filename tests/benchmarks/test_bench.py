@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks import bench
-from benchmarks.bench_report import Report, Result
 from benchmarks.contenders import CONTENDERS, make_contender
 from launch import forked_executable
-
-from lightning_holmes.errors import ConfigurationError
 
 SMALL = "--hidden-size 64 --num-layers 2 --num-heads 2 --sequence-length 32 --batch-size 8 --steps 3 --warmup-steps 1 --cpu-share 2"
 
@@ -50,45 +47,6 @@ def test_a_small_benchmark_measures_steps_and_bytes(
     assert (tmp_path / "timeline.json").is_file()
     if importlib.util.find_spec("deepspeed") is None:
         assert deepspeed["step_s"] is None and "deepspeed is not installed" in deepspeed["problem"]
-
-
-def test_shares_are_of_the_slowest_ranks_median_step() -> None:
-    floor = Result(name="floor", title="floor", rank_steps_s=[[1.0, 9.0, 1.0], [2.0, 2.0, 9.0]])
-    slow = Result(name="ddp", title="DDP", rank_steps_s=[[4.0], [3.0]])
-    failed = Result(name="fsdp2", title="FSDP2", problem="it fell over")
-    report = Report(results=[floor, slow, failed], floor="floor", network="n", command="c", facts={})
-    assert report.floor_s == 2.0
-    assert [result.failed for result in report.results] == [False, False, True]
-    assert [report.share(result) for result in report.results] == [1.0, 0.5, None]
-    unlike = dataclasses.replace(report, unlike_hosts=True)
-    assert unlike.floor_s == pytest.approx(2 / (1 / 1.0 + 1 / 2.0)), "each rank has as much of the work as it is fast"
-
-
-def test_runs_of_one_contender_are_joined_and_a_failed_one_is_told() -> None:
-    first = Result(name="x", title="X", rank_steps_s=[[1.0], [2.0]], ethernet_bytes=5.0, peak_bytes=8.0, plans=["a"])
-    second = Result(name="x", title="X", rank_steps_s=[[3.0], [4.0]], ethernet_bytes=7.0, peak_bytes=9.0, plans=["b"])
-    failed = Result(name="x", title="X", problem="it fell over")
-    both = bench.join([first, second])
-    assert both.rank_steps_s == [[1.0, 3.0], [2.0, 4.0]] and both.peak_bytes == 9.0
-    assert both.plans == ["a", "b"]
-    joined = bench.join([first, failed])
-    assert joined.rank_steps_s == [[1.0], [2.0]] and joined.problem == "1 of 2 runs failed: it fell over"
-    assert bench.join([failed]).problem == "it fell over"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--hosts 2 1", "--batch-size 32 does not divide among 3 processes"),
-        ("--cpu-share 0.4 0.3 0.2", "--cpu-share: give one for all hosts, or one for each of the 2 clusters"),
-        ("--contenders quick", "'quick' is no contender; there are floor, sockets, ddp"),
-        ("--contenders ddp:{}", "'ddp:{}' is no contender"),
-        ("--contenders holmes:{", "are no JSON"),
-    ],
-)
-def test_impossible_options_are_refused(arguments: str, words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        bench.main(arguments.split())
 
 
 def test_every_contenders_strategy_can_be_made() -> None:
