@@ -10,7 +10,6 @@ from launch import launch_raw
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import run_command
-from lightning_holmes.commands.topology_table import bandwidth, duration, latency, ranges
 from lightning_holmes.errors import ConfigurationError
 
 FILE = """\
@@ -158,16 +157,3 @@ def test_a_job_of_two_hosts(sysfs: Path, tmp_path: Path) -> None:
     (cluster,) = data["clusters"]
     assert [(host["name"], host["ranks"]) for host in cluster["hosts"]] == [("node0", [1]), ("node1", [0])]
     assert cluster["speeds"][0]["bandwidth"] == 50e9
-
-
-def test_figures_for_people() -> None:
-    assert [bandwidth(value) for value in (None, 25e9, 11.675e6, 124.9e6, 10.0)] == [
-        "?",
-        "200 Gbit/s",
-        "93.4 Mbit/s",
-        "999 Mbit/s",
-        "80 bit/s",
-    ]
-    assert [latency(value) for value in (None, 5e-5, 2.1e-3, 1.5)] == ["", "50 us", "2.1 ms", "1.5 s"]
-    assert [duration(value) for value in (-1, 12, 300, 3 * 3600)] == ["0 s", "12 s", "5 min", "3 h"]
-    assert ranges((3, 0, 1, 2, 8)) == "0-3, 8"

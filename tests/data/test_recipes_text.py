@@ -13,7 +13,7 @@ from quiet import quiet_trainer
 
 from lightning_holmes.data import CountingSampler
 from lightning_holmes.errors import ConfigurationError
-from recipes.text import FileBytes, TokenFile, find_files, find_stdlib_sources
+from recipes.text import FileBytes, TokenFile
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,52 +53,6 @@ def test_windows_cover_the_tokens_and_labels_are_shifted(tmp_path, kind):
     again = pickle.loads(pickled := pickle.dumps(data.train_windows))
     torch.testing.assert_close(again[3], data.train_windows[3])
     assert kind == "bytes" or (b"a.bin" in pickled and len(pickled) < 2000), "the path, and not the tokens"
-
-
-def test_the_split_is_disjoint_complete_and_reproducible(tmp_path):
-    folder = make_folder(tmp_path)
-
-    def split(seed):
-        data = FileBytes(folder, sequence_length=8, batch_size=2, val_fraction=0.25, seed=seed)
-        data.setup()
-        return data.train_windows.indices.tolist(), data.val_windows.indices.tolist()
-
-    train, val = split(3)
-    assert len(val) == 6 and sorted(train + val) == list(range(24))
-    assert split(3) == (train, val) and split(4)[1] != val
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches(tmp_path, num_workers):
-    data = make("uint16", tmp_path, sequence_length=8, batch_size=4, val_fraction=0.1, num_workers=num_workers)
-    batches = list(data.train_dataloader())
-    assert {name: value.shape for name, value in batches[0].items()} == {"input_ids": (4, 8), "labels": (4, 8)}
-    starts = torch.cat([batch["input_ids"][:, 0] for batch in batches])
-    assert starts.unique().numel() == len(starts) and starts.tolist() != sorted(starts.tolist())
-    again = torch.cat([batch["input_ids"][:, 0] for batch in data.train_dataloader()])
-    assert torch.equal(starts, again)  # a new loader starts from the seed
-    held_out = {int(x) for batch in data.val_dataloader() for x in batch["input_ids"][:, 0]}
-    assert len(held_out) == 2 and not held_out & set(starts.tolist())
-
-
-def test_the_standard_library_has_text_and_nothing_else():
-    data = FileBytes("stdlib")
-    data.setup()
-    assert len(data.train_windows) > 10_000
-    text = bytes(data.train_windows[5]["input_ids"].tolist())
-    files = find_stdlib_sources()
-    assert text in b"".join(path.read_bytes() for path in files)
-    assert files == sorted(files) == find_stdlib_sources()
-    assert all(path.suffix == ".py" for path in files)
-    assert not any({"site-packages", "test", "idlelib"} & set(path.parts) for path in files)
-
-
-def test_max_bytes_takes_the_front_and_files_come_in_the_order_given(tmp_path):
-    assert (
-        len(make("bytes", tmp_path, max_bytes=33, sequence_length=8, batch_size=1, val_fraction=0.0).train_windows) == 4
-    )
-    names = [path.name for path in find_files([f"{tmp_path}/b", f"{tmp_path}/a.txt"])]
-    assert names == ["c.txt", "a.txt"]
 
 
 @pytest.mark.parametrize(

@@ -18,61 +18,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
 
 
-class Everything(Callback):
-    """Records every hook that is called, whatever its name."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("setup", "teardown") or (name.startswith("on_") and hasattr(Callback, name)):
-            return lambda *args, **kwargs: self.names.append(name)
-        return super().__getattribute__(name)
-
-
-def case_hooks_of_a_fit_come_in_their_order(run: Run):
-    callback = Everything()
-    run.fit(Net(), batches(1), batches(1), callbacks=[callback], num_sanity_val_steps=1)
-    validation = [
-        "on_validation_start",
-        "on_validation_epoch_start",
-        "on_validation_batch_start",
-        "on_validation_batch_end",
-        "on_validation_epoch_end",
-        "on_validation_end",
-    ]
-    assert callback.names == [
-        "setup",
-        "on_fit_start",
-        "on_sanity_check_start",
-        *validation,
-        "on_sanity_check_end",
-        "on_train_start",
-        "on_train_epoch_start",
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-        *validation,
-        "on_train_epoch_end",
-        "on_train_end",
-        "on_fit_end",
-        "teardown",
-    ]
-
-
-@each(validate="validation", test="test", predict="predict")
-def case_hooks_of_an_evaluation_come_in_their_order(run: Run, stage: str):
-    callback = Everything()
-    entry = "validate" if stage == "validation" else stage
-    getattr(run.trainer(callbacks=[callback]), entry)(Net(), batches(2))
-    steps = [f"on_{stage}_batch_start", f"on_{stage}_batch_end"] * 2
-    around = [f"on_{stage}_start", f"on_{stage}_epoch_start", *steps, f"on_{stage}_epoch_end", f"on_{stage}_end"]
-    assert callback.names == ["setup", *around, "teardown"]
-
-
 class Order(Callback):
     """Records its name in a shared list in each of these hooks."""
 
@@ -126,21 +71,6 @@ def case_the_module_s_callback_takes_the_place_of_the_trainer_s(run: Run):
 
     trainer = run.fit(Brings(), callbacks=[EarlyStopping("val_loss", patience=1)])
     assert [c.patience for c in trainer.early_stopping_callbacks] == [7]
-
-
-@each(fit="fit", validate="validate", test="test", predict="predict")
-def case_setup_and_teardown_are_told_the_stage(run: Run, entry: str):
-    told: list[Any] = []
-
-    class Told(Callback):
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            told.append(("setup", stage))
-
-        def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-            told.append(("teardown", stage))
-
-    getattr(run.trainer(callbacks=[Told()]), entry)(Net(), batches(1))
-    assert told == [("setup", entry), ("teardown", entry)]
 
 
 def case_batch_hooks_are_given_batch_and_index(run: Run):

@@ -9,97 +9,6 @@ from contract_models import WIDTH, Calls, Net, batches, weights
 from torch import nn
 
 
-class Notes(Net):
-    """A module with a list for the names of its hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-
-def noted(names: Any) -> type[Notes]:
-    """Make a module class that overrides these hooks and records their calls."""
-
-    def hook(name: str) -> Any:
-        def note(self: Any, *args: Any, **kwargs: Any) -> None:
-            self.names.append(name)
-
-        return note
-
-    return type("Noted", (Notes,), {name: hook(name) for name in names})
-
-
-def case_hooks_of_a_fit_come_in_their_order(run: Run):
-    validation = [
-        "on_validation_start",
-        "on_validation_epoch_start",
-        "on_validation_batch_start",
-        "on_validation_batch_end",
-        "on_validation_epoch_end",
-        "on_validation_end",
-    ]
-    names = [
-        "setup",
-        "on_fit_start",
-        "on_train_start",
-        "on_train_epoch_start",
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-        *validation,
-        "on_train_epoch_end",
-        "on_train_end",
-        "on_fit_end",
-        "teardown",
-    ]
-    module = noted(names)()
-    run.fit(module, batches(1), batches(1))
-    assert module.names == names
-
-
-@each(validate="validation", test="test", predict="predict")
-def case_hooks_of_an_evaluation_come_in_their_order(run: Run, stage: str):
-    steps = [f"on_{stage}_batch_start", f"on_{stage}_batch_end"]
-    names = [f"on_{stage}_start", f"on_{stage}_epoch_start", *steps, f"on_{stage}_epoch_end", f"on_{stage}_end"]
-    module = noted(["setup", *names, "teardown"])()
-    getattr(run.trainer(), "validate" if stage == "validation" else stage)(module, batches(1))
-    assert module.names == ["setup", *names, "teardown"]
-
-
-BEFORE_STEPS = ("setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
-
-
-@each(**{hook: hook for hook in BEFORE_STEPS})
-def case_what_a_hook_makes_is_there_in_the_step(run: Run, hook: str):
-    class Makes(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) * self.made
-
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.made = 2.0
-
-    module = type("Made", (Makes,), {hook: make})()
-    run.fit(module)
-    return weights(module)
-
-
-@each(validation_start="on_validation_start", validation_epoch_start="on_validation_epoch_start")
-def case_what_a_hook_makes_is_there_in_the_validation_step(run: Run, hook: str):
-    class Makes(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.made.append(float(self.loss(batch)))
-
-    def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.made = []
-
-    module = type("Made", (Makes,), {hook: make})()
-    run.fit(module, batches(2), batches(2))
-    return module.made
-
-
 class Built(pl.LightningModule):
     """A module that has no layers until a hook builds them."""
 
@@ -122,32 +31,6 @@ def case_layers_may_be_built_in(run: Run, hook: str):
     module = type("BuiltLater", (Built,), {hook: build})()
     trainer = run.fit(module, batches(4))
     assert trainer.global_step == 4 and len(list(module.parameters())) == 4
-
-
-@each(fit="fit", validate="validate", test="test", predict="predict")
-def case_setup_and_teardown_are_told_the_stage(run: Run, entry: str):
-    told: list[Any] = []
-
-    class Told(Net):
-        def setup(self, stage: str) -> None:
-            told.append(("setup", stage))
-
-        def teardown(self, stage: str) -> None:
-            told.append(("teardown", stage))
-
-    getattr(run.trainer(), entry)(Told(), batches(1))
-    assert told == [("setup", entry), ("teardown", entry)]
-
-
-def case_data_are_prepared_once(run: Run):
-    count = []
-
-    class Prepares(Net):
-        def prepare_data(self) -> None:
-            count.append("prepared")
-
-    run.fit(Prepares(), batches(1))
-    assert len(count) == (1 if run.is_first else 0)
 
 
 def case_a_module_knows_its_trainer(run: Run):

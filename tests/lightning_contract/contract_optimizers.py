@@ -279,20 +279,6 @@ def case_another_optimizer_in_the_second_epoch(run: Run):
     return weights(module)
 
 
-def case_hooks_of_a_batch_come_in_their_order(run: Run):
-    hooks = (
-        "on_train_batch_start",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-    )
-    calls = Calls(*hooks)
-    run.fit(Net(), callbacks=[calls], limit_train_batches=2)
-    assert calls.names == list(hooks) * 2
-
-
 def case_gradients_are_there_between_backward_and_step(run: Run):
     seen: list[Any] = []
 

@@ -32,19 +32,6 @@ class Transfers(Net):
         return batch
 
 
-def case_hooks_of_a_fit_come_once_a_batch(run: Run):
-    module = Transfers()
-    run.fit(module, batches(2), limit_val_batches=0)
-    assert module.calls == [(hook, 0) for hook in HOOKS] * 2
-
-
-@each(validate="validate", test="test", predict="predict")
-def case_hooks_of_an_evaluation_come_once_a_batch(run: Run, entry: str):
-    module = Transfers()
-    getattr(run.trainer(), entry)(module, batches(2))
-    assert module.calls == [(hook, 0) for hook in HOOKS] * 2
-
-
 def case_hooks_are_told_the_loader(run: Run):
     class Several(Transfers):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:

@@ -16,8 +16,6 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_holmes import HolmesStrategy
-
 
 def loader() -> DataLoader[Any]:
     return DataLoader(Pairs(16), batch_size=4)
@@ -74,19 +72,6 @@ class GivesBonus(Callback):
         pl_module.bonus = 0.5  # type: ignore[assignment]
 
 
-class ReadsRates(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        scheduler: Any = self.lr_schedulers()
-        rates = (
-            self.trainer.optimizers[0].param_groups[0]["lr"],
-            optimizer.param_groups[0]["lr"],
-            scheduler.get_last_lr()[0],
-        )
-        self.log("rates", sum(rates))
-        return super().training_step(batch, batch_idx) * (1 + sum(rates))
-
-
 class ChangesTrainer(Net):
     """Its step changes the learning rate and the trainer: once a batch, although the step is also tried beforehand."""
 
@@ -94,21 +79,6 @@ class ChangesTrainer(Net):
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
         self.trainer.should_stop = self.trainer.global_step == 5
         return super().training_step(batch, batch_idx)
-
-
-class Signatures(Net):
-    def training_step(self, batch: Any, batch_idx: int, hiddens: Any = None) -> Tensor:
-        assert hiddens is None
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any, batch_idx: int, prefix: str = "val") -> None:
-        self.log(f"{prefix}_loss", self.loss(batch))
-
-
-class StarSignature(Net):
-    def training_step(self, *args: Any) -> Tensor:
-        self.log("arguments", float(len(args)))
-        return self.loss(args[0])
 
 
 class ReadsElsewhere(Net):
@@ -242,22 +212,10 @@ def state_from_hooks_of_other_runs(setting: Setting) -> Any:
     return trainer.validate(module, loader(), verbose=False), found(trainer, module)
 
 
-def rates(setting: Setting) -> Any:
-    return fit(setting, ReadsRates())
-
-
 def changes_trainer(setting: Setting) -> Any:
     if setting.holmes is not None:
         setting.holmes = setting.holmes | {"num_microbatches": 1}
     return fit(setting, ChangesTrainer(), max_epochs=3)
-
-
-def signatures(setting: Setting) -> Any:
-    return fit(setting, Signatures())
-
-
-def star_signature(setting: Setting) -> Any:
-    return fit(setting, StarSignature())
 
 
 def unknown_evaluation(setting: Setting) -> Any:
@@ -317,40 +275,19 @@ def saving_without_a_batch(setting: Setting) -> Any:
     return found(trainer, module)
 
 
-def one_pass_loader(setting: Setting) -> Any:
-    return fit(setting, Net(), (iter(list(loader())), loader()), max_epochs=1)
-
-
-def profiled(setting: Setting) -> Any:
-    """Profile a step that reads its trainer, as any other step."""
-    if setting.holmes is not None:
-        setting.holmes = setting.holmes | {"num_microbatches": "auto"}
-    trainer, module = setting.trainer(max_epochs=1), ReadsRates()
-    trainer.fit(module, loader(), loader())
-    if isinstance(trainer.strategy, HolmesStrategy) and trainer.world_size > 1:
-        notes = "\n".join(trainer.strategy.plan.notes)
-        assert "FLOPs counted" in notes and "not be profiled" not in notes, notes
-    return found(trainer, module)
-
-
 CASES = {
     case.__name__: case
     for case in (
         objects,
         state_from_hooks,
         state_from_hooks_of_other_runs,
-        rates,
         changes_trainer,
-        signatures,
-        star_signature,
         unknown_evaluation,
         unknown_evaluation_that_reads_elsewhere,
         known_evaluation_that_reads_elsewhere,
         unknown_evaluation_of_parameters_in_shards,
         resuming,
         saving_without_a_batch,
-        one_pass_loader,
-        profiled,
     )
 }
 
