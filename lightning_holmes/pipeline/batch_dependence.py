@@ -162,6 +162,8 @@ def _parts(
         weights = [float(weigh(h) if callable(weigh) else splitter.batch_size(h)) for h in halves]
     except UnsupportedModuleError:  # the run itself reports the reason
         return None
+    if not all(0 <= weight < float("inf") for weight in weights):
+        return None  # refused by name in the step
     return small, halves, weights
 
 

@@ -138,7 +138,7 @@ def left_by_fits(_: Any) -> list[tuple[int, list[str]]]:
         make_trainer(HolmesStrategy(), devices=2).fit(Stack(), loader())
         gc.collect()
         names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
-        left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, (HolmesStrategy, Membership, Run))]
+        left = [type(o).__name__ for o in gc.get_objects() if isinstance(o, (HolmesStrategy, Job, Run))]
         found.append((sum("gloo" in name for name in names), left))
     return found
 
@@ -221,3 +221,28 @@ def test_a_loss_that_cannot_be_trained_is_refused_as_in_plain_lightning(kind: st
     if kind != "empty":  # an empty batch is not split in plain Lightning, which takes the mean of nothing
         with pytest.raises(RuntimeError):
             make_trainer("auto").fit(NoLoss(kind), data)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan")])
+def test_impossible_weights_of_microbatches_are_named(weight: float) -> None:
+    class Weighted(Stack):
+        def microbatch_weight(self, batch: list[Tensor]) -> float:
+            return weight
+
+    with pytest.raises(ConfigurationError, match=r"Weighted\.microbatch_weight gave"):
+        make_trainer(HolmesStrategy(num_microbatches=2)).fit(Weighted(), loader())
+
+
+def test_a_modules_own_parts_are_counted_and_few_samples_make_fewer() -> None:
+    class Own(Stack):
+        def split_batch(self, batch: list[Tensor], count: int) -> list[list[Tensor]]:
+            return [[batch[0][:1]], [batch[0][1:]]]
+
+        def microbatch_weight(self, batch: list[Tensor]) -> float:
+            return float(len(batch[0]))
+
+    with pytest.raises(ConfigurationError, match="split_batch returned 2 parts of a batch, not 3"):
+        make_trainer(HolmesStrategy(num_microbatches=3)).fit(Own(), loader())
+    trainer = make_trainer(HolmesStrategy(num_microbatches=4))
+    trainer.fit(Stack(), DataLoader(TensorDataset(torch.randn(10, 4)), batch_size=4))
+    assert trainer.global_step == 3, "the last batch has two samples"
