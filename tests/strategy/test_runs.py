@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.checkpoint import Membership, read_state_dict
+from lightning_holmes.checkpoint import read_state_dict
 from lightning_holmes.checkpoint.finding import is_folder
 from lightning_holmes.commands.convert import main as convert
 from lightning_holmes.errors import ConfigurationError, HolmesError
+from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.run import Run
 
 
