@@ -69,6 +69,11 @@ def signal_connector(trainer: "pl.Trainer") -> Any:
     return trainer._signal_connector
 
 
+def synchronises_batch_norm(trainer: "pl.Trainer") -> bool:
+    """Whether ``Trainer(sync_batchnorm=True)``, or a plugin for it, was given; the trainer tells the strategy alone."""
+    return trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]
+
+
 def read_folders(is_ours: Callable[[Any], bool], read: Callable[..., dict[str, Any]]) -> None:
     """Make ``load_from_checkpoint``, and every strategy that reads one file, call ``read(path, map_location=, weights_only=)``
     for a path for which ``is_ours`` is true: a folder, which they would refuse. Other paths are read as before."""
@@ -119,7 +124,7 @@ def data_fetcher(loop: Any) -> Any:
 
 
 def loaders_of(loop: Any) -> list[Any]:
-    """The training loaders of a fit loop, as a flat list."""
+    """The loaders of a fit loop or an evaluation loop, as a flat list."""
     return list(loop._combined_loader.flattened)
 
 

@@ -43,7 +43,16 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Inside strategy/: each row may import from itself and from those before it.
 STRATEGY: tuple[set[str], ...] = (
-    {"admission", "agreement", "building", "compat", "lightning_collectives", "optimizer_nodes", "module_shards"}
+    {
+        "admission",
+        "agreement",
+        "batch_source",
+        "building",
+        "compat",
+        "lightning_collectives",
+        "optimizer_nodes",
+        "module_shards",
+    }
     | {"lost_values", "removed_arguments", "loaded_state", "switches"}
     | {"samples", "snapshots", "tracing", "user_hooks"},
     {"options", "launcher"},
@@ -67,7 +76,12 @@ def imports_of(path: Path, root: Path, modules: set[str]) -> Iterator[tuple[int,
     package = module_name(path, root).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+    source = path.read_text(encoding="utf-8")
+    try:
+        tree = ast.parse(source, filename=str(path))
+    except SystemError:  # another thread has parsed at the same time (https://github.com/python/cpython/issues/106905)
+        tree = ast.parse(source, filename=str(path))
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name

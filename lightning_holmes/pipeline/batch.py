@@ -8,7 +8,7 @@ devices, and the user's module decides what a step does with them.
 """
 
 import enum
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class BatchSplitter:
                 f"the tensors of a batch disagree on the number of samples (their first dimensions: {shown}); {_CURE}"
             )
         lengths = {len(v) for v in nested}
-        outside = {t.shape[0] for path, t in _named_tensors(batch, into_lists=False) if t.ndim > 0}
+        outside = {t.shape[0] for _, t in _named_tensors(batch, leaving_out=nested) if t.ndim > 0}
         per_sample = len(lengths) == 1 and outside <= lengths
         key = _structure_key(batch)
         if structured and per_sample:
@@ -193,16 +193,12 @@ def _equal(left: Any, right: Any) -> bool:
         return False
 
 
-def _named_tensors(
-    value: Any, path: str = "batch", into_lists: bool = True, depth: int = 0
-) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(value: Any, path: str = "batch", leaving_out: Sequence[Any] = ()) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
-    elif tree.is_container(value):
-        if not into_lists and depth > 0 and _is_plain_list(value):
-            return
+    elif tree.is_container(value) and not any(value is other for other in leaving_out):
         for key, child in tree.children_of(value):
-            yield from _named_tensors(child, f"{path}[{key!r}]", into_lists, depth + 1)
+            yield from _named_tensors(child, f"{path}[{key!r}]", leaving_out)
 
 
 def _is_plain_list(value: Any) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
@@ -96,6 +97,12 @@ def find_batch_dependence(
             f"plain Lightning with the microbatch as batch, not with the whole batch; GroupNorm and LayerNorm are exact"
         )
         causes.append(f"batch normalisation ({shown}) takes its statistics from it")
+    if found.failure:
+        reasons.append(
+            f"{step_name} of {name} runs over a few samples and fails over a half of them ({found.failure}): with several microbatches it "
+            f"runs over parts of a batch; define `split_batch(self, batch, num_microbatches) -> list`, or use num_microbatches=1"
+        )
+        causes.append(f"the step fails over a part of it ({found.failure})")
     if found.loss is not None:
         together, apart = found.loss
         reasons.append(
@@ -193,6 +200,8 @@ class _Differences:
     kept: list[str] = field(default_factory=list)
     output: str = ""
     merges: dict[str, str] = field(default_factory=dict)
+    failure: str = ""
+    """Why the step fails over a half, where it does not over the samples together."""
 
     @property
     def is_none(self) -> bool:
@@ -219,7 +228,12 @@ def _find_differences(trial: "_Trial", small: Any, halves: list[Any], weights: l
     except Exception:
         kept = []
     again = trial.outcome(trial.copy(), [small], 2)[0]
-    apart = [trial.outcome(trial.copy(), [half], 1)[0] for half in halves]
+    try:
+        apart = [trial.outcome(trial.copy(), [half], 1)[0] for half in halves]
+    except UnsupportedModuleError:
+        raise
+    except Exception as error:
+        return _Differences(failure=one_line(error))
     found, chance = _compare(together, apart, weights), _compare(together, [again], [1.0])
     return replace(
         found,

@@ -58,7 +58,7 @@ class ModuleState:
         """Take the current attributes and buffers as known to all ranks."""
         self.receive()
         if self._p2p is not None and self._p2p.size > 1:
-            self._seen = _fingerprints(self.attributes(), self._buffers())
+            self._seen = _fingerprints(self.attributes(), self.buffers())
 
     def synchronise(self) -> None:
         """Bring changed attributes and all metric states to every rank of the pipeline; all of them must call."""
@@ -112,7 +112,7 @@ class ModuleState:
                     found |= {(name, path): inner for path, inner in each_value(value, (key,), seen)}
         return found
 
-    def _buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """The buffers whose copy on this rank is the one that counts."""
         pipeline = self._pipeline
         return {n: b for n, b in pipeline.module.named_buffers() if pipeline.owner_stage(n) in pipeline.stages}
@@ -120,7 +120,7 @@ class ModuleState:
     def _changes(self) -> tuple[dict[Key, Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
         """The attributes and buffers that have changed since the last call, and all metric states; they count as
         known to all ranks from now on."""
-        attributes, buffers, before = self.attributes(), self._buffers(), self._seen
+        attributes, buffers, before = self.attributes(), self.buffers(), self._seen
         self._seen = _fingerprints(attributes, buffers)
         changed = {key for key, value in self._seen.items() if before.get(key, _UNCHANGED) != value}
         new = {key for key in changed if key in attributes and not is_plain(attributes[key])}

@@ -28,6 +28,7 @@ class StepRequest:
     ``exchange`` fetches parameters and takes gradients; None: all parameters are here, and gradients stay in
     ``p.grad``.
     ``is_last``: this rank's loader has no batch after this one.
+    ``broadcasts``: the batch of the replica's first rank replaces those of the others; else they are compared.
     ``merges``: by the name of a logged value, how the microbatches' values are put together (replay.MERGES); others by their ``reduce_fx``.
     """
 
@@ -39,6 +40,7 @@ class StepRequest:
     context: Callable[[], Any]
     replica: int = 0
     is_last: bool = False
+    broadcasts: bool = False
     merges: Mapping[str, str] = field(default_factory=dict)
     loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None
     may_skip: bool = False

@@ -48,7 +48,6 @@ class StepDriver:
         p2p: transport to the other ranks of the pipeline; None if there are none. If ``pipeline`` is not divided, each
             rank runs the whole step, all on the same batch.
         schedule, num_chunks: the schedule of training steps; evaluation runs only its forwards.
-        broadcast_batch: the first stage's batch replaces those of the others.
         splitter: shared by all steps, since it learns from earlier batches.
         tensor_p2p: transport to the other ranks of the tensor-parallel group, which run the same stages on the same batches.
     """
@@ -61,7 +60,6 @@ class StepDriver:
         schedule: str,
         num_chunks: int,
         device: torch.device,
-        broadcast_batch: bool = False,
         splitter: BatchSplitter | None = None,
         tensor_p2p: P2P | None = None,
     ) -> None:
@@ -76,7 +74,6 @@ class StepDriver:
         self.schedule = "1f1b" if alone else schedule
         self.num_chunks = num_chunks
         self.device = device
-        self.broadcast_batch = broadcast_batch
         self.splitter = splitter or BatchSplitter()
         self._is_staged = p2p is not None and p2p.size > 1 and pipeline.num_stages > 1
         self.runner = PipelineRunner(pipeline, p2p if self._is_staged else None)
@@ -177,7 +174,7 @@ class StepDriver:
         return result
 
     def _agree_on(self, request: StepRequest) -> Generator[None, None, tuple[Any, list[_Unseen]]]:
-        """Agree on the batch that all ranks of a replica run: each its own, if these are equal, or (broadcast_batch)
+        """Agree on the batch that all ranks of a replica run: each its own, if these are equal, or (``broadcasts``)
         that of the replica's first rank. Also returns the checksums that are compared after the step has run, because
         their tensors are on an accelerator."""
         batch, unseen = request.batch, []
@@ -185,7 +182,7 @@ class StepDriver:
         for axis, p2p in axes:
             if p2p is None or p2p.size == 1:
                 continue
-            checksum = None if self.broadcast_batch else Checksum(batch)
+            checksum = None if request.broadcasts else Checksum(batch)
             batch = yield from self._agree_over(p2p, axis, batch, checksum, request)
             if checksum is not None and checksum.has_values:
                 unseen.append((p2p, axis, checksum))
@@ -282,7 +279,15 @@ class StepDriver:
             if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage starts the step anew
                 part = tree.map_all_tensors(Tensor.clone, part)
             with request.context():
-                output = step(part, *request.arguments)
+                try:
+                    output = step(part, *request.arguments)
+                except Exception as error:
+                    if len(microbatches) > 1:
+                        error.add_note(
+                            f"{request.step_name} ran over microbatch {microbatch} of {len(microbatches)}: with one microbatch it runs over "
+                            f"the whole batch, as in plain Lightning"
+                        )
+                    raise
                 if any(map(dtensor.is_dtensor, tree.tensors_of(output))):
                     return tree.map_tensors(dtensor.whole, output)
                 return output
@@ -360,8 +365,9 @@ def _other_batch(p2p: P2P, axis: str) -> ConfigurationError:
     return ConfigurationError(
         f"{axis} rank {p2p.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
         f"needs the same samples. {_SHARDS}, and random "
-        f"augmentation should draw from torch's, NumPy's or Python's default generators; or set "
-        f"broadcast_batch=True, so that the first stage loads and the others receive"
+        f"augmentation should draw from torch's, NumPy's or Python's default generators. Where all ranks read the same samples and only "
+        f"random numbers differ, broadcast_batch=True lets the first stage load and send; of data that shard themselves that would lose "
+        f"what the other stages have read"
     )
 
 

@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.lightning_private import is_compiled_module
+from lightning_holmes.lightning_private import is_compiled_module, synchronises_batch_norm
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
 
 
-def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool) -> None:
+def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool, num_replicas: int) -> None:
     """Refuse settings and callbacks of a fit that a pipeline cannot run exactly.
 
     Raises:
+        ConfigurationError: the trainer synchronises batch normalisation over replicas.
         UnsupportedModuleError: the message names the setting or callback, and the fix.
     """
     name = type(module).__name__
@@ -28,6 +29,12 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
         raise UnsupportedModuleError(
             f"{name} overrides optimizer_zero_grad and accumulate_grad_batches is {trainer.accumulate_grad_batches}: when "
             f"gradients begin anew is then not known; remove one of them"
+        )
+    norms = [n for n, m in module.named_modules() if is_batch_norm(m)]
+    if num_replicas > 1 and norms and synchronises_batch_norm(trainer):
+        raise ConfigurationError(
+            f"Trainer(sync_batchnorm=True): {name} has batch normalisation ({norms[0]}), whose statistics here are those of each of "
+            f"{num_replicas} replicas; leave sync_batchnorm out, or use GroupNorm or LayerNorm"
         )
     for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
         if isinstance(callback, pl.callbacks.StochasticWeightAveraging) and any(

@@ -25,6 +25,7 @@ from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer
 from lightning_holmes.optim.remote_parameters import RemoteParameters
+from lightning_holmes.optim.replica_buffers import ReplicaBuffers
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.stage_shards import StageShards
@@ -79,6 +80,9 @@ class Fit(Run):
         context.loaded_state.optimizers = []  # drop those of an earlier run that ended before its first batch
         self.accumulates = False
         self._has_stepped = False  # whether the training step has run for this batch
+        groups, source = self.job.groups, self.job.place_of_rank_0[1]
+        self._buffers = ReplicaBuffers(groups.data_parallel, groups.replicas_on_host, source=source)
+        self._aligns_buffers = self._buffers.has_others
         self._clock: StepClock | None = None
         self.gradients: Gradients
         self.has_gradients = False
@@ -423,6 +427,15 @@ class Fit(Run):
         if self.job.connection.world_size > 1:
             loss_of(output, "training_step")
         self.unchanged.note()
+        return output
+
+    def step(self, step_name: str, *args: Any, **options: Any) -> Any:
+        if self._aligns_buffers:
+            self.receive_module_state()
+            self._buffers.align(self._state.buffers().values())
+        output = super().step(step_name, *args, **options)
+        # the steps before which DDP broadcasts buffers: those after one that has reduced gradients
+        self._aligns_buffers = self._buffers.has_others and step_name == "training_step" and not self.accumulates
         return output
 
     def _receives_later(self, step_name: str) -> bool:

@@ -23,7 +23,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.lightning_private import active_loop
+from lightning_holmes.lightning_private import active_loop, loaders_of
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
@@ -35,6 +35,7 @@ from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import admission, agreement
+from lightning_holmes.strategy.batch_source import BatchSource
 from lightning_holmes.strategy.building import move_parameters
 from lightning_holmes.strategy.compat.averaging import WholeAverages
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
@@ -92,6 +93,7 @@ class Run:
         self.may_shard = may_shard_parameters(self.options, self.module, self.job.placement, self.job.connection)
         groups, device = self.job.groups, self.job.connection.device
         self.pipeline = PipelineModule.whole(self.module, device, rank=groups.pipeline_rank)
+        self._source = BatchSource(groups.p2p, always=self.options.broadcast_batch)
         self._state = ModuleState(self.pipeline, groups.p2p, device)
         self._whole_driver = self._make_driver(PipelineModule.whole(self.module, device), "gpipe", 1)
         self.driver = self._whole_driver
@@ -111,7 +113,6 @@ class Run:
             schedule=schedule,
             num_chunks=num_chunks,
             device=self.job.connection.device,
-            broadcast_batch=self.options.broadcast_batch,
             splitter=self.context.splitter,
             tensor_p2p=groups.tensor_p2p,
         )
@@ -342,7 +343,8 @@ class Run:
         refuse_lost(self.module)
         admission.check_module(self.module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
-            admission.check_run(self.module, trainer, is_pipeline=is_pipeline)
+            replicas = job.placement.data_parallel_size
+            admission.check_run(self.module, trainer, is_pipeline=is_pipeline, num_replicas=replicas)
         admission.check_tensor_parallel(self.module, trainer, self.options.plan_options.tensor_parallel_size)
         context.builder.adopt(self.module)
         agreement.compare_ranks(agreement.module_facts(self.module), job.connection.world_size)
@@ -498,6 +500,13 @@ class Run:
             seed=derive_seed(self.base_seed, *place),
             replica=self.job.groups.data_parallel_rank,
             is_last=self._is_last_batch(step_name, arguments),
+            broadcasts=self._source.broadcasts(
+                step_name,
+                batch,
+                self._loaders_of(step_name),
+                index=arguments[1] if step_name != "training_step" and len(arguments) > 1 else 0,
+                replica=(self.job.groups.data_parallel_rank, self.job.placement.data_parallel_size),
+            ),
             merges=self.known.merges if step_name == "training_step" else {},
             context=functools.partial(step_context, self.trainer, step_name),
             loss_scales=loss_scales,
@@ -524,15 +533,24 @@ class Run:
 
     def _is_last_batch(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
         """Whether this rank's loader has no batch after this one."""
-        fit_loop, loop = self.trainer.fit_loop.epoch_loop, active_loop(self.trainer)
+        loop = self._loop_of(step_name)
         if step_name == "training_step":
-            return bool(fit_loop.batch_progress.is_last_batch)
-        if self.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
-            loop = fit_loop.val_loop
+            return bool(loop.epoch_loop.batch_progress.is_last_batch)
         if loop is None or loop.batch_progress.is_last_batch:
             return True
         index = arguments[1] if len(arguments) > 1 else 0
         return bool(arguments) and arguments[0] + 1 >= loop.max_batches[index]
+
+    def _loop_of(self, step_name: str) -> Any:
+        """The trainer's loop that runs a step."""
+        if step_name == "training_step":
+            return self.trainer.fit_loop
+        fitting = self.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        return self.trainer.fit_loop.epoch_loop.val_loop if fitting else active_loop(self.trainer)
+
+    def _loaders_of(self, step_name: str) -> list[Any]:
+        loop = self._loop_of(step_name)
+        return [] if loop is None else loaders_of(loop)
 
     def _receives_later(self, step_name: str) -> bool:
         """Whether the module's state may be received later, because the work after the step does not read it."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_holmes.comm.objects import broadcast_value
+from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
@@ -124,19 +125,23 @@ def _trace(
             known = replace(known, batch_size=size)
             if size is not None:
                 _check_batch_size(size, wanted)
-        small = tree.map_all_tensors(Tensor.clone, small)  # a step may change its batch in place
         step_context = functools.partial(context, step_name)
         before = known.structure
         layers = options.layers if training or before is None else before.layers
-        found = None
+        found, failure = None, ""
         try:
             if not known.reason:
-                found = trace_step(module, step_name, (small, *sample.arguments), layers=layers, context=step_context)
+                trace = functools.partial(_trace_over, module, sample, layers=layers, context=step_context)
+                found, failure = trace(small) if small is not batch else (None, "")
+                found = found or trace(batch, is_whole=True)[0]
+                if failure and wanted == "auto":
+                    known = replace(known, dependence=f"{step_name} fails over a part of it ({failure})")
         except Exception as error:
             if not may_run_whole:
                 raise
             known = replace(known, structure=None, reason=f"{type(error).__name__}: {error}")
         splits = size != 1 and wanted not in ((1, "auto") if alone or not training else (1,))
+        splits &= not (failure and wanted == "auto")
         if splits and (found is None or not found.changed_parameters):
             company = None
             with (
@@ -163,6 +168,21 @@ def _trace(
             found = before.merged(found)
         known = replace(known, structure=found)
     return known
+
+
+def _trace_over(
+    module: "pl.LightningModule", sample: StepSample, batch: Any, *, is_whole: bool = False, layers: Any, context: Any
+) -> tuple[ModuleStructure | None, str]:
+    """Trace a step over ``batch``. Where it fails over a part of the sample's batch, return None and why; over all of it, raise."""
+    batch = tree.map_all_tensors(Tensor.clone, batch)  # a step may change its batch in place
+    try:
+        return trace_step(module, sample.step_name, (batch, *sample.arguments), layers=layers, context=context), ""
+    except HolmesError:
+        raise
+    except Exception as error:
+        if is_whole:
+            raise
+        return None, one_line(error)
 
 
 def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch import busyness
 
 from lightning_holmes.cluster import measure
 from lightning_holmes.cluster.network import Cluster, Host, Link, LinkSpeed, Nic
@@ -68,7 +69,8 @@ def test_the_rate_is_that_of_the_link(listener: Listener) -> None:
         result = run_task(task(slow, seconds=0.5), token=TOKEN)
         thread.join()
     assert result.error is None, result.error
-    assert result.bandwidth_bytes_per_s == pytest.approx(rate, rel=0.3)
+    assert result.bandwidth_bytes_per_s is not None
+    assert 0.7 * rate / busyness() < result.bandwidth_bytes_per_s < 1.3 * rate
 
 
 def arriving(*spans: tuple[float, float]) -> list[tuple[float, int]]:
@@ -103,13 +105,11 @@ def test_a_host_that_stops_for_a_while_does_not_change_the_rate(spans: list[tupl
 
 
 def pump(source: socket.socket, sink: socket.socket, rate: float | None) -> None:
-    start, count = time.monotonic(), 0
     source.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
     while data := source.recv(65536):
         sink.sendall(data)
-        count += len(data)
         if rate is not None:
-            threading.Event().wait(max(0.0, start + count / rate - time.monotonic()))
+            threading.Event().wait(len(data) / rate)
     sink.shutdown(socket.SHUT_WR)
 
 

@@ -44,4 +44,4 @@ def test_stages_and_microbatches_are_plain_lightning_or_refused_with_a_cure(kind
         assert_equal(found["first stage loads"], whole)
         assert_equal(found["split by the module"], split)
         assert "split_batch" in found["not split"] and "num_microbatches=1" in found["not split"]
-        assert "broadcast_batch=True" in found["other data"]
+        assert_equal(found["other data"], whole)  # the first stage's, without being asked to

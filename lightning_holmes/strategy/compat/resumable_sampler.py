@@ -44,6 +44,11 @@ class ResumableSampler(Sampler[int]):
         self._given = 0
         self._resumed: dict[str, Any] | None = None
 
+    @property
+    def wrapped(self) -> DistributedSampler[Any]:
+        """The sampler that is given a state."""
+        return self._sampler
+
     def __len__(self) -> int:
         return len(self._sampler)
 
