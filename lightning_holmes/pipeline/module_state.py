@@ -35,6 +35,7 @@ from lightning_holmes.torch_private import registered_buffers, tensor_version
 TOPIC_STATE = 2
 
 _UNCHANGED = object()
+_SMALL_BYTES = 1 << 16
 Key = tuple[str, Path]
 """A module's name, and the path of a value below it; a buffer's whole name has an empty path."""
 
@@ -123,6 +124,9 @@ class ModuleState:
         attributes, buffers, before = self.attributes(), self.buffers(), self._seen
         self._seen = _fingerprints(attributes, buffers)
         changed = {key for key, value in self._seen.items() if before.get(key, _UNCHANGED) != value}
+        structure = self._pipeline.structure
+        # a write through ``.data`` has no version; the trace has seen it
+        changed |= {(n, ()) for n in buffers if structure is not None and n in structure.buffer_writers}
         new = {key for key in changed if key in attributes and not is_plain(attributes[key])}
         for key in new:
             self._refuse_unsendable(key, attributes[key])
@@ -182,6 +186,16 @@ def _to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
+def _is_small_on_host(value: Tensor) -> bool:
+    """Whether comparing the values of a tensor costs next to nothing."""
+    plain = type(value) is Tensor and value.layout is torch.strided and not value.is_quantized
+    return plain and value.device.type == "cpu" and value.numel() * value.element_size() <= _SMALL_BYTES
+
+
+def _bytes_of(value: Tensor) -> Any:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
+
+
 def _is_below(key: Key, others: set[Key]) -> bool:
     """Whether ``key`` is one of ``others``, or the path of a value below one."""
     name, path = key
@@ -211,7 +225,8 @@ def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dic
 def _fingerprint(value: Any) -> Hashable:
     """A hashable value that differs once ``value`` has changed."""
     if isinstance(value, Tensor):
-        return _Seen(value, tensor_version(value))
+        content = zlib.crc32(_bytes_of(value)) if _is_small_on_host(value) else 0
+        return _Seen(value, tensor_version(value)), content
     if isinstance(value, np.ndarray):
         return "array", value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())
     kind = type(value)

@@ -5,6 +5,7 @@ microbatches, and returns outputs and logs from the last stage. The caller reduc
 """
 
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepRes
 from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
-from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute
+from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute, refusing_loggers
 from lightning_holmes.plan.schedule import make_schedule, rank_of_stage, spec_of
 
 TOPIC_BATCH = 3
@@ -150,10 +151,13 @@ class StepDriver:
         self._expect_messages()
         self.is_inside_part = count > 1 or self.pipeline_parallel_size > 1
         guarded = self._metrics if count > 1 else {}
-        generators = states_of(self._generators)
+        generators, place = states_of(self._generators), f"{type(self.module).__name__}.{request.step_name}"
+        several = (
+            self.pipeline_parallel_size > 1
+        )  # in a process that runs whole steps, or microbatches, loggers hear of all
 
         def refuse_compute(metric: str) -> None:
-            raise UnsupportedModuleError(describe_compute(f"{type(self.module).__name__}.{request.step_name}", metric))
+            raise UnsupportedModuleError(describe_compute(place, metric))
 
         try:
             with (
@@ -161,11 +165,12 @@ class StepDriver:
                 window.around_batch(),
                 self.recorder.recording(),
                 noticing_compute(guarded, refuse_compute),
+                refusing_loggers(self.module, place) if several else nullcontext(),
             ):
                 yield from self.runner.run(request, run)
         finally:
             self.is_inside_part = False
-        refuse_draws(f"{type(self.module).__name__}.{request.step_name}", self._generators, generators)
+        refuse_draws(place, self._generators, generators)
         start = observer.mark()
         for each in unseen:
             yield from self._compare_values(*each)

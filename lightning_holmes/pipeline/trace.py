@@ -48,7 +48,7 @@ from lightning_holmes.pipeline.layers import candidate_layer_lists
 from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
-from lightning_holmes.pipeline.whole_steps import describe_logger_folder, noticing_compute, refusing_collectives
+from lightning_holmes.pipeline.whole_steps import noticing_compute, refusing_collectives, refusing_loggers
 from lightning_holmes.torch_private import collective_ranks, has_backward_hook, registered_modules
 
 _MAX_GRAPH_NODES = 200_000
@@ -192,7 +192,7 @@ class Tracer:
             places.setdefault(id(layer), []).append(index)
         for layer in {id(m): m for m in self.layer_list}.values():
             layer.forward = self._gate(places[id(layer)], layer.forward)
-        restore = self._silence()
+        self._silence()
         before = snapshot(self.shadow)
         kept = set(attribute_tensors(self.shadow))
         try:
@@ -213,7 +213,6 @@ class Tracer:
                 watch.finish()
                 self.uses = watch.uses
         finally:
-            restore()
             for parameter, data, value in self.saved_parameters.values():
                 parameter.data = data
                 parameter.data.copy_(value)
@@ -231,10 +230,10 @@ class Tracer:
         grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
         # Under a dispatch mode torch.compile gives up a function for good: later steps would run uncompiled.
         eager = torch.compiler.set_stance("force_eager")
-        alone = refusing_collectives(self.shadow, self.place)
+        alone, loggers = refusing_collectives(self.shadow, self.place), refusing_loggers(self.shadow, self.place)
         computing = noticing_compute(self.metrics, self.computed_metrics.append)
         around = context() if context is not None else nullcontext()
-        with grad, eager, alone, computing, FollowValues(self), FollowPython(self), around:
+        with grad, eager, alone, loggers, computing, FollowValues(self), FollowPython(self), around:
             self.is_running = True
             try:
                 output = step(*arguments)
@@ -353,9 +352,8 @@ class Tracer:
             raise _NotTheLayers(f"the step calls them in the order {called[:8]}")
         raise _NotTheLayers(f"the step never calls layer {missing[0]}")
 
-    def _silence(self) -> Callable[[], None]:
-        """Replace ``self.log`` by a recorder, and refuse logging through submodules and loggers; returns a function
-        that restores the trainer's loggers."""
+    def _silence(self) -> None:
+        """Replace ``self.log`` by a recorder, and refuse logging through submodules."""
         shadow = self.shadow
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -371,16 +369,6 @@ class Tracer:
             if name and isinstance(submodule, pl.LightningModule):
                 object.__setattr__(submodule, "log", self._refused_log(name))
         object.__setattr__(shadow, "log", log)
-        trainer = trainer_of(self.original)
-        if trainer is None:
-            return lambda: None
-        loggers = trainer.loggers
-        trainer.loggers = [_LoggerProbe(self.place) for _ in loggers]
-
-        def restore() -> None:
-            trainer.loggers = loggers
-
-        return restore
 
     def _refused_log(self, name: str) -> Callable[..., None]:
         def log(*args: Any, **kwargs: Any) -> None:
@@ -556,24 +544,6 @@ class Tracer:
             if any(not inside and position < self.num_layers for position, inside in use.grew_at):
                 names.append(use.owner if use.key == UPDATE_COUNT else use.name)
         return names
-
-
-class _LoggerProbe:
-    """Replaces a logger while a step is traced, and refuses its use: only ``self.log`` reaches loggers from a
-    pipeline's stages."""
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in ("save_dir", "log_dir", "root_dir"):
-            raise UnsupportedModuleError(describe_logger_folder(self._place, name))
-        raise UnsupportedModuleError(
-            f"{self._place} uses self.logger directly (.{name}): loggers are on rank 0, which holds the first stage "
-            f"and never sees the loss; use self.log, or log from a hook at the end of a batch or an epoch"
-        )
 
 
 def _readers(reads: dict[int, int], bit: int) -> list[int]:

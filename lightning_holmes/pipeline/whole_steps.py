@@ -6,7 +6,7 @@ Lightning.
 
     raise UnsupportedModuleError(describe_collective("training_step", "all_gather"))
     with refusing_collectives(copy, "training_step"): step(batch)      # on a copy, which not every rank runs
-    with noticing_compute(metrics, names.append): step(part)
+    with noticing_compute(metrics, names.append), refusing_loggers(module, "training_step"): step(part)
 """
 
 import traceback
@@ -82,6 +82,46 @@ def refusing_collectives(module: pl.LightningModule, step: str) -> Iterator[None
             for name in names:
                 del attributes[name]
             attributes.update(before)
+
+
+class _LoggerProbe:
+    """Stands in for a logger while a part of a step runs, also to ``isinstance``, and refuses its use."""
+
+    def __init__(self, logger: Any, step: str) -> None:
+        self._logger, self._step = logger, step
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in ("save_dir", "log_dir", "root_dir"):
+            raise UnsupportedModuleError(describe_logger_folder(self._step, name))
+        raise UnsupportedModuleError(
+            f"{self._step} uses self.logger directly (.{name}): loggers are on rank 0, which holds the first stage "
+            f"and never sees the loss; use self.log, or log from a hook at the end of a batch or an epoch"
+        )
+
+
+@contextmanager
+def refusing_loggers(module: pl.LightningModule, step: str) -> Iterator[None]:
+    """Context in which the loggers of ``module``'s trainer refuse to be used: only ``self.log`` reaches them from a pipeline's stages.
+
+    Raises:
+        UnsupportedModuleError: names what is used, and what to do instead.
+    """
+    trainer = trainer_of(module)
+    if trainer is None:
+        yield
+        return
+    loggers = trainer.loggers
+    trainer.loggers = [_LoggerProbe(logger, step) for logger in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers
 
 
 def describe_compute(step: str, metric: str) -> str:

@@ -464,12 +464,12 @@ class Run:
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         """Run a batch through the pipeline, forward only, and return its output, on every rank."""
-        place = tuple(a for a in arguments if isinstance(a, int))
         wanted = self.options.plan_options.eval_num_microbatches
         count = 1 if wanted == "auto" else wanted
         with self.job.explaining():
             self._learn(StepSample(step_name=step_name, batch=batch, arguments=arguments))
-            output = self.step(step_name, batch, arguments, count, (_EVALUATION[step_name], *place))
+            place = _EVALUATION[step_name], *self._num_before(step_name)
+            output = self.step(step_name, batch, arguments, count, place)
             if self._ends_loader(step_name, arguments):
                 self.synchronise_module_state()
             return output
@@ -547,6 +547,14 @@ class Run:
             return self.trainer.fit_loop
         fitting = self.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         return self.trainer.fit_loop.epoch_loop.val_loop if fitting else active_loop(self.trainer)
+
+    def _num_before(self, step_name: str) -> tuple[int, int]:
+        """How many batches have been trained, and how many this pass of an evaluation loop has begun, over all its loaders."""
+        loop = self._loop_of(step_name)
+        return (
+            self.trainer.fit_loop.epoch_loop.total_batch_idx,
+            0 if loop is None else loop.batch_progress.current.ready,
+        )
 
     def _loaders_of(self, step_name: str) -> list[Any]:
         loop = self._loop_of(step_name)

@@ -1,0 +1,140 @@
+"""What a step changes, and what it does only in later batches: read by a checkpoint hook, written through ``.data``, sent to loggers.
+
+Baseline: plain Lightning on the same batches, equal values on rank 0.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from launch import launch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.errors import HolmesError
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        self.found: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Saves(Net):
+    """Counts samples after the layers; only on_save_checkpoint reads the count."""
+
+    num_samples = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.num_samples += len(batch[0])
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found.append(self.num_samples)
+
+
+class Data(Net):
+    """Writes a buffer and a tensor through ``.data``, which moves no version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.last = torch.zeros(4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.layers(batch[0])
+        self.mean.data.lerp_(out.detach().mean(0), 0.1)
+        self.last.data.copy_(out.detach()[0])
+        return out.square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found += [*self.mean.tolist(), *self.last.tolist()]
+
+
+class Logs(Net):
+    """Uses the logger from the third batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2 and isinstance(self.logger, CSVLogger):
+            self.logger.log_metrics({"seen": 1.0})
+        return super().training_step(batch, batch_idx)
+
+
+class Samples(Net):
+    """Evaluation steps that draw random numbers, and take no index."""
+
+    def validation_step(self, batch: Any) -> None:
+        self.found.append(float(torch.rand(()) + 0 * self.layers(batch[0]).sum()))
+        self.log("val", self.found[-1])
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self.layers(batch[0]).sum(1) * 0 + torch.rand(())
+
+
+CASES = {"saves": Saves, "data": Data, "logs": Logs, "samples": Samples}
+
+
+def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    module, loader = CASES[name](), DataLoader(TensorDataset(torch.randn(24, 4)), 4)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_epochs=2,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)] if name == "saves" else [],
+        enable_checkpointing=name == "saves",
+        logger=CSVLogger(folder) if name == "logs" else False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(module, loader, loader if name == "samples" else None)
+    except HolmesError as refusal:
+        return str(refusal)
+    if name == "samples":
+        module.found += [float(batch[0]) for batch in trainer.predict(module, loader)]
+    return module.found
+
+
+def run_all(folder: str) -> dict[str, Any]:
+    return {name: run(name, HolmesStrategy(pipeline_parallel_size=2), 2, f"{folder}/{name}") for name in CASES}
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    found: dict[str, Any] = launch(2, "test_later_state:run_all", str(tmp_path_factory.mktemp("staged")))[0]
+    return found
+
+
+@pytest.mark.xdist_group("later_state")
+@pytest.mark.parametrize("name", ["saves", "data"])
+def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
+    plain = run(name, "auto", 1, str(tmp_path))
+    assert plain and staged[name] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.xdist_group("later_state")
+def test_a_logger_that_is_used_from_a_later_batch_on_is_refused_by_name(staged: dict[str, Any]) -> None:
+    assert "Logs.training_step uses self.logger directly (.log_metrics)" in staged["logs"]
+
+
+@pytest.mark.xdist_group("later_state")
+def test_evaluation_steps_without_an_index_draw_other_numbers_in_each_batch_and_epoch(staged: dict[str, Any]) -> None:
+    numbers = staged["samples"][1::2] if len(staged["samples"]) > 18 else staged["samples"]
+    assert len(set(numbers)) == len(numbers) == 18
