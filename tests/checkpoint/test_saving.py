@@ -12,12 +12,12 @@ import torch
 from folder_saves import Threads, save_folder
 from launch import launch
 
-from lightning_holmes.checkpoint import CheckpointManager, Membership, atomic, manager, read_state_dict, saving
+from lightning_holmes.checkpoint import CheckpointManager, Membership, manager, read_state_dict, saving
 from lightning_holmes.checkpoint.converting import open_source, write_file
 from lightning_holmes.checkpoint.file_systems import PROBE, _of_host, find_file_systems
 from lightning_holmes.checkpoint.folder import FolderReader
 from lightning_holmes.checkpoint.manifest import Manifest, missing_files
-from lightning_holmes.checkpoint.parts import items_of, num_bytes, share_of
+from lightning_holmes.checkpoint.parts import items_of
 from lightning_holmes.checkpoint.staging import Staging, Writer
 from lightning_holmes.errors import CheckpointError
 
@@ -54,11 +54,6 @@ def test_saved_over_the_one_before_and_nothing_is_left(tmp_path: Path) -> None:
         assert save(roots, f"t{number}", number) == [None] * RANKS
         assert [value_of(tmp_path / "last.ckpt", rank) for rank in range(RANKS)] == [number] * RANKS
         assert os.listdir(tmp_path) == ["last.ckpt"]
-
-
-def test_without_exchange_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic, "exchange", lambda left, right: False)
-    test_saved_over_the_one_before_and_nothing_is_left(tmp_path)
 
 
 def test_one_rank_that_cannot_write_is_named_everywhere_and_the_old_one_stays(
@@ -159,20 +154,6 @@ def test_looking_for_file_systems_leaves_nothing_where_another_rank_fails(tmp_pa
     with pytest.raises(RuntimeError, match="closed by peer"):
         find_file_systems(tmp_path, Lost(size=2))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_replicas_share_the_writing() -> None:
-    tied = torch.ones(50)
-    values: dict[Any, Any] = {("state_dict", f"p{i}"): torch.ones(10 * i) for i in range(1, 9)}
-    values |= {("state_dict", "running_mean"): torch.ones(5), ("state_dict", "a"): tied, ("state_dict", "b"): tied}
-    values["optimizer_0", "state", "p1", "step"] = 3
-    parameters = frozenset(name[1] for name in values) - {"running_mean"}
-    shares = [share_of(values, parameters, replica, 3) for replica in range(3)]
-    assert sorted(name for share in shares for name in share) == sorted(values)
-    assert ("state_dict", "running_mean") in shares[0]
-    assert sum(("state_dict", "a") in share and ("state_dict", "b") in share for share in shares) == 1
-    sizes = [sum(num_bytes(v) for v in share.values()) for share in shares]
-    assert max(sizes) < 1.6 * min(sizes)
 
 
 def test_a_background_write_is_of_the_moment_it_began_and_its_failure_is_kept() -> None:

@@ -101,13 +101,13 @@ def check_against_all(balance: Balance) -> None:
     assert not ends & {cut + 1 for cut in balance.forbidden_cuts}
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(balances(chunks=1, alike=False))
 def test_one_chunk_equals_trying_everything(balance: Balance) -> None:
     check_against_all(balance)
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(*(balances(chunks=chunks, alike=True) for chunks in (1, 2, 3))))
 def test_chunks_of_alike_layers_equal_trying_everything(balance: Balance) -> None:
     check_against_all(balance)
