@@ -11,46 +11,8 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     LambdaCallback,
-    ModelCheckpoint,
-    ModelSummary,
     WeightAveraging,
 )
-from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar
-
-
-class Order(Callback):
-    """Records its name in a shared list in each of these hooks."""
-
-    def __init__(self, name: str, notes: list[Any]) -> None:
-        self.name, self.notes = name, notes
-
-    @property
-    def state_key(self) -> str:
-        return self.name
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.notes.append(self.name)
-
-
-class NotesStart(Net):
-    def __init__(self, notes: list[Any]) -> None:
-        super().__init__()
-        self.notes = notes
-
-    def on_train_start(self) -> None:
-        self.notes.append("module")
-
-
-def case_callbacks_come_in_their_order_and_before_the_module(run: Run):
-    notes: list[Any] = []
-    run.fit(NotesStart(notes), callbacks=[Order("first", notes), Order("second", notes)])
-    assert notes == ["first", "second", "module"]
-
-
-def case_checkpoints_come_last(run: Run):
-    checkpoint, other = ModelCheckpoint(run.folder), Order("other", [])
-    trainer = run.fit(Net(), callbacks=[checkpoint, other])
-    assert trainer.callbacks[-1] is checkpoint and other in trainer.callbacks
 
 
 def case_the_module_brings_callbacks(run: Run):
@@ -58,10 +20,9 @@ def case_the_module_brings_callbacks(run: Run):
         def configure_callbacks(self) -> Any:
             return [brought]
 
-    brought, given = Order("brought", []), Calls("on_train_start")
+    brought, given = Calls("on_train_end"), LambdaCallback(on_train_end=lambda *_: None)
     trainer = run.fit(Brings(), callbacks=[given])
-    assert brought.notes == ["brought"] and given.names == ["on_train_start"]
-    assert brought in trainer.callbacks and given in trainer.callbacks
+    assert brought.names == ["on_train_end"] and brought in trainer.callbacks and given in trainer.callbacks
 
 
 def case_the_module_s_callback_takes_the_place_of_the_trainer_s(run: Run):
@@ -198,21 +159,6 @@ def case_state_of_a_callback_that_is_gone_is_warned_about(run: Run):
     run.meet()
     with run.warning("gone"):
         run.fit(Net(), ckpt_path=run.folder / "kept.ckpt", max_epochs=2)
-
-
-@each(progress_bar=ProgressBar, summary=ModelSummary, checkpoint=ModelCheckpoint)
-def case_a_trainer_names_its_callbacks(run: Run, kind: Any):
-    callback = kind()
-    trainer = run.trainer(
-        callbacks=[callback],
-        enable_progress_bar=kind is ProgressBar,
-        enable_model_summary=kind is ModelSummary,
-        enable_checkpointing=kind is ModelCheckpoint,
-    )
-    assert callback in trainer.callbacks
-    assert (trainer.progress_bar_callback is callback) == (kind is ProgressBar)
-    assert (trainer.checkpoint_callback is callback) == (kind is ModelCheckpoint)
-    assert trainer.checkpoint_callbacks == ([callback] if kind is ModelCheckpoint else [])
 
 
 def case_a_callback_may_change_weights_between_batches(run: Run):

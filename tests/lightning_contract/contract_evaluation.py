@@ -1,6 +1,5 @@
 """Several loaders in validation, test and prediction, and callbacks that write predictions."""
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -154,25 +153,3 @@ def case_a_writer_is_given_predictions(run: Run, value: Any):
     run.trainer(callbacks=[writer]).predict(Net(), batches(3), return_predictions=False)
     assert (len(writer.batches), len(writer.epochs)) == (times, epochs)
     return writer.batches, writer.epochs
-
-
-def case_a_writer_is_told_which_samples(run: Run):
-    writer = Writes("batch_and_epoch")
-    run.trainer(callbacks=[writer]).predict(Net(), batches(2))
-    assert [rows for _, _, rows, _ in writer.batches] == [[0, 1], [2, 3]]
-    ((predictions, rows),) = writer.epochs
-    assert len(predictions) == 2
-    assert [list(batch) for batch in rows[0]] == [[0, 1], [2, 3]]
-
-
-def case_a_writer_may_write_files(run: Run):
-    class Files(BasePredictionWriter):
-        def write_on_batch_end(
-            self, trainer: Any, module: Any, prediction: Any, rows: Any, batch: Any, batch_idx: int, loader: int
-        ) -> None:
-            torch.save(prediction, Path(f"{trainer.global_rank}-{batch_idx}.pt"))
-
-    module = Net()
-    run.trainer(callbacks=[Files("batch")]).predict(module, batches(2), return_predictions=False)
-    assert {"0-0.pt", "0-1.pt"} <= set(run.files("*.pt"))
-    torch.testing.assert_close(torch.load(run.folder / "0-0.pt"), module(next(iter(batches(2)))).detach())

@@ -41,25 +41,6 @@ class Endless:
         return iter(batches(self.count))
 
 
-def case_a_collate_function_makes_the_batch(run: Run):
-    def collate(rows: Any) -> Any:
-        return {"rows": torch.stack(rows), "names": [f"row {round(float(row[0]) * 100)}" for row in rows]}
-
-    names: list[Any] = []
-
-    class Named(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch["rows"], batch_idx)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            names.append(batch["names"])
-
-    module = Named()
-    run.fit(module, batches(2, collate_fn=collate))
-    assert names == [["row 0", "row 1"], ["row 2", "row 3"]]
-    return weights(module)
-
-
 def case_workers_bring_the_same_batches(run: Run):
     seen = Batches()
     run.fit(Net(), batches(3, num_workers=1), callbacks=[seen])
@@ -78,14 +59,6 @@ def case_a_shuffled_loader_gives_the_numbers_of_its_seed(run: Run):
     assert rows(seen.train[:4]) == rows(seen.train[4:]) == list(range(8))
     assert seen.train[:4] != seen.train[4:]
     return seen.train, weights(module)
-
-
-def case_a_loader_with_its_own_generator_keeps_it(run: Run):
-    seen = Batches()
-    loader = batches(3, shuffle=True, generator=torch.Generator().manual_seed(5))
-    run.fit(Net(), loader, callbacks=[seen], max_epochs=2)
-    assert rows(seen.train[:3]) == rows(seen.train[3:]) == list(range(6))
-    return seen.train, loader.generator.get_state()
 
 
 @each(
@@ -164,23 +137,6 @@ def case_loaders_one_after_the_other_do_not_train(run: Run):
         run.fit(Net(), CombinedLoader([batches(2), batches(1)], "sequential"))
 
 
-def case_the_longest_without_cycling_leaves_gaps(run: Run):
-    module = Several()
-    run.fit(module, CombinedLoader([batches(3), batches(2, 100)], "max_size"))
-    assert module.seen == [[0, 100], [2, 102], [4, None]]
-    return weights(module)
-
-
-def case_the_trainer_shows_its_loaders(run: Run):
-    trainer = run.trainer(limit_val_batches=0)
-    trainer.fit(Several(), {"a": batches(2), "b": batches(2)})
-    assert trainer.train_dataloader.keys() == {"a", "b"}
-    trainer = run.trainer()
-    trainer.test(Net(), batches(2), verbose=False)
-    assert isinstance(trainer.test_dataloaders, DataLoader)
-    assert trainer.val_dataloaders is None
-
-
 # where loaders come from
 
 
@@ -208,14 +164,6 @@ class WithLoaders(Net):
         return batches(1)
 
 
-def case_the_module_s_own_loaders_are_asked_for_once(run: Run):
-    module = WithLoaders()
-    trainer = run.trainer(max_epochs=2)
-    trainer.fit(module)
-    assert sorted(module.asked) == [("train", 0), ("validation", 0)]
-    assert trainer.global_step == 4
-
-
 @each(validate="validate", test="test", predict="predict")
 def case_the_module_s_own_loader_is_evaluated(run: Run, entry: str):
     module = WithLoaders()
@@ -227,23 +175,6 @@ def case_loaders_that_are_given_go_before_the_module_s(run: Run):
     module = WithLoaders()
     trainer = run.fit(module, batches(3), batches(3))
     assert not module.asked and trainer.global_step == 3
-
-
-@each(
-    every_epoch=({"reload_dataloaders_every_n_epochs": 1}, [0, 1, 2, 3], [0, 1, 2, 3]),
-    every_second=({"reload_dataloaders_every_n_epochs": 2}, [0, 2], [0, 2]),
-    with_rare_validation=(
-        {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2},
-        [0, 1, 2, 3],
-        [1, 3],
-    ),
-)
-def case_loaders_are_asked_for_anew(run: Run, value: Any):
-    options, train, validation = value
-    module = WithLoaders()
-    run.trainer(max_epochs=4, **options).fit(module)
-    assert [epoch for kind, epoch in module.asked if kind == "train"] == train
-    assert [epoch for kind, epoch in module.asked if kind == "validation"] == validation
 
 
 def case_without_a_loader_a_fit_is_refused(run: Run):
@@ -281,25 +212,6 @@ class Data(pl.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         self.calls.append(("teardown", stage))
-
-
-def case_a_data_module_s_hooks_surround_a_fit(run: Run):
-    data = Data(3)
-    trainer = run.trainer()
-    trainer.fit(Net(), datamodule=data)
-    prepared = ["prepare_data"] if run.is_first else []
-    loaders = ["train_dataloader", "val_dataloader"]
-    assert [call for call in data.calls if call not in loaders] == [*prepared, ("setup", "fit"), ("teardown", "fit")]
-    assert {"train_dataloader", "val_dataloader"} <= set(data.calls)
-    assert trainer.datamodule is data and data.trainer is trainer
-    assert trainer.global_step == 3
-
-
-@each(validate="validate", test="test", predict="predict")
-def case_a_data_module_s_hooks_surround_an_evaluation(run: Run, entry: str):
-    data = Data()
-    getattr(run.trainer(), entry)(Net(), datamodule=data)
-    assert [call for call in data.calls if isinstance(call, tuple)] == [("setup", entry), ("teardown", entry)]
 
 
 def case_a_data_module_may_stand_in_the_place_of_loaders(run: Run):

@@ -37,14 +37,6 @@ def case_events_are_written(run: Run):
     assert run.files("events/version_0/hparams.yaml")
 
 
-@each(by_default=True, switched_off=False)
-def case_there_is_a_logger(run: Run, logger: bool):
-    trainer = run.fit(Net(), batches(1), logger=logger)
-    assert (trainer.logger is None) != logger
-    assert len(trainer.loggers) == logger
-    assert trainer.log_dir == str(run.folder / "lightning_logs/version_0" if logger else run.folder)
-
-
 def case_several_loggers_are_given_the_same(run: Run):
     first, second = Lines(), Lines()
     trainer = run.fit(Net(), batches(2), logger=[first, second])
@@ -67,33 +59,6 @@ def case_hyper_parameters_are_logged(run: Run):
     lines = Lines()
     run.fit(WithSettings(size=4), batches(1), logger=lines)
     assert lines.hparams == {"size": 4, "word": "one"}
-
-
-def case_hyper_parameters_may_be_kept_from_loggers(run: Run):
-    class Silent(Net):
-        def __init__(self, size: int = 3) -> None:
-            super().__init__()
-            self.save_hyperparameters(logger=False)
-
-    lines = Lines()
-    module = Silent()
-    run.fit(module, batches(1), logger=lines)
-    assert not lines.hparams and module.hparams == {"size": 3}
-
-
-class Data(pl.LightningDataModule):
-    def __init__(self, rows: int = 2, size: int = 3) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def train_dataloader(self) -> Any:
-        return batches(self.hparams.rows)
-
-
-def case_those_of_the_data_module_are_logged_beside(run: Run):
-    lines = Lines()
-    run.trainer(logger=lines).fit(WithSettings(), datamodule=Data())
-    assert lines.hparams == {"size": 3, "word": "one", "rows": 2}
 
 
 @each(success=False, failed=True)

@@ -290,27 +290,6 @@ def case_what_raises_in_a_step_comes_out(run: Run):
     assert trainer.interrupted and trainer.global_step == 2
 
 
-def case_the_first_and_the_last_batch_are_known(run: Run):
-    calls = Calls(
-        "on_train_batch_end", look=lambda trainer, module: (trainer.is_last_batch, trainer.fit_loop.batch_idx)
-    )
-    trainer = run.fit(Net(), callbacks=[calls], max_epochs=2, limit_train_batches=3)
-    assert calls.seen == [(False, 0), (False, 1), (True, 2)] * 2
-    assert trainer.fit_loop.total_batch_idx == 5
-
-
-def case_numbers_of_batches_are_known(run: Run):
-    calls = Calls(
-        "on_train_start",
-        look=lambda trainer, module: (trainer.num_training_batches, trainer.val_check_batch, trainer.num_val_batches),
-    )
-    trainer = run.fit(Net(), batches(), batches(2), callbacks=[calls], val_check_interval=2)
-    assert calls.seen == [(4, 2, [2])]
-    trainer.test(Net(), batches(3), verbose=False)
-    trainer.predict(Net(), batches(5))
-    assert (trainer.num_test_batches, trainer.num_predict_batches) == ([3], [5])
-
-
 @each(
     epochs=({"max_epochs": 3}, 12),
     steps=({"max_epochs": -1, "max_steps": 7}, 7),

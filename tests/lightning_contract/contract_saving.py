@@ -65,21 +65,9 @@ def case_names_by_its_template(run: Run, value: Any):
     assert saved(run, {"monitor": "level", "filename": template})[1] == [name]
 
 
-def case_names_without_those_of_metrics(run: Run):
-    options = {"monitor": "level", "filename": "epoch-{epoch}-level-{level:.0f}", "auto_insert_metric_name": False}
-    assert saved(run, options)[1] == ["epoch-1-level-1"]
-
-
 def case_names_may_hold_folders(run: Run):
     saved(run, {"filename": "at/{epoch}"}, max_epochs=1)
     assert run.files("kept/at/*.ckpt") == ["kept/at/epoch=0.ckpt"]
-
-
-@each(counted=(True, ["same", "same-v1", "same-v2"]), overwritten=(False, ["same"]))
-def case_equal_names(run: Run, value: Any):
-    counted, names = value
-    options = {"monitor": "level", "save_top_k": -1, "filename": "same", "enable_version_counter": counted}
-    assert saved(run, options, max_epochs=3)[1] == names
 
 
 def case_a_name_of_the_last_s_own(run: Run):

@@ -38,11 +38,7 @@ class Overflows(pl.Callback):
 
 SCALED: dict[str, tuple[Any, str, tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
     "a group after a step that is left out": (Adds, "adamw", (BEFORE,), {}, {"gradient_clip_val": 0.2}),
-    "a group before a step that is left out": (Adds, "sgd", (AFTER,), {}, {}),
     "a group on disk": (Adds, "adamw", (BEFORE, 5), {"optimizer_states": "states"}, {"accumulate_grad_batches": 2}),
-    "finetuning": (Unfreezes, "adamw", (AFTER,), {}, {}),
-    "finetuning in a pipeline": (Unfreezes, "sgd", (BEFORE, AFTER), {"pipeline": 2}, {"gradient_clip_val": 0.2}),
-    "thawed": (None, "sgd", (1, 2), {}, {}),
     "thawed in a pipeline's window": (None, "sgd", (1, 3), {"pipeline": 2}, {"accumulate_grad_batches": 2}),
 }
 """By name: the callback that adds groups (None: the module thaws a layer), the optimizer, the batches that overflow, options
@@ -134,8 +130,8 @@ TARGETS: dict[str, Make] = {
 }
 RESUMED = {
     "plain": ("disk",),
-    "file": ("no node", "plain"),
-    "folder": ("nodes", "a stage's node each"),
+    "file": ("plain",),
+    "folder": ("a stage's node each",),
 }
 """By source of the checkpoint, the layouts in which it is resumed."""
 REFUSED = ("disk", "finetuning", "early")

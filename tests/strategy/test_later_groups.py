@@ -99,9 +99,7 @@ def test_a_checkpoint_with_a_group_more_is_refused_as_by_plain_lightning(plain: 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "node": {"optimizer_nodes": 1, "pipeline_parallel_size": 1, "num_chunks": 4},
     "disk": {"optimizer_nodes": 1, "pipeline_parallel_size": 1, "num_chunks": 4},
-    "nodes of a pipeline": {"optimizer_nodes": 2, "pipeline_parallel_size": 2, "num_chunks": 2},
     "shards": {"sharding": "parameters", "num_chunks": 4},
-    "pipeline": {"pipeline_parallel_size": 2},
 }
 MEASURED = {"schedule": "auto", "gradient_sync": "auto"}
 
@@ -110,11 +108,8 @@ MEASURED = {"schedule": "auto", "gradient_sync": "auto"}
     ("layout", "later"),
     [
         ("node", "thawed once"),
-        ("node", "finetuning"),
         ("disk", "frozen"),
-        ("nodes of a pipeline", "a group"),
         ("shards", "a group"),
-        ("pipeline", "thawed once"),
     ],
 )
 def test_a_job_that_is_started_again_goes_on_with_it(
@@ -122,7 +117,7 @@ def test_a_job_that_is_started_again_goes_on_with_it(
 ) -> None:
     """The job resumes in mid-epoch, so no hook thaws or adds anything again."""
     monkeypatch.setenv("PYTHON_EXEC", forked_executable())
-    strategy = LAYOUTS[layout] | (MEASURED if layout != "pipeline" else {})
+    strategy = LAYOUTS[layout] | MEASURED
     whole = {"folder": str(tmp_path), "name": "whole", "strategy": strategy, "later": later, "clip": 0.05}
     expected = launch(2, "snapshot_cases:train", whole)
     memory = str(tmp_path / "memory")
