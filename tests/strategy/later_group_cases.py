@@ -18,8 +18,8 @@ from sharded_parameter_cases import Thawing, Tied
 
 from lightning_holmes import HolmesStrategy
 
-BEFORE, AFTER = 3, 4
-"""The last batch before groups are added, and the first batch after."""
+BEFORE = 3
+"""The last batch before groups are added."""
 
 
 class Overflows(pl.Callback):
@@ -121,7 +121,6 @@ SOURCES: dict[str, Make] = {
 }
 TARGETS: dict[str, Make] = {
     "plain": lambda folder: None,
-    "nodes": lambda folder: with_nodes(2),
     "disk": lambda folder: with_nodes(1, optimizer_states=str(folder / "states")),
     "a stage's node each": lambda folder: with_nodes(2, pipeline=2),
     "no node": lambda folder: HolmesStrategy(
@@ -130,7 +129,7 @@ TARGETS: dict[str, Make] = {
 }
 RESUMED = {
     "plain": ("disk",),
-    "file": ("plain",),
+    "file": ("no node", "plain"),
     "folder": ("a stage's node each",),
 }
 """By source of the checkpoint, the layouts in which it is resumed."""
