@@ -9,7 +9,7 @@ and the sysfs files; processes.py runs commands on the hosts; state.py has a tes
 removes one whose process was killed; bed.py is the Testbed itself. enter.py is run as a script, by the path of its file. Needs root and pyroute2.
 """
 
-from testbed.bed import NicBytes, NicStatus, Testbed, find_problem
+from testbed.bed import NicBytes, Testbed, find_problem
 from testbed.errors import TestbedError, TestbedUnavailable
 from testbed.layout import TestbedOptions
 from testbed.processes import HostResult
@@ -17,7 +17,6 @@ from testbed.processes import HostResult
 __all__ = [
     "HostResult",
     "NicBytes",
-    "NicStatus",
     "Testbed",
     "TestbedError",
     "TestbedOptions",

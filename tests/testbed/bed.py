@@ -16,7 +16,6 @@ import functools
 import itertools
 import os
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -32,11 +31,10 @@ from testbed import made_up_sysfs, netlink, state
 from testbed.cgroup import CpuGroup, find_cpu_hierarchy
 from testbed.errors import TestbedError, TestbedUnavailable
 from testbed.layout import (
+    PREFIX,
     HostLayout,
     Layout,
-    NicLayout,
     TestbedOptions,
-    check_rate,
     make_layout,
     namespace_prefix,
 )
@@ -61,18 +59,6 @@ class NicBytes:
     sent: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NicStatus:
-    """The current state of a NIC. bandwidth_bytes_per_s is None if its rate is not limited."""
-
-    host: str
-    cluster: str
-    nic: NicLayout
-    up: bool
-    bandwidth_bytes_per_s: float | None
-    bytes: NicBytes
-
-
 class Testbed:
     """The hosts of a topology on this machine.
 
@@ -92,8 +78,6 @@ class Testbed:
         self.options = options or TestbedOptions()
         self.bed_id = bed_id or f"p{os.getpid()}n{next(_numbers)}"
         self.layout: Layout = make_layout(topology, self.options, bed_id=self.bed_id)
-        self._rates: dict[str, float] = {}  # "host.nic": bytes/s, where changed
-        self._down: set[str] = set()
         self._runs = itertools.count()
         self._pid = os.getpid()
         self._signals: dict[int, Any] = {}
@@ -125,17 +109,15 @@ class Testbed:
                 "no testbed here: it makes network namespaces, which only root may do; run as root"
             )
         hierarchy = find_cpu_hierarchy()
-        for bed_id in state.abandoned(self.options.prefix):
-            remove_remains(self.options.prefix, bed_id)
-        state.make_folder(self.options.prefix, self.bed_id)
+        for bed_id in state.abandoned():
+            remove_remains(bed_id)
+        state.make_folder(self.bed_id)
         try:
             for host in self.layout.hosts:
-                CpuGroup(hierarchy, self._group_name(host)).create(
-                    share=host.cpu_share, period_s=self.options.cpu_period_s
-                )
+                CpuGroup(hierarchy, self._group_name(host)).create(host.cpu_share)
                 made_up_sysfs.write_devices(self.sysfs_root(host.name), host)
             if self.options.precedence:
-                CpuGroup(hierarchy, f"{self.options.prefix}{self.bed_id}").precede()
+                CpuGroup(hierarchy, f"{PREFIX}{self.bed_id}").precede()
             self._hosts_file.write_text(
                 "127.0.0.1 localhost\n"
                 + "".join(f"{host.ethernet.address} {host.name}\n" for host in self.layout.hosts)
@@ -147,7 +129,7 @@ class Testbed:
 
     def close(self) -> None:
         """Take the testbed down: its processes, namespaces, cgroups and files."""
-        remove_remains(self.options.prefix, self.bed_id)
+        remove_remains(self.bed_id)
 
     def _close_own(self) -> None:
         """Close the testbed at process exit. Forked children inherit this exit function, and must not close it."""
@@ -240,7 +222,6 @@ class Testbed:
                     argv=arguments,
                     environment=environment,
                     namespace=netlink.namespace_path(host.namespace),
-                    host_name=host.name if self.options.host_names else "",
                     hosts_file=self._hosts_file,
                     group=CpuGroup(hierarchy, f"{self._group_name(host)}/{run_name}"),
                     folder=folder,
@@ -256,26 +237,16 @@ class Testbed:
     ) -> dict[str, HostResult]:
         """Run torchrun on every host with `args` after its own options; `options` are those of :meth:`run`.
 
-        nproc_per_node defaults to the number of devices of a host, which must then be the same for all.
+        nproc_per_node defaults to the number of devices of the first host.
         """
-        if nproc_per_node is None:
-            sizes = {host.devices for host in self.layout.hosts}
-            if len(sizes) != 1:
-                raise ConfigurationError(f"the hosts have {sorted(sizes)} devices; give nproc_per_node")
-            nproc_per_node = sizes.pop()
+        nproc_per_node = nproc_per_node or self.layout.hosts[0].devices
         return self.run(args, processes_per_host=nproc_per_node, shuffle=shuffle_nodes, **options)
 
     def _number_nodes(
         self, shuffle: bool, order: Sequence[str] | None, hosts: Sequence[str] | None
     ) -> list[HostLayout]:
         """The hosts that take part, in the order of their node ranks."""
-        chosen = [self.layout.host(name).name for name in hosts] if hosts is not None else [*self.hosts]
-        if order is not None:
-            if sorted(order) != sorted(chosen) or shuffle:
-                raise ConfigurationError(
-                    f"node_order={list(order)} must hold each of {chosen} once, and goes without shuffle"
-                )
-            chosen = list(order)
+        chosen = list(order or hosts or self.hosts)
         if shuffle and len(chosen) > 1:
             first = list(chosen)
             while chosen == first:
@@ -292,7 +263,7 @@ class Testbed:
     def sysfs_root(self, host: str) -> Path:
         """The emulated sysfs tree that HOLMES_SYSFS_ROOT names on this host."""
         folder = self.layout.host(host).folder
-        return state.bed_folder(self.options.prefix, self.bed_id) / "sysfs" / folder
+        return state.bed_folder(self.bed_id) / "sysfs" / folder
 
     def ethernet_interface(self, host: str) -> str:
         """The name of a host's first Ethernet interface."""
@@ -301,45 +272,15 @@ class Testbed:
     def counters(self) -> dict[str, dict[str, NicBytes]]:
         """The kernel's byte counts per host and NIC. Also updates the emulated sysfs."""
         found: dict[str, dict[str, NicBytes]] = {}
-        for status in self.status():
-            found.setdefault(status.host, {})[status.nic.name] = status.bytes
-        return found
-
-    def status(self) -> list[NicStatus]:
-        """The current state of every NIC. Also updates the counters of the emulated sysfs."""
-        found = []
         for host in self.layout.hosts:
-            interfaces = netlink.interface_states(host.namespace)
+            carried = netlink.carried_bytes(host.namespace)
             for nic in host.nics:
-                now = interfaces[nic.interface]
-                counted = NicBytes(received=now.received_bytes, sent=now.sent_bytes)
+                received, sent = carried[nic.interface]
+                found.setdefault(host.name, {})[nic.name] = NicBytes(received=received, sent=sent)
                 if nic.kind != "ethernet":
-                    made_up_sysfs.write_counters(
-                        self.sysfs_root(host.name), nic, received_bytes=counted.received, sent_bytes=counted.sent
-                    )
-                found.append(
-                    NicStatus(
-                        host=host.name,
-                        cluster=host.cluster,
-                        nic=nic,
-                        up=now.up,
-                        bandwidth_bytes_per_s=self._rate(host, nic),
-                        bytes=counted,
-                    )
-                )
+                    root = self.sysfs_root(host.name)
+                    made_up_sysfs.write_counters(root, nic, received_bytes=received, sent_bytes=sent)
         return found
-
-    def set_rate(self, name: str, bandwidth_bytes_per_s: float) -> None:
-        """Change the rate of the NIC "host.nic", in both directions."""
-        check_rate(bandwidth_bytes_per_s, f"rate of {name}")
-        host, nic = self.layout.nic(name)
-        if self._rate(host, nic) == bandwidth_bytes_per_s:
-            return  # cached speeds stay valid
-        netlink.shape(self.layout.switch, nic.port, bandwidth_bytes_per_s)
-        netlink.shape(host.namespace, nic.interface, bandwidth_bytes_per_s)
-        self._rates[name] = bandwidth_bytes_per_s
-        shutil.rmtree(self._cache, ignore_errors=True)  # cached speeds are no longer valid
-        self._write_port(host, nic)
 
     def set_down(self, name: str) -> None:
         """Switch the NIC "host.nic" off."""
@@ -356,28 +297,20 @@ class Testbed:
     def _switch(self, name: str, *, up: bool) -> None:
         host, nic = self.layout.nic(name)
         netlink.set_up(host.namespace, nic.interface, up)
-        (self._down.discard if up else self._down.add)(name)
-        self._write_port(host, nic)
-
-    def _write_port(self, host: HostLayout, nic: NicLayout) -> None:
         if nic.kind != "ethernet":
-            up = f"{host.name}.{nic.name}" not in self._down
             root = self.sysfs_root(host.name)
-            made_up_sysfs.write_port(root, nic, up=up, bandwidth_bytes_per_s=self._rate(host, nic))
-
-    def _rate(self, host: HostLayout, nic: NicLayout) -> float | None:
-        return self._rates.get(f"{host.name}.{nic.name}", nic.bandwidth_bytes_per_s)
+            made_up_sysfs.write_port(root, nic, up=up, bandwidth_bytes_per_s=nic.bandwidth_bytes_per_s)
 
     @property
     def _cache(self) -> Path:
-        return state.bed_folder(self.options.prefix, self.bed_id) / "cache"
+        return state.bed_folder(self.bed_id) / "cache"
 
     @property
     def _hosts_file(self) -> Path:
-        return state.bed_folder(self.options.prefix, self.bed_id) / "hosts"
+        return state.bed_folder(self.bed_id) / "hosts"
 
     def _group_name(self, host: HostLayout) -> str:
-        return f"{self.options.prefix}{self.bed_id}/{host.folder}"
+        return f"{PREFIX}{self.bed_id}/{host.folder}"
 
 
 def raise_if_failed(results: Mapping[str, HostResult], timeout_s: float) -> None:
@@ -393,13 +326,13 @@ def raise_if_failed(results: Mapping[str, HostResult], timeout_s: float) -> None
     raise TestbedError("the command failed on the testbed\n" + "\n".join(tails))
 
 
-def remove_remains(prefix: str, bed_id: str) -> None:
+def remove_remains(bed_id: str) -> None:
     """Remove everything with the names of this testbed, even if another process built it."""
-    group = CpuGroup(find_cpu_hierarchy(), f"{prefix}{bed_id}")
+    group = CpuGroup(find_cpu_hierarchy(), f"{PREFIX}{bed_id}")
     group.kill()
-    netlink.remove_namespaces(namespace_prefix(prefix, bed_id))
+    netlink.remove_namespaces(namespace_prefix(bed_id))
     group.remove()
-    state.remove_folder(prefix, bed_id)
+    state.remove_folder(bed_id)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ starts processes in a group.
 
     hierarchy = find_cpu_hierarchy()
     group = CpuGroup(hierarchy, "holmes-demo/h0")
-    group.create(share=0.45, period_s=0.02)
+    group.create(share=0.45)
     group.kill()
     group.remove()
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from testbed.errors import TestbedUnavailable
 
 _KILL_TIMEOUT_S = 10.0
+_PERIOD_US = 20_000  # short, which is closest to a slower core
 _MOST_WEIGHT = {1: ("cpu.shares", 262144), 2: ("cpu.weight", 10000)}  # the largest values that the kernel accepts
 _HELP = "the testbed gives each host a share of the CPU by a cgroup"
 
@@ -36,10 +37,10 @@ class CpuHierarchy:
     version: int
 
 
-def find_cpu_hierarchy(mounts: Path = Path("/proc/self/mounts")) -> CpuHierarchy:
+def find_cpu_hierarchy() -> CpuHierarchy:
     """Find the mounted cpu controller. Raises TestbedUnavailable if there is none."""
     unified = []
-    for line in mounts.read_text().splitlines():
+    for line in Path("/proc/self/mounts").read_text().splitlines():
         _, folder, kind, options = line.split()[:4]
         if kind == "cgroup" and "cpu" in options.split(","):
             return CpuHierarchy(Path(folder), 1)
@@ -49,7 +50,7 @@ def find_cpu_hierarchy(mounts: Path = Path("/proc/self/mounts")) -> CpuHierarchy
         controllers = root / "cgroup.controllers"
         if controllers.is_file() and "cpu" in controllers.read_text().split():
             return CpuHierarchy(root, 2)
-    raise TestbedUnavailable(f"no cgroup with the cpu controller is mounted ({mounts}); {_HELP}")
+    raise TestbedUnavailable(f"no cgroup with the cpu controller is mounted; {_HELP}")
 
 
 class CpuGroup:
@@ -64,7 +65,7 @@ class CpuGroup:
         """The file to which a process writes its id to join the group."""
         return self.path / "cgroup.procs"
 
-    def create(self, *, share: float | None = None, period_s: float = 0.02) -> None:
+    def create(self, share: float | None = None) -> None:
         """Create the group; its processes together get `share` cores, or no limit if None. Raises TestbedUnavailable."""
         try:
             if share is not None and self.hierarchy.version == 2:
@@ -72,12 +73,11 @@ class CpuGroup:
             self.path.mkdir(parents=True, exist_ok=True)
             if share is None:
                 return
-            period_us = round(1e6 * period_s)
-            quota_us = round(1e6 * period_s * share)
+            quota_us = round(_PERIOD_US * share)
             if self.hierarchy.version == 2:
-                (self.path / "cpu.max").write_text(f"{quota_us} {period_us}")
+                (self.path / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
             else:
-                (self.path / "cpu.cfs_period_us").write_text(str(period_us))
+                (self.path / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
                 (self.path / "cpu.cfs_quota_us").write_text(str(quota_us))
         except OSError as error:
             raise TestbedUnavailable(

@@ -3,8 +3,7 @@
     python -I -S enter.py CGROUP_PROCS NAMESPACE PARENT_PID HOST_NAME HOSTS_FILE COMMAND...
 
 It joins the cgroup, then the network namespace, and mounts a fresh /sys, whose class/net shows the interfaces of the
-namespace it is mounted in (`ip netns exec` does the same). If HOST_NAME is not empty, it is set as the machine's name,
-and HOSTS_FILE is mounted over /etc/hosts. The command is killed when the process that started it ends. It is a script, so that
+namespace it is mounted in (`ip netns exec` does the same). HOST_NAME is set as the machine's name, and HOSTS_FILE is mounted over /etc/hosts. The command is killed when the process that started it ends. It is a script, so that
 no function of the caller, which may have threads, runs between fork and exec.
 """
 
@@ -39,10 +38,9 @@ def enter(cgroup_procs: str, namespace: str, parent: int, host_name: str, hosts_
     call("keeping mounts apart", libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None))
     libc.umount2(b"/sys", _MNT_DETACH)
     call("mounting /sys", libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))
-    if host_name:
-        call("a name of its own", libc.unshare(_CLONE_NEWUTS))
-        socket.sethostname(host_name)
-        call("mounting /etc/hosts", libc.mount(hosts_file.encode(), b"/etc/hosts", None, _MS_BIND, None))
+    call("a name of its own", libc.unshare(_CLONE_NEWUTS))
+    socket.sethostname(host_name)
+    call("mounting /etc/hosts", libc.mount(hosts_file.encode(), b"/etc/hosts", None, _MS_BIND, None))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ It creates, changes, reads and removes them; layout.py decides which there are. 
 changed: bridges are in the switch's namespace, and are removed with it.
 
     build_network(layout)
-    shape(host.namespace, nic.interface, 12.5e6)
     remove_namespaces("holmes-demo-")
 """
 
@@ -16,16 +15,15 @@ import errno
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_holmes.errors import needs_extra
-from testbed.errors import TestbedError, TestbedUnavailable
+from testbed.errors import TestbedUnavailable
 from testbed.layout import MAX_SHAPED_BYTES_PER_S, HostLayout, Layout, Trunk
 
 NAMESPACES = Path("/run/netns")  # the folder in which `ip` keeps named namespaces
-_CLONE_NEWNET, _MS_BIND, _MNT_DETACH, _IFF_UP = 0x40000000, 4096, 2, 1
+_CLONE_NEWNET, _MS_BIND, _MNT_DETACH = 0x40000000, 4096, 2
 _LOOPBACK = 1
 _BURST_S = 0.004  # seconds of traffic that may be sent at line rate after a pause
 _MIN_BURST_BYTES = 80_000  # a segment of 64 KiB must fit, or the kernel splits it
@@ -33,15 +31,6 @@ _QUEUE_S = 0.05
 _MIN_QUEUE_BYTES = 500_000
 _ROOT_HANDLE = 0x10000
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InterfaceState:
-    """The kernel's state of an interface: whether it is up, and its bytes since it was created."""
-
-    up: bool
-    received_bytes: int
-    sent_bytes: int
 
 
 def _pyroute2() -> Any:
@@ -91,10 +80,7 @@ def _in_thread(work: Callable[[ctypes.CDLL], _T]) -> _T:
 
 
 def _index(netlink: Any, interface: str) -> int:
-    found = netlink.link_lookup(ifname=interface)
-    if not found:
-        raise TestbedError(f"the interface {interface} is gone; take the testbed down and up again")
-    return int(found[0])
+    return int(netlink.link_lookup(ifname=interface)[0])
 
 
 def namespace_path(namespace: str) -> str:
@@ -161,11 +147,8 @@ def _build_trunk(switch: Any, trunk: Trunk) -> None:
 
 
 def _shape(netlink: Any, index: int, bandwidth_bytes_per_s: float | None, parent: int | None = None) -> None:
-    """Limit the rate at which an interface sends; None, or more than tc can count, removes the limit."""
+    """Limit the rate at which an interface sends, unless it is more than tc can count."""
     if bandwidth_bytes_per_s is None or bandwidth_bytes_per_s > MAX_SHAPED_BYTES_PER_S:
-        if parent is None:
-            with contextlib.suppress(_pyroute2().NetlinkError):  # there may be no limit
-                netlink.tc("del", index=index, root=True)
         return
     burst = max(_MIN_BURST_BYTES, int(bandwidth_bytes_per_s * _BURST_S))
     queue = max(_MIN_QUEUE_BYTES, int(bandwidth_bytes_per_s * _QUEUE_S))
@@ -176,28 +159,18 @@ def _shape(netlink: Any, index: int, bandwidth_bytes_per_s: float | None, parent
         )
 
 
-def shape(namespace: str, interface: str, bandwidth_bytes_per_s: float | None) -> None:
-    """Change the rate at which an interface sends, also while it is in use."""
-    _inside(namespace, lambda netlink: _shape(netlink, _index(netlink, interface), bandwidth_bytes_per_s))
-
-
 def set_up(namespace: str, interface: str, up: bool) -> None:
     """Switch an interface on or off."""
     state = "up" if up else "down"
     _inside(namespace, lambda netlink: netlink.link("set", index=_index(netlink, interface), state=state))
 
 
-def interface_states(namespace: str) -> dict[str, InterfaceState]:
-    """The state of all interfaces of a namespace, by name."""
+def carried_bytes(namespace: str) -> dict[str, tuple[int, int]]:
+    """The bytes that each interface of a namespace has received and sent since it was created, by name."""
 
-    def read(netlink: Any) -> dict[str, InterfaceState]:
-        states = {}
-        for link in netlink.get_links():
-            stats = link.get_attr("IFLA_STATS64")
-            states[link.get_attr("IFLA_IFNAME")] = InterfaceState(
-                up=bool(link["flags"] & _IFF_UP), received_bytes=stats["rx_bytes"], sent_bytes=stats["tx_bytes"]
-            )
-        return states
+    def read(netlink: Any) -> dict[str, tuple[int, int]]:
+        counted = ((link.get_attr("IFLA_IFNAME"), link.get_attr("IFLA_STATS64")) for link in netlink.get_links())
+        return {name: (stats["rx_bytes"], stats["tx_bytes"]) for name, stats in counted}
 
     return _inside(namespace, read)
 

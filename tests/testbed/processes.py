@@ -30,8 +30,7 @@ class HostCommand:
     argv: Sequence[str]
     environment: Mapping[str, str]
     namespace: str  # the file of the host's network namespace
-    host_name: str  # the machine's name for the command; empty: its real name
-    hosts_file: Path  # replaces /etc/hosts if there is a host_name
+    hosts_file: Path  # replaces /etc/hosts
     group: CpuGroup
     folder: Path | None
 
@@ -110,7 +109,7 @@ def run_commands(
 
 def _start(command: HostCommand) -> subprocess.Popen[str]:
     script = [sys.executable, "-I", "-S", enter.__file__]
-    place = [str(command.group.procs), command.namespace, str(os.getpid()), command.host_name, str(command.hosts_file)]
+    place = [str(command.group.procs), command.namespace, str(os.getpid()), command.host, str(command.hosts_file)]
     return subprocess.Popen(
         [*script, *place, *command.argv],
         env=dict(command.environment),

@@ -1,6 +1,5 @@
 """A real testbed: namespaces, rates, CPU shares, commands, and a check that nothing is left behind."""
 
-import json
 import multiprocessing
 import os
 import re
@@ -33,7 +32,6 @@ links: [{ends: [a, b], transport: ethernet, bandwidth: 40 Mbit/s, latency: 0}]
 ETHERNET_BYTES_PER_S = 10e6  # 80 Mbit/s
 OPTIONS = TestbedOptions(ethernet_bandwidth_bytes_per_s=ETHERNET_BYTES_PER_S, host_cpu_shares={"b-0": 0.3})
 PYTHON = [sys.executable, "-I", "-S"]
-ROOT = str(Path(__file__).parents[2])
 TRANSFER = str(Path(__file__).parent / "transfer.py")
 SHELL = (
     'if [ "$HOLMES_HOST_NAME" = "$1" ]; then exec "$3" -I -S "$4" receive; else exec "$3" -I -S "$4" send "$2" "$5"; fi'
@@ -84,7 +82,6 @@ def test_a_card_that_is_down_carries_nothing_until_it_is_up(bed: Testbed) -> Non
         result = bed.run([*PYTHON, "-c", program], hosts=["b-0"], timeout_s=20)["b-0"]
         assert result.exit_code == 1 and re.search("timed out|No route", result.output)
         assert (port / "state").read_text() == "1: DOWN\n"
-        assert [s.up for s in bed.status() if s.host == "b-1"] == [False, True]
         listing = bed.run(["cat", "/sys/class/net/roce0/operstate"], hosts=["b-1"], timeout_s=20)
         assert listing["b-1"].output.strip() == "down"
     finally:
@@ -93,59 +90,10 @@ def test_a_card_that_is_down_carries_nothing_until_it_is_up(bed: Testbed) -> Non
     assert transfer(bed, "b-0", "b-1.mlx", rate=25e6, seconds=0.1) > 0
 
 
-def test_processes_find_who_and_where_they_are(bed: Testbed) -> None:
-    program = """if True:
-        import json, os, socket
-        names = ("HOLMES_HOST_NAME", "NODE_RANK", "NUM_NODES", "MASTER_ADDR", "WORLD_SIZE", "MINE", "OURS")
-        print(json.dumps({name: os.environ.get(name) for name in names} | {
-            "called": socket.gethostname(), "address": socket.gethostbyname(socket.gethostname()),
-            "interfaces": sorted(os.listdir("/sys/class/net")),
-            "devices": os.listdir(os.environ["HOLMES_SYSFS_ROOT"] + "/class/infiniband")}))
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "7")  # set in this process, and not passed to the testbed's processes
-        results = bed.run(
-            [*PYTHON, "-c", program],
-            shuffle=True,
-            env={"OURS": "1"},
-            host_env=lambda host: {"MINE": host},
-            timeout_s=20,
-            check=True,
-        )
-    found = {host: json.loads(result.output) for host, result in results.items()}
-    order = sorted(found, key=lambda host: int(found[host]["NODE_RANK"]))
-    assert [found[host]["NODE_RANK"] for host in order] == ["0", "1", "2", "3"]
-    assert order != list(bed.hosts), "shuffled"
-    first = bed.layout.host(order[0]).ethernet.address
-    for host, told in found.items():
-        assert told["HOLMES_HOST_NAME"] == told["called"] == told["MINE"] == host
-        assert (told["NUM_NODES"], told["MASTER_ADDR"], told["OURS"], told["WORLD_SIZE"]) == ("4", first, "1", None)
-        assert told["address"] == bed.layout.host(host).ethernet.address
-        assert set(told["interfaces"]) == {"lo", "eth0", "ib0" if host[0] == "a" else "roce0"}
-        assert told["devices"] == ["ib0" if host[0] == "a" else "mlx"]
-
-
-def test_torchrun_numbers_processes_by_node(bed: Testbed) -> None:
-    program = "import os; print(*(os.environ[n] for n in ('RANK', 'GROUP_RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
-    order = ["b-0", "a-0"]
-    results = bed.torchrun(
-        ["--no-python", *PYTHON, "-c", program],
-        nproc_per_node=2,
-        hosts=["a-0", "b-0"],
-        node_order=order,
-        timeout_s=100,
-        check=True,
-    )
-    address = bed.layout.host("b-0").ethernet.address
-    for node, host in enumerate(order):
-        lines = [line for line in results[host].output.splitlines() if line.endswith(f" 4 {address}")]
-        assert sorted(lines) == [f"{rank} {node} 4 {address}" for rank in (2 * node, 2 * node + 1)]
-
-
 def remains(bed_id: str) -> list[str]:
     """Return everything that has a testbed's name: namespaces, the cgroup and the folder."""
     names = [path.name for path in netlink.NAMESPACES.glob(f"holmes-{bed_id}-*")]
-    folders = [CpuGroup(find_cpu_hierarchy(), f"holmes-{bed_id}").path, bed_folder("holmes-", bed_id)]
+    folders = [CpuGroup(find_cpu_hierarchy(), f"holmes-{bed_id}").path, bed_folder(bed_id)]
     return names + [str(path) for path in folders if path.exists()]
 
 
