@@ -6,7 +6,6 @@ and IPv4, each for RoCE v1 and v2).
 
     write_devices(folder, host)                    # folder/class/infiniband/mlx5_0/ports/1/...
     write_port(folder, nic, up=False, bandwidth_bytes_per_s=nic.bandwidth_bytes_per_s)
-    write_counters(folder, nic, received_bytes=0, sent_bytes=0)
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from pathlib import Path
 
 from testbed.layout import HostLayout, NicLayout
 
-_WORD_BYTES = 4  # port counters count 4-byte words
 _UNSHAPED_BYTES_PER_S = 25e9  # the stated rate of a card whose rate is not limited: 200 Gbit/s
 
 
@@ -41,7 +39,6 @@ def write_devices(root: Path, host: HostLayout) -> None:
             _write(port / "gid_attrs" / "types" / str(index), kind)
             _write(port / "gid_attrs" / "ndevs" / str(index), nic.interface)
         write_port(root, nic, up=True, bandwidth_bytes_per_s=nic.bandwidth_bytes_per_s)
-        write_counters(root, nic, received_bytes=0, sent_bytes=0)
 
 
 def write_port(root: Path, nic: NicLayout, *, up: bool, bandwidth_bytes_per_s: float | None) -> None:
@@ -51,13 +48,6 @@ def write_port(root: Path, nic: NicLayout, *, up: bool, bandwidth_bytes_per_s: f
     _write(port / "phys_state", "5: LinkUp" if up else "3: Disabled")
     gigabits = 8e-9 * (_UNSHAPED_BYTES_PER_S if bandwidth_bytes_per_s is None else bandwidth_bytes_per_s)
     _write(port / "rate", f"{gigabits:g} Gb/sec (4X EDR)")
-
-
-def write_counters(root: Path, nic: NicLayout, *, received_bytes: int, sent_bytes: int) -> None:
-    """Write the port's counters, which do not change until they are written again."""
-    counters = _port(root, nic) / "counters"
-    _write(counters / "port_rcv_data", str(received_bytes // _WORD_BYTES))
-    _write(counters / "port_xmit_data", str(sent_bytes // _WORD_BYTES))
 
 
 def _port(root: Path, nic: NicLayout) -> Path:
