@@ -26,7 +26,6 @@ FULL = (
 """Files and tests that are left out whole."""
 
 KEPT = (
-    "testbed/test_testbed.py::test_torchrun*",
     "strategy/test_large_models.py::test_on_optimizer_nodes*",
 )
 """Of these and the following, what `make test` runs all the same."""

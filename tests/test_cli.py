@@ -10,7 +10,6 @@ import yaml
 
 import lightning_holmes
 from lightning_holmes.cli import main
-from lightning_holmes.cluster.topology import Topology
 from recipes.gpt import GPT
 
 ROOT = Path(__file__).parents[1]
@@ -87,22 +86,8 @@ def test_errors_of_ours_are_one_message(capsys):
     assert "ConfigurationError: hidden_size=30" in err and "Traceback" not in err
 
 
-def test_recipe_survives_print_config(capsys, tmp_path):
-    code, out, _ = run(capsys, "fit", "--config", RECIPE, "--print_config")
-    assert code == 0
-    printed = yaml.safe_load(out)
-    assert printed["trainer"]["strategy"]["class_path"].endswith("HolmesStrategy")
-    assert printed["trainer"]["strategy"]["init_args"]["num_microbatches"] == 4
-    assert printed["model"]["init_args"]["hidden_size"] == 128
-    (tmp_path / "again.yaml").write_text(out)
-    code, again, _ = run(capsys, "fit", "--config", str(tmp_path / "again.yaml"), "--print_config")
-    assert code == 0 and yaml.safe_load(again) == printed
 
 
-def test_recipe_topology_is_two_clusters_of_two():
-    topology = Topology.from_yaml(ROOT / "recipes/gpt_tiny/topology.yaml")
-    assert [cluster.num_devices for cluster in topology.clusters] == [2, 2]
-    assert len(topology.links) == 1
 
 
 def test_recipe_trains_in_plain_lightning(capsys, tmp_path, monkeypatch):

@@ -21,7 +21,6 @@ from lightning_holmes.plan.placement import (
     crossing_groups,
     make_placement,
 )
-from lightning_holmes.plan.transport import TransportChooser
 
 
 def make_topology(**sizes: int) -> Topology:
@@ -46,11 +45,6 @@ def test_two_clusters() -> None:
     assert [clusters_of(placement, topology, stage) for stage in (0, 1)] == [("a",), ("b",)]
 
 
-def test_uneven_clusters_share_a_pipeline_rank() -> None:
-    topology = make_topology(a=3, b=5)
-    placement = make_placement(topology, world_size=8, pipeline_parallel_size=2)
-    assert clusters_of(placement, topology, 0) == ("a", "b")
-    assert clusters_of(placement, topology, 1) == ("b",)
 
 
 def test_refused() -> None:
@@ -109,35 +103,10 @@ def card(kind: TransportKind, fabric: str, *, up: bool = True) -> Nic:
     return Nic(name=f"{kind} {fabric} {up}", kind=kind, fabric=fabric, up=up)
 
 
-def test_hosts_of_one_cluster_are_ordered_by_their_cards() -> None:
-    """HOLMES_CLUSTER may put different kinds of cards in one cluster: no group uses Ethernet unnecessarily then."""
-    kinds: list[TransportKind] = ["roce", "infiniband", "roce", "infiniband"]
-    hosts = [Host(name=f"{kind}{i}", devices=1, nics=(card(kind, kind),)) for i, kind in enumerate(kinds)]
-    topology = Topology(clusters=(Cluster(name="mine", hosts=tuple(hosts)),))
-    placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
-    assert placement.grid == ((1, 3), (0, 2))
-    chooser = TransportChooser(topology)
-    assert [chooser.choose(row).kind for row in placement.grid] == ["infiniband", "roce"]
 
 
-def test_a_host_whose_card_is_down_does_not_spoil_the_groups_of_others() -> None:
-    up = [i not in (1, 2) for i in range(4)]
-    hosts = [Host(name=f"h{i}", devices=1, nics=(card("infiniband", "A", up=up[i]),)) for i in range(4)]
-    topology = Topology(clusters=(Cluster(name="a", hosts=tuple(hosts)),))
-    assert make_placement(topology, world_size=4, pipeline_parallel_size=2).grid == ((0, 3), (1, 2))
 
 
-def test_a_host_on_several_fabrics_counts_to_that_which_reaches_all_hosts() -> None:
-    """Rails: a host whose first rail is down still reaches the others over the second."""
-    rails = (card("roce", "rail 0"), card("roce", "rail 1"))
-    down = (card("roce", "rail 0", up=False), card("roce", "rail 1"))
-    hosts = [Host(name=f"h{i}", devices=2, nics=down if i == 0 else rails) for i in range(4)]
-    topology = Topology(clusters=(Cluster(name="a", hosts=tuple(hosts)),))
-    assert make_placement(topology, world_size=8, pipeline_parallel_size=2).grid == ((0, 1, 2, 3), (4, 5, 6, 7))
-    both = Host(name="both", devices=1, nics=(card("roce", "B"), card("infiniband", "A")))
-    lone = [Host(name=f"h{i}", devices=1, nics=(card("infiniband", "A"),)) for i in range(3)]
-    topology = Topology(clusters=(Cluster(name="a", hosts=(both, *lone)),))
-    assert make_placement(topology, world_size=4, pipeline_parallel_size=2).grid == ((0, 1), (2, 3))
 
 
 def on_fabrics(hosts: Sequence[tuple[int, Sequence[str]]]) -> Topology:

@@ -279,21 +279,6 @@ class Metrics(Classifier):
         self.collection.reset()
 
 
-class CollectionOnStep(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = torchmetrics.MetricCollection(
-            {
-                "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),
-                "recall": torchmetrics.Recall(task="multiclass", num_classes=3, average="macro"),
-            }
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, logits = self.loss(batch)
-        self.scores(logits, batch[1])
-        self.log_dict(self.scores, on_step=True, on_epoch=True)
-        return loss
 
 
 def case_metrics(setting: Setting) -> Any:
@@ -304,11 +289,6 @@ def case_metrics(setting: Setting) -> Any:
     return first | {"validate": trainer.validate(module, setting.loader(samples(16, 2)), verbose=False)}
 
 
-def case_metric_collection(setting: Setting) -> Any:
-    module = build(CollectionOnStep)
-    trainer = setting.trainer()
-    trainer.fit(module, setting.loader(samples()))
-    return outcome(setting, trainer, module)
 
 
 # what steps leave on the module
@@ -516,11 +496,6 @@ class SGDClassifier(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
 
 
-def case_clip_norm(setting: Setting) -> Any:
-    module = build(SGDClassifier)
-    trainer = setting.trainer(gradient_clip_val=0.1, accumulate_grad_batches=2)
-    trainer.fit(module, setting.loader(samples(40)))
-    return outcome(setting, trainer, module)
 
 
 def case_accumulate(setting: Setting) -> Any:
@@ -668,28 +643,8 @@ def case_workers(setting: Setting) -> Any:
 # optimizer hooks
 
 
-class WarmUp(Classifier):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-        if self.trainer.global_step < 4:
-            for group in optimizer.param_groups:
-                group["lr"] = self.lr * (self.trainer.global_step + 1) / 4
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step()
-        self.stepped = getattr(self, "stepped", 0) + 1
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr / 4)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "epoch"}}
 
 
-def case_warm_up(setting: Setting) -> Any:
-    module = build(WarmUp)
-    trainer = setting.trainer(callbacks=[LearningRateMonitor()])
-    trainer.fit(module, setting.loader(samples()))
-    return outcome(setting, trainer, module) | {"stepped": module.stepped}
 
 
 # checkpoints

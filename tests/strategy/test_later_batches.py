@@ -92,9 +92,7 @@ PARAMETERS = {
     "a penalty": decay,
     "a condition": condition,
     "all norms at once": lambda module, outputs: torch.stack(torch._foreach_norm(list(module.parameters()))).sum(),
-    "its data": lambda module, outputs: module.layers[1].weight.data.max(),
     "an operator": lambda module, outputs: 1 - module.layers[0].weight[0, 0],
-    "a layer beside": lambda module, outputs: nn.functional.linear(outputs[-1], module.layers[0].weight).mean(),
 }
 
 

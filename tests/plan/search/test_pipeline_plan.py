@@ -19,7 +19,6 @@ from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
 from lightning_holmes.plan.prediction import fits
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
-from lightning_holmes.plan.search.candidates import microbatch_counts
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 
@@ -182,12 +181,6 @@ def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
     assert kept.partition.layer_counts == (6, 6)
 
 
-@pytest.mark.parametrize(
-    ("size", "batch", "expected"),
-    [(2, 16, (2, 4, 8, 16)), (2, 1, (1,)), (4, 3, (3,)), (2, 7, (7,)), (4, 13, (13,)), (3, 12, (3, 4, 6, 12))],
-)
-def test_microbatch_counts_divide_the_batch(size: int, batch: int, expected: tuple[int, ...]) -> None:
-    assert microbatch_counts(size, batch) == expected
 
 
 def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
