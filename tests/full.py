@@ -25,9 +25,7 @@ FULL = (
 )
 """Files and tests that are left out whole."""
 
-KEPT = (
-    "strategy/test_large_models.py::test_on_optimizer_nodes*",
-)
+KEPT = ("strategy/test_large_models.py::test_on_optimizer_nodes*",)
 """Of these and the following, what `make test` runs all the same."""
 
 FIRST = (

@@ -86,10 +86,6 @@ def test_errors_of_ours_are_one_message(capsys):
     assert "ConfigurationError: hidden_size=30" in err and "Traceback" not in err
 
 
-
-
-
-
 def test_recipe_trains_in_plain_lightning(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     config = yaml.safe_load((ROOT / RECIPE).read_text())

@@ -45,8 +45,6 @@ def test_two_clusters() -> None:
     assert [clusters_of(placement, topology, stage) for stage in (0, 1)] == [("a",), ("b",)]
 
 
-
-
 def test_refused() -> None:
     topology = make_topology(a=4, b=4)
     with pytest.raises(ConfigurationError, match=r"pipeline_parallel_size=3 .* world size 8; .*: 1, 2, 4, 8"):
@@ -101,12 +99,6 @@ def test_clusters_of_nearly_one_size_do_not_make_a_long_pipeline() -> None:
 
 def card(kind: TransportKind, fabric: str, *, up: bool = True) -> Nic:
     return Nic(name=f"{kind} {fabric} {up}", kind=kind, fabric=fabric, up=up)
-
-
-
-
-
-
 
 
 def on_fabrics(hosts: Sequence[tuple[int, Sequence[str]]]) -> Topology:

@@ -279,16 +279,12 @@ class Metrics(Classifier):
         self.collection.reset()
 
 
-
-
 def case_metrics(setting: Setting) -> Any:
     module = build(Metrics)
     trainer = setting.trainer()
     trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
     first = outcome(setting, trainer, module)
     return first | {"validate": trainer.validate(module, setting.loader(samples(16, 2)), verbose=False)}
-
-
 
 
 # what steps leave on the module
@@ -496,8 +492,6 @@ class SGDClassifier(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
 
 
-
-
 def case_accumulate(setting: Setting) -> Any:
     module = build(SGDClassifier)
     trainer = setting.trainer(accumulate_grad_batches=2)
@@ -641,10 +635,6 @@ def case_workers(setting: Setting) -> Any:
 
 
 # optimizer hooks
-
-
-
-
 
 
 # checkpoints

@@ -181,8 +181,6 @@ def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
     assert kept.partition.layer_counts == (6, 6)
 
 
-
-
 def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
     former = plan_by_costs(LEFT_OPEN, costs(), LAYOUT)
     again = repeat_plan(dataclasses.replace(LEFT_OPEN, num_microbatches=3), former, reason="because")
