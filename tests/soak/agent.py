@@ -49,15 +49,11 @@ _TOGETHER = re.compile(r"Ctrl-C: all ranks end|SIGTERM")  # printed by the ranks
 
 @dataclass
 class Struck:
-    """A fault that has happened: in which attempt, when, how far training had come, and its consequences."""
+    """A fault that has happened, and whether the attempt went on."""
 
     fault: Fault
     attempt: int
-    at: float
-    ended_s: float | None = None
-    """Seconds until all ranks had ended; None: the attempt went on."""
-    lost_s: float | None = None
-    """Seconds until training had passed its earlier step; None: another fault came first."""
+    went_on: bool = False
 
 
 @dataclass
@@ -70,8 +66,7 @@ class Report:
     output: str = ""
 
     def __str__(self) -> str:
-        lost = ", ".join(f"{s.lost_s:.1f}" for s in self.struck if s.lost_s is not None)
-        return f"{self.case} -> {self.outcome}; {self.attempts} starts, {self.seconds:.0f} s, lost: {lost or '-'}"
+        return f"{self.case} -> {self.outcome}; {self.attempts} starts, {self.seconds:.0f} s"
 
 
 class Attempt:
@@ -165,7 +160,7 @@ class Attempt:
                 self._due[index] = now + fault.delay_s
             if self._due.get(index, now + 1) <= now:
                 self._due[index] = float("inf")
-                self.struck.append(Struck(fault, self.number, time.time()))
+                self.struck.append(Struck(fault, self.number))
                 self._act(fault, now)
                 (self.folder / f"struck.{index}").touch()
 
@@ -210,12 +205,6 @@ class Attempt:
 
     def output(self, rank: int) -> str:
         return (self.folder / f"log{rank}").read_text(errors="replace")
-
-    def pace(self) -> list[tuple[int, float]]:
-        """Return the steps that rank 0 has done, and their times."""
-        path = self.folder / "pace.0"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [(int(step), float(at)) for step, at in map(str.split, lines)]
 
     def wrong(self, before: Sequence["Attempt"]) -> str:
         """Return what went wrong in this attempt, or "". An attempt may end without a fault if it found a byte that
@@ -276,7 +265,8 @@ class Run:
             report.outcome = self._compare(attempts, expect) or "well"
         report.attempts, report.seconds = len(attempts), time.monotonic() - began
         report.struck = [struck for attempt in attempts for struck in attempt.struck]
-        self._time(attempts)
+        for struck in report.struck:
+            struck.went_on = attempts[struck.attempt].is_done
         if report.outcome != "well":
             report.output = "\n".join(
                 f"--- attempt {a.number}, rank {rank}: exit {a.codes.get(rank)}\n{a.output(rank)[-2500:]}"
@@ -337,25 +327,6 @@ class Run:
         left = [str(path) for host in last.hosts for path in self.hosts.own[host].iterdir()]
         left += [str(path) for path in self.hosts.checkpoints.iterdir() if path.name.startswith(".")]
         return f"{left} is left" if left else ""
-
-    def _time(self, attempts: list[Attempt]) -> None:
-        """Set the time that each fault cost: from the fault, or from the last step that its attempt did after it,
-        until training had passed its earlier step."""
-        paces = [attempt.pace() for attempt in attempts]
-        for attempt in attempts:
-            for struck in attempt.struck:
-                done = [(step, at) for pace in paces[: attempt.number + 1] for step, at in pace]
-                if attempt.is_done:
-                    done = [(step, at) for step, at in done if at <= struck.at]
-                else:
-                    ends = [(attempt.folder / f"exit{rank}").stat().st_mtime for rank in attempt.pids]
-                    struck.ended_s = max(ends) - struck.at
-                furthest = max((step for step, _ in done), default=0)
-                since = max([struck.at, *(at for _, at in done)])
-                further = [at for pace in paces for step, at in pace if at > since and step > furthest]
-                others = [other.at for of_other in attempts for other in of_other.struck if other is not struck]
-                if further and not any(struck.at <= at <= min(further) for at in others):
-                    struck.lost_s = min(further) - since
 
 
 def _differing(found: Sequence[dict[int, Any]], known: Sequence[dict[int, Any]]) -> int | None:

@@ -67,11 +67,10 @@ class Places:
 
 
 class Notes(Callback):
-    """Reports the places in the user's code and writes down when steps are done; in a lasting run, also writes the
-    process's threads, open files and memory (MB) ten times."""
+    """Reports the places in the user's code; in a lasting run, also writes the process's threads, open files and memory (MB) ten times."""
 
-    def __init__(self, places: Places, pace: Path, usage: Path, pace_s: float) -> None:
-        self._places, self._pace, self._usage, self._pace_s = places, pace, usage, pace_s
+    def __init__(self, places: Places, usage: Path, pace_s: float) -> None:
+        self._places, self._usage, self._pace_s = places, usage, pace_s
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(self._pace_s)  # as long as the steps of a larger model
@@ -84,8 +83,6 @@ class Notes(Callback):
         self._places.come("validation")
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        with self._pace.open("a") as file:
-            print(trainer.global_step, repr(time.time()), file=file)
         if trainer.max_steps >= LASTS and trainer.global_step % (trainer.max_steps // 10) == 0:
             process = psutil.Process()
             with self._usage.open("a") as file:
@@ -142,5 +139,5 @@ def run(options: dict[str, Any]) -> str:
         watch_writing(places, options["snapshots"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     places.come("joining")
-    notes = Notes(places, folder / f"pace.{rank}", folder / f"usage.{rank}", options.get("pace_s", 0.0))
+    notes = Notes(places, folder / f"usage.{rank}", options.get("pace_s", 0.0))
     return train(options, callbacks=[notes], in_step=lambda: places.come("forward"))

@@ -1,4 +1,4 @@
-"""Graph networks on batches of graphs: torch_geometric's classes, and a made-up class like them."""
+"""Graph networks on batches of graphs, of a class like torch_geometric's."""
 
 import itertools
 import os
@@ -44,31 +44,16 @@ class Graphs:
         )
 
 
-def made_up() -> tuple[Any, Any, Any]:
-    """Return the class of a graph, the function that batches graphs, and the function that takes a batch apart."""
-    return Graphs, Graphs.together, lambda batch: batch.parts
-
-
-def torch_geometric() -> tuple[Any, Any, Any]:
-    from torch_geometric.data import Batch, Data
-
-    return Data, Batch.from_data_list, lambda batch: batch.to_data_list()
-
-
-KINDS = {"made up": made_up, "torch_geometric": torch_geometric}
-
-
-def loader(kind: str, *, differs: bool = False) -> Any:
+def loader(*, differs: bool = False) -> Any:
     """Return a loader of batches of graphs of three to seven nodes, each batch with another number of nodes."""
-    make, together, _ = KINDS[kind]()
     generator = torch.Generator().manual_seed(0)
     graphs = []
     for index in range(18):
         nodes = 3 + index % 5
         edges = torch.randint(nodes, (2, 2 * nodes), generator=generator)
         x, y = torch.randn(nodes, 4, generator=generator), torch.randn(1, generator=generator)
-        graphs.append(make(x=x + float(differs), edge_index=edges, y=y))
-    return DataLoader(graphs, batch_size=4, collate_fn=together)
+        graphs.append(Graphs(x=x + float(differs), edge_index=edges, y=y))
+    return DataLoader(graphs, batch_size=4, collate_fn=Graphs.together)
 
 
 class Convolution(nn.Module):
@@ -84,9 +69,8 @@ class Convolution(nn.Module):
 class Network(pl.LightningModule):
     """A network whose step changes the batch in place, as transforms do."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.kind = kind
         self.layers = nn.ModuleList(Convolution() for _ in range(4))
         self.head = nn.Linear(4, 1)
 
@@ -110,20 +94,18 @@ class Splitting(Network):
     """A network that defines ``split_batch`` and ``microbatch_weight``."""
 
     def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
-        _, together, apart = KINDS[self.kind]()
-        graphs = apart(batch)
-        bounds = [i * len(graphs) // num_microbatches for i in range(num_microbatches + 1)]
-        return [together(graphs[a:b]) for a, b in itertools.pairwise(bounds)]
+        bounds = [i * len(batch.parts) // num_microbatches for i in range(num_microbatches + 1)]
+        return [Graphs.together(batch.parts[a:b]) for a, b in itertools.pairwise(bounds)]
 
     def microbatch_weight(self, batch: Any) -> int:
         return len(batch.y)
 
 
-def run(kind: str, strategy: Any, *, splits: bool = False, differs: bool = False) -> Any:
+def run(strategy: Any, *, splits: bool = False, differs: bool = False) -> Any:
     """Return the final parameters and the last loss, or the refusal. ``differs``: rank 1 has other graphs."""
     torch.manual_seed(0)
-    module = (Splitting if splits else Network)(kind)
-    data = loader(kind, differs=differs and os.environ.get("RANK") == "1")
+    module = (Splitting if splits else Network)()
+    data = loader(differs=differs and os.environ.get("RANK") == "1")
     trainer = quiet_trainer(
         strategy if isinstance(strategy, str) else HolmesStrategy(**strategy),
         devices=int(os.environ.get("WORLD_SIZE", "1")),
@@ -146,5 +128,5 @@ ON_TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def on_each_rank(kind: str) -> dict[str, Any]:
-    return {name: run(kind, strategy, **more) for name, (strategy, more) in ON_TWO.items()}
+def on_each_rank(_: None) -> dict[str, Any]:
+    return {name: run(strategy, **more) for name, (strategy, more) in ON_TWO.items()}

@@ -3,24 +3,16 @@
 Baseline: plain Lightning in one process; parameters and loss to 1e-5.
 """
 
-import importlib.util
 from typing import Any
 
 import pytest
 import torch
-from graph_cases import KINDS, Network, Splitting, loader, run
+from graph_cases import Network, Splitting, loader, run
 from launch import launch
 
 from lightning_holmes import check
 
 pytestmark = pytest.mark.xdist_group("strategy_graphs")
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    if request.param == "torch_geometric" and importlib.util.find_spec("torch_geometric") is None:
-        pytest.skip("needs torch_geometric: pip install torch_geometric")
-    return str(request.param)
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -29,17 +21,17 @@ def assert_equal(ours: Any, theirs: Any) -> None:
     assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
 
 
-def test_check_takes_graphs(kind: str) -> None:
-    batch = next(iter(loader(kind)))
-    assert check(Network(kind), batch, num_microbatches=1).exact
-    assert check(Splitting(kind), batch, num_microbatches=2).exact
+def test_check_takes_graphs() -> None:
+    batch = next(iter(loader()))
+    assert check(Network(), batch, num_microbatches=1).exact
+    assert check(Splitting(), batch, num_microbatches=2).exact
 
 
-def test_stages_and_microbatches_are_plain_lightning_or_refused_with_a_cure(kind: str) -> None:
-    whole, split = run(kind, "auto"), run(kind, "auto", splits=True)
-    assert_equal(run(kind, {}), whole)
-    assert_equal(run(kind, {"num_microbatches": 2}, splits=True), split)
-    for found in launch(2, "graph_cases:on_each_rank", kind):
+def test_stages_and_microbatches_are_plain_lightning_or_refused_with_a_cure() -> None:
+    whole, split = run("auto"), run("auto", splits=True)
+    assert_equal(run({}), whole)
+    assert_equal(run({"num_microbatches": 2}, splits=True), split)
+    for found in launch(2, "graph_cases:on_each_rank"):
         assert_equal(found["two stages"], whole)
         assert_equal(found["first stage loads"], whole)
         assert_equal(found["split by the module"], split)
