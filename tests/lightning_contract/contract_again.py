@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from contract import Run, each
 from contract_models import Calls, Lines, Net, batches, same, weights
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -144,13 +143,3 @@ def case_a_module_inside_another_is_fitted_by_itself(run: Run):
     run.fit(inner)
     run.fit(outer)
     return weights(inner)
-
-
-@each(fit="fit", validate="validate", predict="predict")
-def case_a_trainer_may_be_called_within_no_grad_modes(run: Run, entry: str):
-    """The grad mode after the call is the one before it."""
-    module = Net().eval()
-    with torch.no_grad() if entry != "fit" else torch.enable_grad():
-        before = torch.is_grad_enabled()
-        getattr(run.trainer(), entry)(module, batches(1))
-        assert torch.is_grad_enabled() == before

@@ -34,22 +34,6 @@ def case_the_module_s_callback_takes_the_place_of_the_trainer_s(run: Run):
     assert [c.patience for c in trainer.early_stopping_callbacks] == [7]
 
 
-def case_batch_hooks_are_given_batch_and_index(run: Run):
-    found: list[Any] = []
-
-    class Given(Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            found.append(("train", tuple(batch.shape), batch_idx))
-
-        def on_validation_batch_start(
-            self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-        ) -> None:
-            found.append(("validation", tuple(batch.shape), batch_idx, dataloader_idx))
-
-    run.fit(Net(), batches(2), batches(1), callbacks=[Given()])
-    assert found == [("train", (2, 4), 0), ("train", (2, 4), 1), ("validation", (2, 4), 0, 0)]
-
-
 @each(
     validation=("validate", "on_validation_batch_end"),
     test=("test", "on_test_batch_end"),
@@ -105,16 +89,6 @@ def case_the_loss_that_is_shown_is_whole_when_accumulating(run: Run):
     return outputs
 
 
-def case_a_lambda_is_a_callback(run: Run):
-    found: list[Any] = []
-    callback = LambdaCallback(
-        on_train_start=lambda trainer, module: found.append("start"),
-        on_train_epoch_end=lambda trainer, module: found.append(trainer.current_epoch),
-    )
-    run.fit(Net(), callbacks=[callback], max_epochs=2)
-    assert found == ["start", 0, 1]
-
-
 class Keeps(Callback):
     """Counts batches, keeps the count in checkpoints, and records the hooks about checkpoints."""
 
@@ -151,14 +125,6 @@ def case_state_of_callbacks_goes_through_checkpoints(run: Run):
     assert first.count == 4 and first.told == ["save"]
     run.fit(Net(), callbacks=[second], ckpt_path=run.folder / "kept.ckpt", max_epochs=2)
     assert second.count == 8 and second.told == ["load keeps"]
-
-
-def case_state_of_a_callback_that_is_gone_is_warned_about(run: Run):
-    trainer = run.fit(Net(), callbacks=[Keeps("gone")])
-    trainer.save_checkpoint(run.folder / "kept.ckpt")
-    run.meet()
-    with run.warning("gone"):
-        run.fit(Net(), ckpt_path=run.folder / "kept.ckpt", max_epochs=2)
 
 
 def case_a_callback_may_change_weights_between_batches(run: Run):

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from contract import Run, each
-from contract_models import Batches, Calls, Lines, Net, Rows, batches, weights
+from contract_models import Batches, Calls, Net, Rows, batches, weights
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
@@ -19,14 +19,6 @@ def case_a_fast_dev_run_is_short(run: Run, value: Any):
     assert trainer.global_step == steps
     assert calls.count("on_validation_batch_end") == steps
     assert trainer.max_epochs == 1
-
-
-@each(validate="validate", test="test", predict="predict")
-def case_a_fast_dev_run_is_short_in_evaluation(run: Run, entry: str):
-    hook = f"on_{'validation' if entry == 'validate' else entry}_batch_end"
-    calls = Calls(hook)
-    getattr(run.trainer(callbacks=[calls], fast_dev_run=2), entry)(Net(), batches(4))
-    assert calls.count(hook) == 2
 
 
 def case_a_fast_dev_run_leaves_nothing(run: Run):
@@ -48,13 +40,6 @@ def case_overfitting_takes_the_same_batches(run: Run, value: Any):
     assert seen.train == [[0, 1], [2, 3]][:count] * 2
     assert len(seen.validation) == 2 * count
     return weights(module)
-
-
-def case_overfitting_does_not_shuffle(run: Run):
-    seen = Batches()
-    with run.warning("overfit"):
-        run.fit(Net(), batches(4, shuffle=True), callbacks=[seen], overfit_batches=2, max_epochs=2)
-    assert seen.train == [[0, 1], [2, 3]] * 2
 
 
 def case_barebones_trains_alike(run: Run):
@@ -108,10 +93,3 @@ def case_a_seed_decides(run: Run, second: int):
     first, again = fitted(1), fitted(second)
     alike = all(torch.allclose(value, again[name]) for name, value in first.items())
     assert alike == (second == 1)
-
-
-def case_losses_go_to_the_logger_of_a_short_run(run: Run):
-    lines = Lines()
-    run.fit(Net(), logger=lines, limit_train_batches=2, limit_val_batches=1)
-    assert len(lines.column("loss")) == 2
-    return lines.lines

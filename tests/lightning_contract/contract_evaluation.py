@@ -3,7 +3,6 @@
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from contract import Run, each
 from contract_models import Net, batches, indices
@@ -75,16 +74,6 @@ def case_limits_hold_for_each_loader(run: Run):
     trainer.test(Several(), [batches(4), batches(2, 50)], verbose=False)
     assert places.places == [(0, 0, 0), (0, 1, 2), (1, 0, 50)]
     assert trainer.num_test_batches == [2, 1]
-
-
-def case_a_step_without_the_loader_s_index_is_refused(run: Run):
-    with pytest.raises(RuntimeError, match="dataloader_idx"):
-        run.trainer().validate(Net(), [batches(1), batches(1)], verbose=False)
-
-
-def case_loaders_may_have_names(run: Run):
-    results = run.trainer().validate(Several(), {"a": batches(1), "b": batches(1)}, verbose=False)
-    assert len(results) == 2
 
 
 def case_loaders_may_come_side_by_side(run: Run):

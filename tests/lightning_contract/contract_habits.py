@@ -160,16 +160,6 @@ def case_metrics_in_a_dict(run: Run):
     return outcome(run, Metrics(), labelled(), labelled(2), max_epochs=2)
 
 
-def case_a_plateau_each_step(run: Run):
-    class Plateau(Classifier):
-        def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3, threshold=0.5)
-            return [optimizer], [{"scheduler": scheduler, "monitor": "loss", "interval": "step", "frequency": 2}]
-
-    return outcome(run, Plateau(), callbacks=[pl.callbacks.LearningRateMonitor("step")])
-
-
 @each(batch_end="on_train_batch_end", zero="on_before_zero_grad")
 def case_a_teacher_is_an_average(run: Run, hook: str):
     class Teacher(Classifier):

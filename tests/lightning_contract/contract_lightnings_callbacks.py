@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import (
     ThroughputMonitor,
     Timer,
 )
-from lightning.pytorch.callbacks.model_summary import summarize
 from torch.optim.lr_scheduler import ExponentialLR
 
 
@@ -57,13 +56,6 @@ def case_rates_are_logged(run: Run, value: Any):
     return lines.lines
 
 
-def case_rates_are_logged_by_the_scheduler_s_name(run: Run):
-    lines = Lines()
-    monitor = LearningRateMonitor(log_momentum=True)
-    run.fit(Decays(name="mine"), logger=lines, callbacks=[monitor])
-    assert lines.column("mine") and lines.column("mine-momentum")
-
-
 def case_a_timer_measures_the_stages(run: Run):
     timer = Timer()
     run.fit(Net(), batches(), batches(2), callbacks=[timer])
@@ -77,11 +69,6 @@ def case_a_timer_ends_a_fit(run: Run, duration: Any):
     trainer = run.fit(Net(), callbacks=[Timer(duration)], max_epochs=-1)
     assert trainer.global_step <= 1
     assert trainer.state.finished
-
-
-def case_a_timer_may_wait_for_the_epoch(run: Run):
-    trainer = run.fit(Net(), callbacks=[Timer({"microseconds": 1}, interval="epoch")], max_epochs=-1)
-    assert trainer.current_epoch <= 1
 
 
 def case_a_timer_s_time_goes_through_checkpoints(run: Run):
@@ -117,12 +104,6 @@ def case_a_summary_is_printed_once(run: Run, depth: int):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run.fit(Net(), callbacks=[RichModelSummary(max_depth=depth)], enable_model_summary=True)
     assert printed.getvalue().count("ModuleList") == (depth if run.is_first else 0)
-
-
-def case_a_module_is_summarised_after_a_fit(run: Run):
-    module = Net()
-    run.fit(module)
-    assert summarize(module).total_parameters == 40
 
 
 def case_device_statistics_are_logged(run: Run):

@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from contract import TWO, Run, each, refused
 from contract_models import Batches, Net, Rows, Stream, batches, stream, weights
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 
@@ -132,11 +130,6 @@ def case_several_loaders_train_side_by_side(run: Run, make: Any):
     return weights(module)
 
 
-def case_loaders_one_after_the_other_do_not_train(run: Run):
-    with pytest.raises(ValueError, match="sequential"):
-        run.fit(Net(), CombinedLoader([batches(2), batches(1)], "sequential"))
-
-
 # where loaders come from
 
 
@@ -175,11 +168,6 @@ def case_loaders_that_are_given_go_before_the_module_s(run: Run):
     module = WithLoaders()
     trainer = run.fit(module, batches(3), batches(3))
     assert not module.asked and trainer.global_step == 3
-
-
-def case_without_a_loader_a_fit_is_refused(run: Run):
-    with pytest.raises(MisconfigurationException, match="train_dataloader"):
-        run.trainer().fit(Net())
 
 
 # data modules

@@ -125,55 +125,6 @@ def case_may_come_from(run: Run, hook: str):
     return float(trainer.callback_metrics[hook]), count[0]
 
 
-@each(
-    setup="setup",
-    fit_start="on_fit_start",
-    fit_end="on_fit_end",
-    train_end="on_train_end",
-    optimizers="configure_optimizers",
-)
-def case_may_not_come_from(run: Run, hook: str):
-    module = Net()
-
-    def logs(*args: Any, **kwargs: Any) -> Any:
-        module.log("value", 1.0)
-        return type(module).configure_optimizers(module)
-
-    setattr(module, hook, logs)
-    with pytest.raises(MisconfigurationException, match="log"):
-        run.fit(module, batches(1))
-
-
-def case_a_step_s_value_at_the_end_of_an_epoch_is_refused(run: Run):
-    class Late(Net):
-        def on_train_epoch_end(self) -> None:
-            self.log("value", 1.0, on_step=True)
-
-    with pytest.raises(MisconfigurationException, match="on_step"):
-        run.fit(Late(), batches(1))
-
-
-def case_the_same_name_with_other_options_is_refused(run: Run):
-    class Twice(Net):
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.log("value", 1.0, on_step=True)
-            self.log("value", 1.0, on_step=False, on_epoch=True)
-
-    with pytest.raises(MisconfigurationException, match="value"):
-        run.fit(Twice(), batches(1))
-
-
-def case_a_dict_is_logged_name_by_name(run: Run):
-    class Dict(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log_dict({"a": loss, "b": 2 * loss}, prog_bar=True)
-            return loss
-
-    trainer = run.fit(Dict())
-    assert float(trainer.progress_bar_metrics["b"]) == pytest.approx(2 * float(trainer.progress_bar_metrics["a"]))
-
-
 def case_metrics_are_those_of_the_bar_the_logger_and_callbacks(run: Run):
     class Where(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -250,17 +201,6 @@ def case_metric_objects_are_computed_and_reset(run: Run):
     assert module.mean.update_count == 0
 
 
-def case_names_of_metric_objects_must_be_attributes(run: Run):
-    class Elsewhere(Net):
-        def on_train_batch_end(self, *args: Any) -> None:
-            metric = torchmetrics.MeanMetric()
-            metric.update(1.0)
-            self.log("value", metric)
-
-    with pytest.raises(MisconfigurationException, match="attribute"):
-        run.fit(Elsewhere(), batches(1))
-
-
 def case_what_the_user_computes_at_the_end_of_an_epoch(run: Run):
     """The steps keep outputs, and the hook uses and then discards them."""
 
@@ -284,15 +224,6 @@ def case_what_the_user_computes_at_the_end_of_an_epoch(run: Run):
     return results
 
 
-def case_a_name_with_a_slash_is_kept(run: Run):
-    class Slashes(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val/inner/loss", self.loss(batch))
-
-    results = run.trainer().validate(Slashes(), batches(1), verbose=False)
-    assert list(results[0]) == ["val/inner/loss"]
-
-
 def case_printing_is_for_the_first_process(run: Run):
     class Prints(Net):
         def on_train_start(self) -> None:
@@ -301,10 +232,3 @@ def case_printing_is_for_the_first_process(run: Run):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run.fit(Prints(), batches(1))
     assert printed.getvalue().count("hello") == (1 if run.is_first else 0)
-
-
-def case_results_of_an_evaluation_are_printed_as_a_table(run: Run):
-    for verbose in (True, False):
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            run.trainer().test(Net(), batches(1), verbose=verbose)
-        assert ("test_loss" in printed.getvalue()) == (verbose and run.is_first)

@@ -59,12 +59,6 @@ def case_validation_runs_as_often_as_asked(run: Run, value: Any):
     return weights(module)
 
 
-def case_without_a_validation_loader_nothing_is_validated(run: Run):
-    calls = Calls("on_validation_start")
-    run.fit(Net(), batches(), callbacks=[calls])
-    assert not calls.names
-
-
 def case_the_sanity_check_says_so_and_logs_nothing(run: Run):
     calls = Calls(
         "on_sanity_check_start",
@@ -151,15 +145,6 @@ def case_a_step_may_return_a_dict(run: Run):
     assert len(found) == 4
     assert all(twice == pytest.approx(2 * loss) for loss, twice in found)
     return found
-
-
-def case_a_dict_without_a_loss_is_refused(run: Run):
-    class WithDict(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return {"value": self.loss(batch)}
-
-    with pytest.raises(Exception, match="loss"):
-        run.fit(WithDict())
 
 
 @each(
@@ -314,39 +299,6 @@ def case_global_step_counts_steps_of_the_optimizer(run: Run):
     calls = Calls("on_train_batch_end", look=lambda trainer, module: (trainer.global_step, module.global_step))
     run.fit(Net(), callbacks=[calls], accumulate_grad_batches=2)
     assert calls.seen == [(0, 0), (1, 1), (1, 1), (2, 2)]
-
-
-def case_an_epoch_of_validation_ends_before_that_of_training(run: Run):
-    calls = Calls(
-        "on_train_batch_end", "on_validation_start", "on_validation_end", "on_train_epoch_end", "on_train_end"
-    )
-    run.fit(Net(), batches(), batches(2), callbacks=[calls], limit_train_batches=1)
-    assert calls.names == [
-        "on_train_batch_end",
-        "on_validation_start",
-        "on_validation_end",
-        "on_train_epoch_end",
-        "on_train_end",
-    ]
-
-
-def case_without_validation_step_the_loader_is_passed_over(run: Run):
-    class Trains(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-            self.layers = self.net.layers
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net.loss(batch)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.layers.parameters(), lr=0.1)
-
-    calls = Calls("on_validation_start")
-    with run.warning("no `validation_step`"):
-        trainer = run.fit(Trains(), batches(), batches(2), callbacks=[calls])
-    assert trainer.global_step == 4 and not calls.names
 
 
 @each(validate="validate", test="test", predict="predict")

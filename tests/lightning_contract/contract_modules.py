@@ -33,15 +33,6 @@ def case_layers_may_be_built_in(run: Run, hook: str):
     assert trainer.global_step == 4 and len(list(module.parameters())) == 4
 
 
-def case_a_module_knows_its_trainer(run: Run):
-    calls = Calls(
-        "on_train_batch_end",
-        look=lambda trainer, module: (module.trainer is trainer, module.current_epoch, module.global_step),
-    )
-    run.fit(Net(), batches(1), callbacks=[calls], max_epochs=2)
-    assert calls.seen == [(True, 0, 1), (True, 1, 2)]
-
-
 def case_a_module_knows_its_place(run: Run):
     calls = Calls("on_train_start", look=lambda trainer, module: (str(module.device), module.dtype, module.local_rank))
     run.fit(Net(), batches(1), callbacks=[calls])
@@ -121,29 +112,6 @@ def case_precision_is_kept(run: Run, value: Any):
     assert module.layers[0].weight.dtype == of_weights
 
 
-def case_hyper_parameters_are_the_arguments(run: Run):
-    class Keeps(Net):
-        def __init__(self, size: int, word: str = "one", *, more: Any = None) -> None:
-            super().__init__()
-            self.save_hyperparameters(ignore=["more"])
-
-    module = Keeps(3, more=object())
-    run.fit(module, batches(1))
-    assert dict(module.hparams) == {"size": 3, "word": "one"}
-
-
-def case_an_untrained_part_stays(run: Run):
-    class Unused(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.unused = nn.Linear(2, 2)
-
-    module = Unused()
-    before = module.unused.weight.detach().clone()
-    run.fit(module)
-    assert torch.equal(module.unused.weight, before)
-
-
 def case_buffers_and_their_persistence_are_kept(run: Run):
     class Buffers(Net):
         def __init__(self) -> None:
@@ -154,16 +122,6 @@ def case_buffers_and_their_persistence_are_kept(run: Run):
     module = Buffers()
     run.fit(module)
     assert "kept" in module.state_dict() and "passing" not in module.state_dict()
-
-
-@each(freeze=True, unfreeze=False)
-def case_a_module_is_frozen_by_its_method(run: Run, frozen: bool):
-    module = Net()
-    run.fit(module)
-    module.freeze()
-    if not frozen:
-        module.unfreeze()
-    assert all(p.requires_grad != frozen for p in module.parameters()) and module.training != frozen
 
 
 def case_example_inputs_are_summarised(run: Run):
@@ -182,10 +140,6 @@ def case_a_trainer_knows_its_processes(run: Run, look: Any):
     run.fit(Net(), batches(1), callbacks=[calls])
     size, rank = (2 if run.layout == TWO else 1), (0 if run.is_first else 1)
     assert calls.seen[0] in [(size, size, 1, 0), (rank, rank, rank == 0)]
-
-
-def case_a_trainer_knows_its_folder(run: Run):
-    assert run.trainer().default_root_dir == str(run.folder)
 
 
 def case_a_batch_gathered_from_all_is_a_batch(run: Run):

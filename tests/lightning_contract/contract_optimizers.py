@@ -6,8 +6,7 @@ import pytest
 import torch
 from contract import Run, each, refused
 from contract_models import Calls, Net, batches, weights
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 
 class Configured(Net):
@@ -76,11 +75,6 @@ def case_without_optimizer_nothing_is_trained(run: Run):
     assert trainer.state.finished
 
 
-def case_several_optimizers_are_refused_in_automatic_optimization(run: Run):
-    with pytest.raises(Exception, match=r"[Oo]ptimizers?"):
-        run.fit(Configured(lambda m: [sgd(m), sgd(m)]))
-
-
 class Plateau(Net):
     """Halves its learning rate when the logged "level" has not fallen, which is so after the second epoch."""
 
@@ -104,20 +98,6 @@ def case_a_plateau_is_told_what_it_monitors(run: Run):
     trainer = run.fit(module, batches(), batches(2), max_epochs=4)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
     return weights(module)
-
-
-def case_a_plateau_of_something_unknown_is_refused(run: Run):
-    module = Plateau()
-    module.monitor = "nothing"
-    with pytest.raises(MisconfigurationException, match="nothing"):
-        run.fit(module, batches(), batches(2))
-
-
-def case_a_lax_plateau_of_something_unknown_is_warned_about(run: Run):
-    module = Plateau()
-    module.monitor, module.strict = "nothing", False
-    with run.warning("nothing", RuntimeWarning):
-        run.fit(module, batches(), batches(2))
 
 
 def case_schedulers_of_epochs_step_before_validation_is_over_or_after(run: Run):
@@ -200,20 +180,6 @@ def case_schedulers_step_through_their_hook(run: Run):
     trainer = run.fit(module, max_epochs=2)
     assert module.told == [("StepLR", None)] * 2
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
-
-
-def case_gradients_are_emptied_by_their_hook(run: Run):
-    class Empties(Net):
-        count = 0
-
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-            self.count += 1
-            optimizer.zero_grad(set_to_none=False)
-
-    module = Empties()
-    run.fit(module)
-    assert module.count == 4
-    return weights(module)
 
 
 def case_gradients_are_emptied_by_hand(run: Run):
@@ -312,17 +278,6 @@ def case_optimizers_train_alike(run: Run, configure: Any):
     return weights(module)
 
 
-def case_frozen_parameters_stay(run: Run):
-    module = Net()
-    module.layers[0].requires_grad_(False)
-    before = weights(module)
-    run.fit(module)
-    after = weights(module)
-    assert torch.equal(before["layers.0.weight"], after["layers.0.weight"])
-    assert not torch.equal(before["layers.1.weight"], after["layers.1.weight"])
-    return after
-
-
 class Scaled(torch.optim.Optimizer):
     """The simplest optimizer that a user may write."""
 
@@ -357,15 +312,6 @@ def case_hooks_of_the_optimizer_are_called(run: Run):
 
     run.fit(Configured(configure), limit_train_batches=2)
     assert count == ["before", "after"] * 2
-
-
-def case_a_lambda_is_a_scheduler_too(run: Run):
-    def configure(module: Any) -> Any:
-        optimizer = sgd(module)
-        return [optimizer], [LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))]
-
-    trainer = run.fit(Configured(configure), max_epochs=3)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
 
 
 def case_the_step_may_read_the_rate(run: Run):

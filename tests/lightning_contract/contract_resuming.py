@@ -71,13 +71,6 @@ def case_a_checkpoint_of_weights_alone_holds_no_more(run: Run):
     return found["state_dict"]
 
 
-def case_a_callback_saves_weights_alone(run: Run):
-    checkpoint = ModelCheckpoint(run.folder / "kept", save_weights_only=True)
-    run.fit(Net(), callbacks=[checkpoint], **one_file(run))
-    run.meet()
-    assert "optimizer_states" not in torch.load(checkpoint.best_model_path, weights_only=True)
-
-
 @each(one_file=True, as_by_default=False)
 def case_a_fit_goes_on_where_it_was(run: Run, plain_file: bool):
     """Two epochs in one fit equal one epoch and a second one that is resumed from a checkpoint."""
@@ -131,12 +124,6 @@ def case_checkpoints_are_found_by_a_word(run: Run, word: str):
         assert trainer.ckpt_path == checkpoint.best_model_path
 
 
-def case_the_last_of_none_begins_anew(run: Run):
-    with run.warning("last"):
-        trainer = run.fit(Net(), callbacks=[ModelCheckpoint(run.folder / "kept")], ckpt_path="last")
-    assert trainer.global_step == 4
-
-
 @each(validate="validate", test="test", predict="predict")
 def case_an_evaluation_takes_the_weights(run: Run, entry: str):
     module, path = fitted(run)
@@ -170,27 +157,12 @@ def case_a_module_is_made_of_its_checkpoint(run: Run):
         torch.testing.assert_close(weights(made)[name], value)
 
 
-def case_hyper_parameters_may_be_others(run: Run):
-    _, path = fitted(run)
-    made = Full.load_from_checkpoint(path, weights_only=True, word="two")
-    assert made.hparams == {"size": 3, "word": "two"}
-
-
 def case_a_made_module_can_be_fitted_again(run: Run):
     _, path = fitted(run)
     made = Full.load_from_checkpoint(path, weights_only=True)
     trainer = run.fit(made)
     assert trainer.global_step == 4 and float(made.seen) == 8
     return weights(made)
-
-
-def case_schedulers_and_optimizers_go_on(run: Run):
-    _, path = fitted(run)
-    module = Full()
-    trainer = run.fit(module, ckpt_path=path, max_epochs=2, **one_file(run))
-    (scheduler,) = trainer.lr_scheduler_configs
-    assert scheduler.scheduler.last_epoch == 2
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0025)
 
 
 class Data(pl.LightningDataModule):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from contract import Run
-from contract_models import Calls, Net, batches, weights
+from contract_models import Calls, Net, batches
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -61,19 +61,6 @@ def case_a_handler_of_the_user_s_is_called_too(run: Run):
         assert told == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def case_other_signals_are_left_alone(run: Run):
-    told: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
-    try:
-        module = Net()
-        trainer = run.fit(module, batches(4), callbacks=[Sends(signal.SIGUSR2)])
-        assert told == [signal.SIGUSR2] and trainer.global_step == 4
-        assert not trainer.received_sigterm
-    finally:
-        signal.signal(signal.SIGUSR2, before)
-    return weights(module)
 
 
 def case_an_interrupt_ends_the_program(run: Run):
