@@ -18,24 +18,11 @@ MODEL = ModelCost(
 )
 
 
-def test_sums() -> None:
-    assert (MODEL.forward, MODEL.backward) == (1 + 18 + 9, 2 + 36 + 18)
-    assert MODEL.parameter_bytes == 30 + 120 + 33 - 30
-    assert LAYER.trained_bytes == 40
-
-
 def test_more_samples_scale_work_and_activations_but_neither_weights_nor_fixed_seconds() -> None:
     layer = MODEL.for_samples(5).layers[0]
     assert (layer.forward, layer.backward, layer.activation_bytes, layer.held_bytes) == (15, 30, 12.5, 175)
     assert (layer.parameter_bytes, layer.fixed_forward_s) == (40, 0.5)
     assert MODEL.for_samples(5).for_samples(2) == MODEL
-
-
-def test_recomputation_holds_the_input_and_runs_forward_twice() -> None:
-    again = MODEL.with_recomputation()
-    assert [layer.held_bytes for layer in again.layers] == [5, 5, 5]
-    assert [layer.backward for layer in again.layers] == [18, 18, 18]
-    assert again.after == MODEL.after and again.layers[0].fixed_backward_s == 0.5
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -1, "3", True, None])

@@ -6,7 +6,7 @@ from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.memory import RankMemory, stage_in_flight
+from lightning_holmes.plan.memory import stage_in_flight
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
@@ -14,16 +14,6 @@ from lightning_holmes.plan.schedule import make_schedule, max_in_flight
 from lightning_holmes.plan.training import Training
 
 LAYER = LayerCost(forward=1.0, backward=2.0, parameter_bytes=100.0, gradient_bytes=40.0, held_bytes=30.0)
-
-
-def test_by_hand() -> None:
-    training = Training(batch_samples=8, gradient_ratio=2.0, state_ratio=6.0)
-    whole = RankMemory(training=training)
-    assert whole.static_bytes(LAYER) == 100 + 40 * (2 + 6), "what is frozen has no gradients"
-    assert whole.place_bytes(LAYER, 4) == 420 + 4 * 30 and whole.transient_bytes(LAYER) == 0
-    shared = RankMemory(training=training, tensor=2, shards=3, recomputation=True)
-    assert shared.static_bytes(LAYER) == (100 + 40 * (2 + 2)) / 2
-    assert shared.place_bytes(LAYER, 4) == 130 + 4 * 15 and shared.transient_bytes(LAYER) == 15
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "eager_interleaved_1f1b"])
@@ -35,15 +25,6 @@ def test_in_flight_is_the_schedules_own(name: str) -> None:
         stages = stage_in_flight(name, ranks, microbatches, chunks)
         held = [sum(stages[rank::ranks]) for rank in range(ranks)]
         assert tuple(held) == max_in_flight(made)
-
-
-def test_parameters_in_shards_by_hand() -> None:
-    """A layer of 100 bytes, 40 of them trained, with fp32 gradients and AdamW, over four replicas."""
-    training = Training(batch_samples=1, sharded_optimizer=True, sharded_parameters=True)
-    memory = RankMemory(training=training, shards=4)
-    assert memory.static_bytes(LAYER) == (100 + 40 + 80) / 4
-    assert memory.whole_bytes(LAYER) == 140, "while it is computed"
-    assert RankMemory(training=Training(batch_samples=1), shards=4).whole_bytes(LAYER) == 0
 
 
 def test_what_both_ends_share_is_held_once_and_two_stages_are_whole() -> None:

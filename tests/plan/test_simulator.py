@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.schedule import make_schedule
 from lightning_holmes.plan.simulator import Route, StepCosts, simulate
-from lightning_holmes.plan.timeline import Timeline
 
 
 def run(name: str, costs: StepCosts, microbatches: int, *, ranks: int, chunks: int = 1, forward_only: bool = False):
@@ -199,11 +198,6 @@ def test_memory_of_schedules() -> None:
     assert run("1f1b", costs, 8, ranks=4).peak_memory_bytes == (141, 131, 121, 111)
     assert run("gpipe", costs, 8, ranks=4).peak_memory_bytes == (181,) * 4
     assert run("1f1b", costs, 8, ranks=4, forward_only=True).peak_memory_bytes == (111,) * 4
-
-
-def test_round_trip() -> None:
-    timeline = run("1f1b", StepCosts.even(3), 4, ranks=3)
-    assert Timeline.from_data(timeline.to_data()) == timeline
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
