@@ -106,35 +106,6 @@ def test_a_difference_says_where_it_arises_and_whether_it_may_be_rounding(monkey
     assert reason(1.0001).startswith("(on stage 1: so little may be rounding")
 
 
-def test_state_that_no_stage_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(cast: Any, found: Any) -> Any:
-        return {name: value for name, value in found.items() if name != "buffer calls"}
-
-    report = tampered(monkeypatch, "state", lose)
-    assert [row.reason for row in report.rows if not row.ok] == ["(no stage of the staged run has it)"]
-
-
-def test_each_value_logged_under_one_name_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Twice(Stack):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.log("train_loss", 2 * loss)
-            return loss
-
-    plain = simulated_pipeline._SimulatedPipeline.run
-
-    def altered(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        if len(self.drivers) > 1:
-            first = self.results[0].calls[0]
-            object.__setattr__(first, "value", first.value + 0.5)
-
-    monkeypatch.setattr(simulated_pipeline._SimulatedPipeline, "run", altered)
-    report = lightning_holmes.check(Twice(), torch.randn(8, 4), num_microbatches=1)
-    assert differing(report) == [("training_step", "log train_loss")]
-    assert "log train_loss, call 2" in {row.what for row in report.rows}
-
-
 def test_attributes_without_a_difference_to_take_are_no_trouble() -> None:
     class Odd(Stack):
         def __init__(self) -> None:
