@@ -41,6 +41,7 @@ _OF_LIBRARY = ("argparse", "collections", "types")  # modules of the standard li
 _BASES = (dict, list, tuple, set, frozenset, str, bytes, int, float)
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
 _MADE = (complex, range, slice, datetime.date, datetime.time, datetime.datetime, datetime.timedelta, *_PATHS)
+_OWN_GPU = "the rank's GPU"
 _COMPRESSED = {torch.sparse_csr: True, torch.sparse_bsr: True, torch.sparse_csc: False, torch.sparse_bsc: False}
 
 
@@ -124,6 +125,17 @@ def _of_torch(kind: type, name: str) -> Any:
     return found
 
 
+def _name_of_device(device: torch.device) -> str:
+    """The name of a device for another rank. A rank computes on one GPU: that of the sender is that of the receiver, whatever their indices,
+    so that no rank touches the GPU of another."""
+    is_own = device.type == "cuda" and device.index is not None and device.index == torch.cuda.current_device()
+    return _OWN_GPU if is_own else str(device)
+
+
+def _device(name: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if name == _OWN_GPU else torch.device(name)
+
+
 def _state(value: Any) -> Any:
     """The attributes of an object, or the state that its ``__getstate__`` returns."""
     cls = type(value)
@@ -193,7 +205,9 @@ class _Writer:
         if cls in (bytes, bytearray):
             self.buffers.append(bytes(value))
             return cls.__name__, [len(value)]
-        if isinstance(value, (torch.dtype, torch.device, torch.layout)):
+        if isinstance(value, torch.device):
+            return "device", [_name_of_device(value)]
+        if isinstance(value, (torch.dtype, torch.layout)):
             return type(value).__name__, [str(value).removeprefix("torch.")]
         if isinstance(value, type):
             return "class", self._name(value)
@@ -231,7 +245,7 @@ class _Writer:
             return "compressed", [self.node(part) for part in (*ends, data.values(), list(data.shape), data.layout)]
         data = data.resolve_conj().resolve_neg().cpu().contiguous()
         self.buffers.append(data.reshape(-1).view(torch.uint8).numpy().tobytes())
-        dtype, device = str(data.dtype).removeprefix("torch."), str(value.device)
+        dtype, device = str(data.dtype).removeprefix("torch."), _name_of_device(value.device)
         return "tensor", [dtype, list(data.shape), device, value.requires_grad, cls is nn.Parameter]
 
     def _array(self, value: Any) -> tuple[str, list[Any]]:
@@ -339,7 +353,7 @@ class _Reader:
         found = torch.empty(shape, dtype=kind)
         if data:
             found.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        found = found.to(device)
+        found = found.to(_device(device))
         return nn.Parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)
 
     def _array(self, dtype: str, shape: list[int], is_scalar: bool) -> Any:
@@ -430,7 +444,7 @@ _READERS: dict[str, Callable[..., Any]] = {
     "bytearray": lambda reader, length: bytearray(reader._take(length)),
     "dtype": lambda reader, name: _of_torch(torch.dtype, name),
     "layout": lambda reader, name: _of_torch(torch.layout, name),
-    "device": lambda reader, name: torch.device(name),
+    "device": lambda reader, name: _device(name),
     "class": lambda reader, module, name: _class(module, name),
     "enum": lambda reader, module, name, member: vars(_class(module, name))["_member_map_"][member],
     "tensor": _Reader._tensor,

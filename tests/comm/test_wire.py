@@ -231,3 +231,11 @@ def test_bytes_that_are_no_message_are_refused() -> None:
     for data in (b"", whole[:-1], whole[:4], b"\x80\x04cos\nsystem\n.", sent("x")[:-1]):
         with pytest.raises(RemoteError):
             decode(data)
+
+
+def test_the_gpu_of_the_sender_is_that_of_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one host compute on one GPU each; none may touch another's. A device without an index stays what it was."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    sent = encode([torch.device("cuda", 3), torch.device("cuda"), torch.device("cuda", 2), torch.device("cpu")])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert decode(sent) == [torch.device("cuda", 1), torch.device("cuda"), torch.device("cuda", 2), torch.device("cpu")]

@@ -195,8 +195,8 @@ def pack(message: Any) -> Tensor:
 
 
 def unpack(data: Tensor) -> Any:
-    """Return the message of :func:`pack`. Nothing but plain values and tensors is unpickled."""
-    return torch.load(io.BytesIO(memoryview(data.numpy())), weights_only=True)  # type: ignore[arg-type]
+    """Return the message of :func:`pack`, its tensors on the host. Nothing but plain values and tensors is unpickled."""
+    return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
 
 
 def check_plain(value: Any, what: str) -> None:
