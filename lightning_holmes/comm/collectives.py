@@ -198,16 +198,21 @@ class Named:
         return self.collective.name
 
     def sum(self, tensor: Tensor) -> None:
-        with self.groups.naming(self.group):
+        with self._using(tensor):
             self.collective.sum(tensor)
 
     def scatter(self, tensor: Tensor) -> None:
-        with self.groups.naming(self.group):
+        with self._using(tensor):
             self.collective.scatter(tensor)
 
     def gather(self, tensor: Tensor) -> None:
-        with self.groups.naming(self.group):
+        with self._using(tensor):
             self.collective.gather(tensor)
+
+    def _using(self, tensor: Tensor) -> AbstractContextManager[None]:
+        if tensor.is_cuda:  # this stream may still use its memory when an exception has let go of it before the wait
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return self.groups.naming(self.group)
 
 
 @dataclass(frozen=True, slots=True)

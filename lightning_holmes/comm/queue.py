@@ -63,7 +63,8 @@ class _StreamOrder:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._ready = torch.cuda.current_stream(stream.device).record_event()
+        self._home = torch.cuda.current_stream(stream.device)
+        self._ready = self._home.record_event()
         self.began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -75,7 +76,15 @@ class _StreamOrder:
             self.ended.record(self._stream)
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._stream.device).wait_event(self.ended)
+        _hold_back(self._home, self.ended)
+
+
+def _hold_back(home: Any, ended: Any) -> None:
+    """Let the current stream wait for an event, and ``home``, the stream that started the work, too: where another stream is the first to read
+    what arrived, the reads of ``home`` after it, which do not wait any more, must not be early."""
+    current = torch.cuda.current_stream(home.device)
+    for stream in (home,) if current == home else (home, current):
+        stream.wait_event(ended)
 
 
 class _ThreadWork:
@@ -176,16 +185,16 @@ def _raiser(error: BaseException) -> Callable[[], None]:
 
 
 class _StreamWork:
-    def __init__(self, ended: Any, device: torch.device) -> None:
+    def __init__(self, ended: Any, home: Any) -> None:
         self._ended = ended
-        self._device = device
+        self._home = home
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._ended)
+        _hold_back(self._home, self._ended)
 
 
 class StreamQueue:
-    """Runs functions in a CUDA stream beside the one that computes. Tensors must live until their work has been waited for."""
+    """Runs functions in a CUDA stream beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_run: OnRun | None = None
@@ -193,7 +202,8 @@ class StreamQueue:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, function: Callable[[], None], name: WorkKind | None = None, *, of: str = "") -> Work:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        home = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(home)
         with torch.cuda.stream(self._stream):
             began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -202,7 +212,7 @@ class StreamQueue:
             ended.record()
         if self.on_run is not None and name is not None:
             self.on_run(name, began, ended)
-        return _StreamWork(ended, self._device)
+        return _StreamWork(ended, home)
 
     def close(self) -> None:
         """Do nothing: a stream needs no end."""

@@ -10,6 +10,7 @@ uninitialised parameters change their class in the same way (torch/nn/parameter.
     arrival.wait()              # does nothing any more
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ class Arrival:
 
     def __init__(self, parameters: Sequence[nn.Parameter], work: Work) -> None:
         self._work: Work | None = work
+        self._waiting = threading.Lock()
         self._marked: list[nn.Parameter] = []
         for parameter in parameters:
             if type(parameter) is not nn.Parameter:  # a user's subclass or a DTensor: its reads cannot be intercepted
@@ -83,10 +85,11 @@ class Arrival:
         self.is_watched = len(self._marked) == len(parameters)
 
     def wait(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-        self.forget()
+        """Wait; threads that read at the same time all wait. What the transfer raised is raised to each reader."""
+        with self._waiting:
+            if self._work is not None:
+                self._work.wait()
+            self.forget()
 
     def forget(self) -> None:
         """Make the parameters ordinary ones again."""

@@ -6,10 +6,11 @@
     hosts = memory.start_copying(buffers)
     memory.wait()
 
-There are two pieces of pinned memory, used in turn, as large as the largest request: one is copied while the other is filled.
+There are two pieces of pinned memory, used in turn, as large as the largest request: one is copied while the other is filled. Reserve them
+before the first step: to pin memory CUDA may wait for the device, and so for the peer of a posted receive.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +30,15 @@ class HostMemory:
         self._memory = [torch.empty(0, dtype=torch.uint8)] * 2
         self._copied: list[Any] = [None, None]  # CUDA events: the last copy from each piece is done
         self._turn = 0
+
+    def reserve(self, requests: Iterable[Sizes]) -> None:
+        """Allocate the memory for requests up to these."""
+        if _passes(self._device):
+            largest = max(map(num_bytes, requests), default=0)
+            self._memory = [self._allocate(largest) for _ in self._memory]
+
+    def _allocate(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     @contextmanager
     def receiving(self, buffers: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
@@ -68,8 +78,7 @@ class HostMemory:
             copied.synchronize()
         sizes: Sizes = [(buffer.numel(), buffer.dtype) for buffer in buffers]
         if self._memory[self._turn].numel() < num_bytes(sizes):
-            pinned = self._device.type == "cuda"
-            self._memory[self._turn] = torch.empty(num_bytes(sizes), dtype=torch.uint8, pin_memory=pinned)
+            self._memory[self._turn] = self._allocate(num_bytes(sizes))
         return cut(self._memory[self._turn], sizes)
 
 

@@ -57,6 +57,7 @@ class RemoteReducer(LayeredReducer):
         self.is_eager = is_eager
         self.options: Callable[[], list[dict[str, Any]]] = list
         self._is_last = False
+        self._host_memory.reserve(map(self._sizes, (*self._stages, None)))
 
     def begin(self, *, last: bool) -> None:
         if self.is_half_done:

@@ -155,6 +155,10 @@ class RemoteParameters(StageShards):
             found += [(stage, ranks, part) for part in parts if part]
         return found
 
+    def _make_buffers(self) -> None:
+        super()._make_buffers()
+        self._host_memory.reserve([(u.numel, u.dtype) for u in units] for units in self._of_stage.values())
+
     def _new_shard(self, numel: int, like: Tensor) -> Tensor:
         return torch.zeros(0, dtype=like.dtype)
 

@@ -3,6 +3,9 @@
 It works with any schedule. Receives are posted where the schedule says; sends are waited for at the end of the batch
 only. When a batch of a new signature first passes, the shapes are sent once, ahead of its tensors.
 
+In the first batch receives are posted only when their tensors are needed: CUDA may wait for the whole device when a kernel is loaded or memory
+is allocated for the first time, and so for the peer of a posted receive, which may wait for this rank.
+
     for _ in runner.run(request, microbatches): pass        # a generator, so that one process can run all stages in turn
 """
 
@@ -40,6 +43,9 @@ class PipelineRunner:
         self.current_action: Action | None = None
         """The action that is performed now, or that has raised; None between steps."""
         self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
+        self._has_run: set[tuple[str, bool]] = (
+            set()
+        )  # steps, as name and whether they train, of which a batch has passed
         self.without_checkpoints: set[Hashable] = set()
 
     def run(self, request: StepRequest, microbatches: Microbatches) -> Generator[None, None, None]:
@@ -65,6 +71,7 @@ class PipelineRunner:
             self.p2p.finish()
             request.observer.add("wait", start)
         self.current_action = None
+        self._has_run.add((request.step_name, request.trains))
 
     def _label(self, action: Action) -> str:
         return f"holmes: {action.describe()} ({self.module.describe_stage(action.stage)})"
@@ -94,6 +101,7 @@ class _Batch:
         # receives from each source, in the order of its sends, that cannot be posted yet since their shapes are unknown
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
         self.posted: dict[Action, PendingReceive] = {}
+        self.posts_ahead = (request.step_name, request.trains) in runner._has_run
         self.fetches: dict[int, Work] = {}
         self.scales: Sequence[float | Tensor] | None = None
         self.forwards_left = len(self.module.stages) * self.schedule.num_microbatches
@@ -105,7 +113,8 @@ class _Batch:
         if op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
             source = self._source(action)
             self.queues[source].append(action)
-            self._post_known(source)
+            if self.posts_ahead:
+                self._post_known(source)
         elif op is Op.FORWARD:
             yield from self._forward(action)
             self.forwards_left -= 1
@@ -335,10 +344,11 @@ class _Batch:
         known = self.runner._known_specs.get(self._spec_key(action.stage + 1, action.microbatch))
         return None if known is None else tuple(s for s in known if s.requires_grad)
 
-    def _post_known(self, source: int) -> None:
+    def _post_known(self, source: int, until: Action | None = None) -> None:
+        """Post the receives from ``source`` whose shapes are known, in order; ``until``: none after this one."""
         assert self.runner.p2p is not None
         queue = self.queues[source]
-        while queue:
+        while queue and until not in self.posted:
             specs = self._specs(queue[0])
             if specs is None:
                 return
@@ -349,7 +359,8 @@ class _Batch:
         p2p = self.runner.p2p
         assert p2p is not None
         source = self._source(action)
-        self._post_known(source)
+        until = None if self.posts_ahead else action
+        self._post_known(source, until)
         while action not in self.posted:
             pending = self.queues[source][0]
             assert pending.op is Op.RECV_ACTIVATION, "the gradient of an output that was never computed"
@@ -357,7 +368,7 @@ class _Batch:
                 yield
             specs = p2p.receive_message(source, TOPIC_SHAPES)
             self.runner._known_specs[self._spec_key(pending.stage, pending.microbatch)] = specs
-            self._post_known(source)
+            self._post_known(source, until)
         receive = self.posted.pop(action)
         while not receive.ready():
             yield

@@ -1,8 +1,13 @@
-"""ThreadQueue: order, failures, and its calls of CUDA, with a recorder in place of a device."""
+"""The queues of collectives: order, failures, and their calls of CUDA, with a recorder in place of a device."""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+import torch
 
-from lightning_holmes.comm.queue import ThreadQueue
+from lightning_holmes.comm.queue import CommQueue, StreamQueue, ThreadQueue
 
 
 def test_after_a_failure_everything_fails_with_its_cause() -> None:
@@ -15,3 +20,48 @@ def test_after_a_failure_everything_fails_with_its_cause() -> None:
             work.wait()
     queue.close()
     assert ran == [1]
+
+
+@dataclass(eq=False)
+class Stream:
+    """A recorder in place of a CUDA stream."""
+
+    device: Any
+    waits: list[Any] = field(default_factory=list)
+
+    def record_event(self) -> object:
+        return object()
+
+    def wait_event(self, event: object) -> None:
+        self.waits.append(event)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        self.waits.append(stream)
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [StreamQueue, ThreadQueue])
+def test_the_stream_that_computes_waits_although_another_one_reads_first(
+    kind: type[StreamQueue | ThreadQueue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first read of an arriving parameter waits; if a side stream reads it, the reads of the main stream that follow do not."""
+    device = torch.device("cuda", 0)
+    main, side = Stream(device), Stream(device)
+    now = [main]
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    queue: CommQueue = kind(device)
+    work = queue.start(lambda: None)
+    now[0] = side
+    work.wait()
+    queue.close()
+    assert main.waits == side.waits and len(main.waits) == 1

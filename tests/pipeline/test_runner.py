@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from lightning_holmes.checking import first_step, simulated_pipeline
+from lightning_holmes.comm.p2p import LocalP2P
 from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.observer import StepObserver
@@ -152,6 +153,47 @@ def test_parameters_that_arrive_late_change_nothing(name: str, size: int, chunks
     module.training_step(batch, 0).backward()
     for parameter_name, parameter in module.named_parameters():
         torch.testing.assert_close(found[parameter_name], parameter.grad)
+
+
+class Counted:
+    """A receive that is counted from its posting to its wait."""
+
+    def __init__(self, receive: Any, under_way: list[int]) -> None:
+        self._receive, self._under_way = receive, under_way
+        under_way.append(under_way[-1] + 1)
+
+    def ready(self) -> bool:
+        return bool(self._receive.ready())
+
+    def wait(self) -> list[Tensor]:
+        self._under_way.append(self._under_way[-1] - 1)
+        found: list[Tensor] = self._receive.wait()
+        return found
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_the_first_batch_posts_a_receive_only_when_it_needs_the_tensors(
+    trains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading kernels and first allocations may wait for the device, and so for whom a posted receive waits for."""
+    under_way = [0]
+    receive = LocalP2P.receive
+
+    def counted(self: LocalP2P, *arguments: Any) -> Counted:
+        return Counted(receive(self, *arguments), under_way)
+
+    monkeypatch.setattr(LocalP2P, "receive", counted)
+    with pipeline_of("1f1b", 2, 1) as (pipeline, _, batch):
+        most = []
+        for _ in range(2):
+            for driver in pipeline.drivers:
+                driver.runner.p2p.finish()
+            run(pipeline.drivers, batch, trains=trains)
+            assert under_way[-1] == 0
+            most.append(max(under_way))
+            under_way[:] = [0]
+    # at once, of both ranks: in an evaluation only the second one receives
+    assert most == ([2, 3] if trains else [1, 2])
 
 
 def test_a_profile_names_each_action_with_its_layers() -> None:
