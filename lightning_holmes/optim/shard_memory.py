@@ -203,9 +203,9 @@ class ReplicatedMemory:
 
     def finish(self) -> None:
         """Wait until all parameters have arrived."""
-        arrivals, self._arrivals = self._arrivals, []
-        for arrival in reversed(arrivals):
+        for arrival in reversed(self._arrivals):
             arrival.wait()
+        self._arrivals = []
 
     def abandon(self) -> None:
         """Stop waiting for transfers that are under way."""

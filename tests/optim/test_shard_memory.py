@@ -139,6 +139,19 @@ def test_a_failed_run_waits_for_nothing(made: Any) -> None:
     assert not queue.done and all(type(p) is nn.Parameter for p in module.parameters())
 
 
+def test_after_a_transfer_has_failed_parameters_are_ordinary_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("lost")
+
+    module, memory, queue = made
+    monkeypatch.setattr(queue, "start", lambda *_, **__: SimpleNamespace(wait=fail))
+    memory.start()
+    with pytest.raises(RuntimeError, match="lost"):
+        memory.finish()
+    memory.abandon()
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+
+
 def test_compiled_modules_are_not_gathered_lazily() -> None:
     assert can_gather_lazily(nn.Sequential(nn.Linear(2, 2)))
     compiled = nn.Linear(2, 2)
