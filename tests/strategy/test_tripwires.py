@@ -4,16 +4,12 @@ Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches. Tole
 layout run in one launch.
 """
 
-import copy
 from typing import Any
 
 import pytest
-import torch
 from launch import chosen, launch
 from strategy_cases import differences
 from tripwire_cases import CASES, run_cases
-
-from lightning_holmes.strategy.tripwires import _Watch
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": "1f1b"}),
@@ -21,44 +17,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {"num_microbatches": 2, "save_distributed_checkpoint": True}),
 }
 NOT_RUN = {"sharded": {"company": "a replica has another batch than the whole", "prunes": "refused"}}
-
-
-@pytest.mark.parametrize(
-    ("read", "told"),
-    [
-        (lambda p: p.norm(), [("value", ["weight"])]),
-        (lambda p: p.detach(), [("value", ["weight"])]),
-        (lambda p: p.data, [("value", ["weight"])]),
-        (lambda p: p.tolist(), [("value", ["weight"])]),
-        (lambda p: torch._foreach_norm([p, p.new_ones(1)]), [("value", ["weight"])]),
-        (lambda p: torch.nn.utils.parameters_to_vector(p for p in [p]), [("value", ["weight"])]),
-        (copy.deepcopy, [("value", ["weight"])]),
-        (lambda p: p.grad, [("grad", ["weight"])]),
-        (lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0), [("grad", ["weight"])]),
-        (
-            lambda p: (
-                p.shape,
-                p.numel(),
-                p.dtype,
-                p.requires_grad,
-                p.is_floating_point(),
-                torch.zeros_like(p),
-                len(p),
-            ),
-            [],
-        ),
-        (lambda p: torch.optim.SGD([p], 0.1).zero_grad(), []),
-        (lambda p: torch.ones(2).norm(), []),
-    ],
-)
-def test_what_an_operation_would_read_is_told_before_it_does(read: Any, told: list[Any]) -> None:
-    parameter, found = torch.nn.Parameter(torch.ones(3)), []
-    watch = _Watch({id(parameter): "weight"}, lambda kind, names: found.append((kind, names)))
-    read(parameter)
-    assert found == []
-    with watch:
-        read(parameter)
-    assert found[:1] == told[:1], found
 
 
 @pytest.fixture(scope="module")
