@@ -21,7 +21,7 @@ def test_a_small_benchmark_measures_steps_and_bytes(
 ) -> None:
     monkeypatch.setenv("PYTHON_EXEC", forked_executable())  # imports would take most of so small a run
     watched = 'holmes:{"monitor": true}'
-    arguments = f"--hosts 1 1 {SMALL} --contenders floor ddp sockets deepspeed --timeout 120 --output {tmp_path}"
+    arguments = f"--hosts 1 1 {SMALL} --contenders floor ddp deepspeed --timeout 120 --output {tmp_path}"
     try:
         bench.main([*arguments.split(" --timeout")[0].split(), watched, "--timeout", "120", "--output", str(tmp_path)])
     except SystemExit:
@@ -29,7 +29,7 @@ def test_a_small_benchmark_measures_steps_and_bytes(
     shown = capsys.readouterr().out
     data = json.loads((tmp_path / "bench.json").read_text())
     assert data["command"].startswith("bench.py --hosts 1 1") and data["hardware"] and data["commit"]
-    floor, ddp, sockets, deepspeed, holmes = data["results"]
+    floor, ddp, deepspeed, holmes = data["results"]
     assert [len(steps) for steps in floor["rank_steps_s"]] == [6, 6], "first and last, three steps each"
     assert [len(steps) for steps in ddp["rank_steps_s"]] == [3, 3]
     assert floor["share"] == 1 and ddp["share"] == pytest.approx(floor["step_s"] / ddp["step_s"])
@@ -38,7 +38,6 @@ def test_a_small_benchmark_measures_steps_and_bytes(
     workload = dataclasses.replace(bench.Workload(), hidden_size=64, num_layers=2, num_heads=2)
     gradients = 4 * workload.num_parameters
     assert gradients < ddp["ethernet_bytes"] < 1.2 * gradients and ddp["fast_bytes"] < 2000
-    assert gradients < 2 * sockets["ethernet_bytes"] < 1.2 * gradients, sockets
     # two hosts in two clusters form a pipeline: activations cross the link, not gradients
     assert holmes["share"] == pytest.approx(floor["step_s"] / holmes["step_s"])
     assert 2000 < holmes["ethernet_bytes"] < ddp["ethernet_bytes"] and holmes["fast_bytes"] < 2000
