@@ -4,8 +4,9 @@ The schedule says when (FETCH, RELEASE, REDUCE_GRADIENTS), an exchange says how.
 action, and for backwards. The exchanges share parameters, gradients and optimizer states among replicas in different ways:
 
 exchange                      parameters              fetch, release     reduce              states
-GradientReducer               on every replica        nothing            sum over replicas   on every replica
-GradientReducer, with a       on every replica        nothing (the step  reduce-scatter      1/dp (ZeRO stage 1, arXiv 1910.02054)
+LocalReducer                  on the one replica      nothing            nothing             there
+BucketReducer                 on every replica        nothing            sum over replicas   on every replica
+BucketReducer, with a         on every replica        nothing (the step  reduce-scatter      1/dp (ZeRO stage 1, arXiv 1910.02054)
 ShardedOptimizer                                      gathers them)
 LayeredReducer                1/dp, and two stages    all-gather; free   reduce-scatter      1/dp (arXiv 2106.02679)
 StageShards                   likewise                likewise           nothing is trained  none

@@ -7,7 +7,7 @@
 LocalHost steps whole parameters on every replica, ShardedHost this replica's pieces; with RemoteHost (remote.py) optimizer nodes step.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,17 +30,17 @@ from lightning_holmes.optim.sharded import ShardedOptimizer
 
 
 class GatheredGradients(Protocol):
-    """Accumulated and reduced gradients, for a host: a GradBuffer, or a LayeredReducer."""
+    """Accumulated and reduced gradients, for a host: a reducer."""
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """This rank's parameters, by name."""
 
     def reached(self) -> frozenset[str]:
-        """Return the names of the parameters that have a gradient on some replica."""
+        """Return the names of the parameters that have a gradient: after the last batch of a window on some replica."""
 
-    def assign_grads(self, *, last: bool, shown: bool = True) -> None:
-        """Set ``p.grad`` to the gradients, if ``shown``; ``last``: after the last batch of a window."""
+    def show(self, names: Collection[str]) -> None:
+        """Set ``p.grad`` of the parameters ``names`` to their gradients, and of the others to None."""
 
 
 class OptimizerHost(Protocol):
@@ -86,7 +86,7 @@ class LocalHost:
     """The user's optimizer steps whole parameters, in the same way on every replica.
 
     Args:
-        buffer: the accumulated and reduced gradients.
+        reducer: has the accumulated and reduced gradients.
         is_owner: whether this rank's copy of a parameter, by name, is the one that counts in a norm.
         scaler: the scaler of ``precision="16-mixed"``, or None.
         place: this rank's stages in words, for messages.
@@ -96,7 +96,7 @@ class LocalHost:
 
     def __init__(
         self,
-        buffer: GatheredGradients,
+        reducer: GatheredGradients,
         groups: ProcessGroups,
         device: torch.device,
         *,
@@ -104,7 +104,7 @@ class LocalHost:
         scaler: Any,
         place: str,
     ) -> None:
-        self._buffer = buffer
+        self._reducer = reducer
         self._groups = groups
         self._device = device
         self._is_owner = is_owner
@@ -125,13 +125,13 @@ class LocalHost:
             check_finite(gradients, self._place)
 
     def _assign(self, *, last: bool) -> None:
-        self._buffer.assign_grads(last=last)
+        self._reducer.show(self._reducer.reached())
 
     def _stepped(self) -> Iterable[nn.Parameter]:
-        return self._buffer.parameters.values()
+        return self._reducer.parameters.values()
 
     def _held(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return self._buffer.parameters.items()
+        return self._reducer.parameters.items()
 
     def absorb(self) -> None:
         """Do nothing: the optimizer reads ``p.grad`` itself."""
@@ -140,7 +140,7 @@ class LocalHost:
         return 1.0 if self._scale is None else self._scale.factor()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        owned = {id(p) for name, p in self._buffer.parameters.items() if self._is_owner(name)}
+        owned = {id(p) for name, p in self._reducer.parameters.items() if self._is_owner(name)}
         return global_grad_norm(
             parameters,
             counts=lambda p: id(p) in owned,
@@ -174,12 +174,12 @@ class ShardedHost(LocalHost):
     def __init__(
         self,
         shards: ShardedOptimizer,
-        buffer: GatheredGradients,
+        reducer: GatheredGradients,
         groups: ProcessGroups,
         device: torch.device,
         **about: Any,
     ) -> None:
-        super().__init__(buffer, groups, device, **about)
+        super().__init__(reducer, groups, device, **about)
         self.shards = shards
         if self._scaler is not None:
             shards.fill(device)
@@ -187,9 +187,10 @@ class ShardedHost(LocalHost):
             self._scale = LossScale(self._scaler, holders, device)
 
     def _assign(self, *, last: bool) -> None:
-        self._buffer.assign_grads(last=last, shown=not last or self.shards.whole_gradients)
+        reached = self._reducer.reached()
+        self._reducer.show(reached if self.shards.whole_gradients or not last else ())
         if last:
-            self.shards.take_gradients(self._buffer.reached())
+            self.shards.take_gradients(reached)
 
     def _stepped(self) -> Iterable[nn.Parameter]:
         return self.shards.stepped()
@@ -211,14 +212,14 @@ class ShardedHost(LocalHost):
         if self.shards.shows_gradients:
             return super().norm(parameters)
         given = {id(p) for p in parameters}
-        wanted = {name for name, p in self._buffer.parameters.items() if id(p) in given}
+        wanted = {name for name, p in self._reducer.parameters.items() if id(p) in given}
         return self._norm_of_pieces(lambda name: name in wanted)
 
     def _norm_of_pieces(self, wanted: Callable[[str], bool]) -> Tensor:
         """Return the norm of the gradients that the optimizer steps with, over stages, tensor groups and replicas."""
         groups = self._groups
         first = groups.tensor_parallel is None or groups.tensor_parallel_rank == 0
-        parameters: Mapping[str, nn.Parameter] = self._buffer.parameters
+        parameters: Mapping[str, nn.Parameter] = self._reducer.parameters
 
         def counts(name: str) -> bool:
             return wanted(name) and self._is_owner(name) and (first or dtensor.is_split(parameters[name]))

@@ -1,41 +1,94 @@
-"""GradientReducer: accumulates a rank's gradients over the microbatches and batches of a window, and reduces them.
+"""Reducers: accumulate a rank's gradients over the microbatches and batches of a window, and reduce them over the ranks that share them.
 
-It owns the buckets, and the collective that sums them. It is the exchange (comm/parameter_exchange.py) of a step in which every
-replica holds whole parameters: the schedule decides when a stage is reduced, and host.py uses the reduced gradients.
+The schedule decides when (comm/parameter_exchange.py). :class:`LocalReducer` leaves gradients to autograd; :class:`UnitReducer` is what
+BucketReducer (bucket_reducer.py: parameters that stay) and LayeredReducer (layered.py: a stage at a time) have in common.
 
     reducer.begin(last=True)                # before a batch's microbatches; last: the last batch of an accumulation window
-    ...                                     # backwards; backward(stage, ...) before each, reduce(stage) after them
-    reducer.end()                           # after them; p.grad is empty now
+    ...                                     # backwards; backward(stage, ...), reduce(stage) for each stage
+    reducer.end()                           # after them; p.grad is empty: Lightning calls zero_grad between a step and its backward
     reducer.finish(last=True)               # gradients are fully reduced
+    reducer.show(reducer.reached())         # p.grad
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.collectives import COMPRESSIONS, make_collective
+from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
-from lightning_holmes.comm.queue import OnRun, make_comm_queue
-from lightning_holmes.optim.grad_buffer import GradBuffer
-from lightning_holmes.optim.grad_sync import GradSync
-from lightning_holmes.optim.gradient_options import GradientOptions
-from lightning_holmes.optim.loss_weights import start_loss_scales
-from lightning_holmes.optim.replicated import check_replicated
+from lightning_holmes.comm.parameter_exchange import LocalExchange
+from lightning_holmes.comm.queue import CommQueue, OnRun, Work
+from lightning_holmes.optim.unit import Unit
 from lightning_holmes.plan.placement import Placement
 
 
-class GradientReducer:
-    """Accumulates and reduces the gradients of one rank's parameters. All ranks must create one, since it creates process groups.
+class LocalReducer(LocalExchange):
+    """For gradients that are neither reduced nor accumulated in another type: they stay the tensors that autograd makes, sparse ones, too,
+    which costs neither memory nor time.
 
     Args:
-        parameters: by name, in the order in which the backward finishes them.
+        parameters: of this rank, by name.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(module)
+        self.parameters = parameters
+        self._gradients: dict[str, Tensor] = {}
+        self._is_new = True
+
+    def begin(self, *, last: bool) -> None:
+        """Begin a batch: its backwards add to the gradients accumulated so far."""
+        self._is_new = False
+        self.show(self._gradients)
+
+    def end(self) -> None:
+        """End a batch: move the gradients out of ``p.grad``."""
+        self._gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        self.show(())
+
+    def finish(self, *, last: bool) -> None:
+        """After the ``last`` batch of a window the next one begins without gradients."""
+        self._is_new = last
+
+    def reached(self) -> frozenset[str]:
+        """Return the names of the parameters that have a gradient."""
+        return frozenset(self._gradients)
+
+    def show(self, names: Collection[str]) -> None:
+        """Set ``p.grad`` of the parameters ``names`` to their gradients, and of the others to None."""
+        for name, parameter in self.parameters.items():
+            parameter.grad = self._gradients[name] if name in names else None
+        if self._is_new:
+            self._gradients = {}
+
+    def watch(self, on_run: OnRun | None) -> None:
+        """Do nothing: nothing is reduced."""
+
+    def close(self) -> None:
+        """Forget the gradients."""
+        self._gradients.clear()
+
+
+class UnitReducer:
+    """Accumulates gradients in flat tensors, a unit each, and reduces them in a queue. All ranks must create one, since it creates process
+    groups.
+
+    While a unit is attached, its gradients accumulate; before its reduction it is detached.
+
+    Args:
+        parameters: this rank's, by name.
         stages: the stages of this rank.
-        stages_of: for each parameter, the stages of this rank that read it; without an entry, all of them.
-        shared: parameters that several pipeline ranks hold: for each set of ranks, the names, in the same order on all ranks.
-        collective: the name of the collective that sums the gradients over the replicas, if there are several.
-        flat: keep flat buffers even if nothing is reduced.
+        shared: the sets of pipeline ranks that hold the same parameters; the same on all ranks.
+        queue: runs the collectives.
+        collective: reduces a unit over the replicas; None if there is one replica.
+
+    Attributes:
+        units: those of the parameters that are trained now.
+        on_laid_out: called when a batch begins and its units are known: a sharded optimizer takes up changes and new parameter groups.
     """
 
     def __init__(
@@ -43,130 +96,109 @@ class GradientReducer:
         parameters: Mapping[str, nn.Parameter],
         groups: ProcessGroups,
         placement: Placement,
-        device: torch.device,
         *,
         stages: Sequence[int],
-        stages_of: Mapping[str, Collection[int]],
-        shared: Mapping[tuple[int, ...], Sequence[str]],
-        collective: str = "all_reduce",
-        options: GradientOptions | None = None,
-        flat: bool = False,
+        shared: Iterable[tuple[int, ...]],
+        queue: CommQueue,
+        collective: Collective | None,
     ) -> None:
-        options = options or GradientOptions()
-        self.groups = groups
-        self._device = device
+        self.parameters, self.groups, self.queue, self.collective = parameters, groups, queue, collective
+        self.units: list[Unit] = []
+        self.on_laid_out: Callable[[], None] = lambda: None
         self._stages = tuple(stages)
-        # gradients that are neither reduced nor accumulated in another type may stay the tensors that autograd makes
-        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.values())
-        reduced = placement.data_parallel_size > 1 or bool(shared)
-        split = any(map(dtensor.is_dtensor, parameters.values()))
-        self.buffer = GradBuffer(
-            parameters,
-            flat=flat or reduced or split or (low and placement.world_size > 1),
-            data_parallel_size=placement.data_parallel_size,
-            apart={name: ranks for ranks, names in shared.items() for name in names},
-            stage_of={name: min(reading) for name, reading in stages_of.items() if reading},
-        )
-        self.queue = make_comm_queue(device)
-        sync_groups = groups.gradients
-        rounded = None if options.compression is None else COMPRESSIONS[options.compression]
-        self._sync = GradSync(
-            self.buffer,
-            None if sync_groups is None else make_collective(collective, sync_groups, rounded),
-            None if sync_groups is None else sync_groups.host,
-            self.queue,
-            shared_groups=join_shared(groups, placement, list(shared)),
-            stages_of=stages_of,
-            stages=self._stages,
-        )
-        self._copies_checked = groups.tensor_parallel is None
+        self._shared = join_shared(groups, placement, list(shared))
+        self._views: dict[str, Tensor] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._touched: set[str] = set()
+        self._reached: frozenset[str] = frozenset()
         self._unreduced: set[int] = set()  # stages of this batch whose gradients may still grow
-        self.is_last = False
-        """Whether the batch that was begun last ends a window."""
-        self.on_laid_out: Callable[[], None] | None = None
-        """Called in each :meth:`begin`, when the buckets are what they will be in this batch."""
+        self._works: list[Work] = []
+        self._is_new = True  # no batch of the window has begun yet
+        self._in_batch = False
 
-    # a batch
+    def reached(self) -> frozenset[str]:
+        """Return the names of the parameters that have a gradient: after the last batch of a window on any replica, before on this rank."""
+        return self._reached
 
-    def begin(self, *, last: bool) -> None:
-        """Begin a batch: its backwards add to the gradients accumulated so far; ``last``: the last batch of a window."""
-        self.buffer.begin()
-        if self.on_laid_out is not None:
-            self.on_laid_out()
-        self.is_last = last
-        self._unreduced = set(self._stages)
-        self._sync.open(last=last and self._copies_checked)
+    def _attach(self, views: Mapping[str, Tensor]) -> None:
+        """Let gradients accumulate in ``views``, by name."""
+        self._views |= views
+        for name, view in views.items():
+            parameter = self.parameters[name]
+            parameter.grad = view if _accumulates_in(view, parameter) else None
 
-    def end(self) -> None:
-        """Move the gradients out of ``p.grad``: Lightning calls ``zero_grad`` between a training step and its backward."""
-        self.buffer.end()
+    def _detach(self, unit: Unit) -> None:
+        for name in unit.names:
+            self._views.pop(name, None)
+            self.parameters[name].grad = None
 
-    def fetch(self, stage: int) -> None:
-        """Do nothing: every replica holds the parameters. Those that a sharded optimizer has updated are gathered bucket by bucket, and a
-        read waits for its bucket (shard_memory.py); a fetch that waited for a whole stage would overlap less."""
+    def _hook_parameters(self, names: Iterable[str]) -> None:
+        """Hook those of the parameters that are trained now."""
+        for name in names:
+            parameter = self.parameters[name]
+            if name not in self._hooks and parameter.requires_grad:
+                self._hooks[name] = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
 
-    def release(self, stage: int) -> None:
-        """Do nothing: the parameters stay."""
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            if not self._in_batch:
+                return  # the user's own backward, between batches
+            view = self._views.get(name)
+            if view is None or not _accumulates_in(view, parameter):
+                if parameter.grad is not None:
+                    self._accumulate(name, parameter.grad)
+                parameter.grad = None
+            self._touched.add(name)
+            self._passed(name)
 
-    def backward(self, stage: int, *, first: bool, last: bool) -> None:
-        """Begin a backward through ``stage``: buckets that the ``last`` one of the batch fills are reduced while it still runs."""
-        if last:
-            self._sync.last_backward(stage)
+        return arrived
 
-    def reduce(self, stage: int) -> None:
-        """End the backwards of ``stage``. After the last of this rank's stages all remaining buckets are reduced. All replicas must call."""
-        self._sync.backwards_done(stage)
-        self._unreduced.discard(stage)
-        if not self._unreduced and self.is_last and self._copies_checked:
-            self._sync.start_grad_sync()
+    def _accumulate(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient; a DTensor may have any placement."""
+        view = self._views.get(name)
+        if view is None:
+            view = self._place_of_late(name)
+        view.add_(dtensor.gradient_part(gradient, self.parameters[name]))
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Accumulate a gradient that ``torch.autograd.grad`` has returned, and count it for the readiness of its bucket."""
-        self.buffer.add(name, gradient)
+    def _place_of_late(self, name: str) -> Tensor:
+        """Return where a gradient is added whose unit is not attached."""
+        raise NotImplementedError
 
-    def start_loss_scales(
-        self, weights: Sequence[float], accumulated: int, factor: Callable[[], float | Tensor]
-    ) -> Callable[[], list[float | Tensor]]:
-        """Start to compute the factor of each microbatch's loss: its share of the mean over all samples of a batch, all replicas and
-        ``accumulated`` batches, times ``factor()``.
+    def _passed(self, name: str) -> None:
+        """Note that a gradient of a parameter has been accumulated."""
 
-        All ranks of the last stage must call; the returned function waits for the other replicas.
-        """
-        return start_loss_scales(weights, self.groups.replicas_on_host, accumulated=accumulated, factor=factor)
+    def _sum_flags(self, *, late: bool = False) -> bool:
+        """Find the parameters that got a gradient on any replica, and return whether any has ``late``. All ranks must call.
 
-    def finish(self, *, last: bool) -> None:
-        """After the ``last`` batch of a window: wait until its gradients are fully reduced. All ranks call."""
-        if not self._copies_checked:
-            self._copies_checked = True
-            check_replicated(self.buffer, self.groups.tensor_parallel, self._device)
-            if last:
-                self._sync.start_grad_sync()
-        if last:
-            self._sync.finish_grad_sync()
-
-    # for a sharded optimizer
-
-    def lay_out(self) -> None:
-        """Lay the buckets out now, before the first batch; all ranks must call."""
-        self.begin(last=False)
-        self.end()
-        self.buffer.seal()
-        self.buffer.assign_grads(last=True)
-
-    def reduce_shares(self) -> None:
-        """Reduce-scatter instead of all-reduce from now on: each replica gets the sums of its shard of a bucket only."""
-        self._sync.shares = self.groups.gradients is not None
-
-    def gather(self, tensor: Tensor) -> None:
-        """All-gather a flat tensor of which each replica holds its shard. Runs in the queue; all replicas must call."""
-        assert self._sync.collective is not None
-        self._sync.collective.gather(tensor)
+        A parameter that no replica reached keeps no gradient, as in plain Lightning: AdamW would decay it otherwise."""
+        names = [name for unit in self.units for name in unit.names]
+        flags = torch.tensor([*(float(name in self._touched) for name in names), float(late)])
+        place = {name: index for index, name in enumerate(names)}
+        for unit in self.units:
+            if unit.ranks:
+                of_unit = [place[name] for name in unit.names]
+                own = flags[of_unit]
+                dist.all_reduce(own, group=self._shared[unit.ranks].host)
+                flags[of_unit] = own
+        sync = self.groups.gradients
+        if sync is not None and names:
+            self.queue.start(lambda: dist.all_reduce(flags, group=sync.host)).wait()
+        self._reached = frozenset(name for name, flag in zip(names, flags[:-1].tolist(), strict=True) if flag)
+        return bool(flags[-1])
 
     def watch(self, on_run: OnRun | None) -> None:
-        """Report when each bucket's gradients were summed, and its parameters gathered; see CommQueue.on_run."""
+        """Report when each unit's gradients were summed, and its parameters gathered; see CommQueue.on_run."""
         self.queue.on_run = on_run
 
     def close(self) -> None:
-        """Free buffers, remove hooks and close the queue."""
-        self.buffer.close()
+        """Free memory, remove hooks and close the queue."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        self._views.clear()
         self.queue.close()
+
+
+def _accumulates_in(view: Tensor, parameter: Tensor) -> bool:
+    """Whether autograd can accumulate a parameter's gradients directly into its view."""
+    return view.dtype == parameter.dtype and not dtensor.is_dtensor(parameter)

@@ -30,8 +30,8 @@ from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
 from lightning_holmes.optim.node.link import Action, Stream
-from lightning_holmes.optim.part import Part
 from lightning_holmes.optim.remote_parameters import RemoteParameters
+from lightning_holmes.optim.unit import Unit
 
 
 class RemoteReducer(LayeredReducer):
@@ -73,19 +73,19 @@ class RemoteReducer(LayeredReducer):
         if self._is_last:
             self.shards.tell_all(Action.BEGIN, number=self.window, message={"options": self.options()})
 
-    def _start_reduction(self, parts: Sequence[Part], buffers: Sequence[Tensor], label: str) -> Work:
+    def _start_reduction(self, units: Sequence[Unit], buffers: Sequence[Tensor], label: str) -> Work:
         """Start to send gradients; the work that is returned is done when their buffers may be used again."""
         window, is_last, tree = self.window, self._is_last, self.shards.tree
-        touched = [torch.tensor([name in self._touched for name in part.names], dtype=torch.uint8) for part in parts]
+        touched = [torch.tensor([name in self._touched for name in unit.names], dtype=torch.uint8) for unit in units]
         self.is_half_done |= is_last
         hosts: list[Tensor] = []
 
         def push() -> None:
             self._host_memory.wait()
             transfers = []
-            for part, flags, host in zip(parts, touched, hosts or buffers, strict=True):
-                link, unit = self.shards.link_of(part)
-                transfers.append(self.shards.order(link, Action.GRADIENT, unit=unit, number=window, flag=is_last))
+            for unit, flags, host in zip(units, touched, hosts or buffers, strict=True):
+                link, number = self.shards.link_of(unit)
+                transfers.append(self.shards.order(link, Action.GRADIENT, unit=number, number=window, flag=is_last))
                 transfers.append(link.send(flags, Stream.PUSH))
                 if tree.size > 1 or flags.any():
                     tree.sum(host)
@@ -101,11 +101,11 @@ class RemoteReducer(LayeredReducer):
 
     def end(self) -> None:
         """End a batch: sum gradients of parameters that other pipeline ranks hold, too, over these ranks before they are sent."""
-        for part in self._trained[None] if None in self._open else ():
-            if part.ranks:  # every rank sends the union of the parameters that got a gradient on any of these ranks
-                flags = torch.tensor([float(name in self._touched) for name in part.names])
-                dist.all_reduce(flags, group=self._shared[part.ranks].host)
-                self._touched |= {name for name, flag in zip(part.names, flags.tolist(), strict=True) if flag}
+        for unit in self._trained[None] if None in self._open else ():
+            if unit.ranks:  # every rank sends the union of the parameters that got a gradient on any of these ranks
+                flags = torch.tensor([float(name in self._touched) for name in unit.names])
+                dist.all_reduce(flags, group=self._shared[unit.ranks].host)
+                self._touched |= {name for name, flag in zip(unit.names, flags.tolist(), strict=True) if flag}
         super().end()
 
     def finish(self, *, last: bool) -> None:
@@ -238,30 +238,30 @@ class RemoteOptimizer:
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Send ``states`` to the nodes, from the first replica."""
         parameters = self._parameters
-        for part in parameters.parts if states and not parameters.replica else ():
-            given = {n: dict(states[n]) for n in part.names if n in states}
-            link, unit = parameters.link_of(part)
-            load = functools.partial(parameters.order, link, Action.LOAD, unit=unit, message=given)
+        for unit in parameters.units if states and not parameters.replica else ():
+            given = {n: dict(states[n]) for n in unit.names if n in states}
+            link, number = parameters.link_of(unit)
+            load = functools.partial(parameters.order, link, Action.LOAD, unit=number, message=given)
             parameters.commands.start(lambda load=load: load().wait()).wait()  # type: ignore[misc]
 
     def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
         self._parameters.settle()
         found: dict[str, dict[str, Any]] = {}
-        for part in self._parameters.parts:
-            found |= self._collected(part, destination)
+        for unit in self._parameters.units:
+            found |= self._collected(unit, destination)
         return found
 
-    def _collected(self, part: Part, destination: Callable[[str], int] | None) -> dict[str, dict[str, Any]]:
-        """Return the states of those of the part's parameters that this replica wants. All replicas must call."""
+    def _collected(self, unit: Unit, destination: Callable[[str], int] | None) -> dict[str, dict[str, Any]]:
+        """Return the states of those of the unit's parameters that this replica wants. All replicas must call."""
         parameters, wanted = self._parameters, dict[int, list[str]]()
-        for name in part.names:
+        for name in unit.names:
             for replica in range(parameters.num_replicas) if destination is None else [destination(name)]:
                 wanted.setdefault(replica, []).append(name)
-        link, unit = parameters.link_of(part)
+        link, number = parameters.link_of(unit)
         found: dict[str, dict[str, Any]] = {}
 
         def run() -> None:
-            order = parameters.order(link, Action.STATES, unit=unit, message=wanted)
+            order = parameters.order(link, Action.STATES, unit=number, message=wanted)
             if parameters.replica in wanted:
                 found.update(link.told())
             order.wait()
@@ -272,9 +272,9 @@ class RemoteOptimizer:
     def each_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the states of this replica, one unit at a time; see OwnedStates."""
         self._parameters.settle()
-        for part in self._parameters.parts:
+        for unit in self._parameters.units:
             give_back_freed_memory()  # of the unit before, which is large
-            yield from self._collected(part, self.destination).items()
+            yield from self._collected(unit, self.destination).items()
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter's state."""

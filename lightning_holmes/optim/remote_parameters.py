@@ -1,8 +1,8 @@
 """RemoteParameters: parameters that optimizer nodes hold, and that are whole on a worker only while their stage is computed.
 
-It works like StageShards, with the same parts, and the same two buffers that stages use in turn, but a part comes from a node, and the
+It works like StageShards, with the same units, and the same two buffers that stages use in turn, but a unit comes from a node, and the
 worker keeps no shard of it: for P bytes of parameters it receives P bytes for each pass. Where workers of a cluster sum among themselves
-(``tree``), each receives its share of a part, and they gather the rest.
+(``tree``), each receives its share of a unit, and they gather the rest.
 
     parameters = RemoteParameters(by_name, stages=(0, 1, 2), stages_of=..., shared={}, num_replicas=1, replica=0, device=device, ...)
     layouts = parameters.lay_out_units(master_weights=False)     # for each node
@@ -27,14 +27,12 @@ from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.lost import naming
 from lightning_holmes.comm.queue import ThreadQueue
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
-from lightning_holmes.optim.grad_buffer import sum_dtype
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.node.description import UnitLayout
 from lightning_holmes.optim.node.link import Action, Link, Stream, Transfer
-from lightning_holmes.optim.part import Part
-from lightning_holmes.optim.shards import Piece
 from lightning_holmes.optim.stage_buffers import allocate
 from lightning_holmes.optim.stage_shards import StageShards
+from lightning_holmes.optim.unit import Piece, Unit, sum_dtype
 from lightning_holmes.plan.node_routes import place_units
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -119,27 +117,27 @@ class RemoteParameters(StageShards):
             with_states: parameters that were trained before; their units get room for states even if they are frozen now.
         """
         for stage, ranks, names in self.grouped():
-            part = self._cut(names, stage, ranks)
-            part.numel = -(-part.numel // self.tree.size) * self.tree.size
-            part.is_trained |= not set(with_states).isdisjoint(names)
-            self._add(part, is_new=False)
+            unit = self._cut(names, stage, ranks)
+            unit.numel = -(-unit.numel // self.tree.size) * self.tree.size
+            unit.is_trained |= not set(with_states).isdisjoint(names)
+            self._add(unit, is_new=False)
         self._make_buffers()
         self._has_masters = master_weights
-        parts = dict(enumerate(self.parts))
-        num_bytes = {i: part.numel * part.dtype.itemsize for i, part in parts.items()}
-        self._node_of = place_units(num_bytes, self._num_nodes, {i: part.stage for i, part in parts.items()})
+        units = dict(enumerate(self.units))
+        num_bytes = {i: unit.numel * unit.dtype.itemsize for i, unit in units.items()}
+        self._node_of = place_units(num_bytes, self._num_nodes, {i: unit.stage for i, unit in units.items()})
         found: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._num_nodes)]
-        for index in sorted(parts, key=lambda i: _place(parts[i].stage)):
-            part = parts[index]
+        for index in sorted(units, key=lambda i: _place(units[i].stage)):
+            unit = units[index]
             layout = UnitLayout(
-                names=part.names,
-                shapes=part.shapes,
-                starts=part.starts,
-                numel=part.numel,
-                dtype=torch.float32 if master_weights and part.is_trained and part.dtype in _LOW else part.dtype,
-                sent_dtype=part.dtype,
-                gradient_dtype=sum_dtype(part.dtype),
-                is_trained=part.is_trained,
+                names=unit.names,
+                shapes=unit.shapes,
+                starts=unit.starts,
+                numel=unit.numel,
+                dtype=torch.float32 if master_weights and unit.is_trained and unit.dtype in _LOW else unit.dtype,
+                sent_dtype=unit.dtype,
+                gradient_dtype=sum_dtype(unit.dtype),
+                is_trained=unit.is_trained,
             )
             found[self._node_of[index]][index] = asdict(layout)
         return found
@@ -151,8 +149,8 @@ class RemoteParameters(StageShards):
                 found.append((stage, ranks, names))
                 continue
             places = place_units({i: self.parameters[name].numel() for i, name in enumerate(names)}, self._num_nodes)
-            parts = [[names[i] for i in sorted(places) if places[i] == place] for place in range(self._num_nodes)]
-            found += [(stage, ranks, part) for part in parts if part]
+            of_nodes = [[names[i] for i in sorted(places) if places[i] == place] for place in range(self._num_nodes)]
+            found += [(stage, ranks, of_node) for of_node in of_nodes if of_node]
         return found
 
     def _make_buffers(self) -> None:
@@ -162,18 +160,18 @@ class RemoteParameters(StageShards):
     def _new_shard(self, numel: int, like: Tensor) -> Tensor:
         return torch.zeros(0, dtype=like.dtype)
 
-    def thaw(self, part: Part) -> None:
-        """Mark a part as trained; see StageShards. Nodes keep no fp32 masters of low-precision parameters that were frozen.
+    def thaw(self, unit: Unit) -> None:
+        """Mark a unit as trained; see StageShards. Nodes keep no fp32 masters of low-precision parameters that were frozen.
 
         Raises:
-            UnsupportedModuleError: trained parameters have fp32 masters on the nodes, but this low-precision part has none.
+            UnsupportedModuleError: trained parameters have fp32 masters on the nodes, but this low-precision unit has none.
         """
-        if self._has_masters and part.dtype in _LOW:
+        if self._has_masters and unit.dtype in _LOW:
             raise UnsupportedModuleError(
-                f"{part.names[0]} is trained from now on, but was frozen when optimizer nodes were given it, and they keep no fp32 master of it: "
+                f"{unit.names[0]} is trained from now on, but was frozen when optimizer nodes were given it, and they keep no fp32 master of it: "
                 f"let it be trained in the first batch, or use master_weights=False or {self.cure}"
             )
-        super().thaw(part)
+        super().thaw(unit)
 
     def lay_out(
         self,
@@ -182,27 +180,27 @@ class RemoteParameters(StageShards):
         bring: Callable[[Sequence[str]], None] | None = None,
         former: StageShards | None = None,
     ) -> list[Piece]:
-        """Send the parameters to the nodes; see StageShards for the arguments. Returns no pieces: nodes hold whole parts."""
+        """Send the parameters to the nodes; see StageShards for the arguments. Returns no pieces: nodes hold whole units."""
         if former is not None:
             bring = functools.partial(former.bring_into, self.parameters)
-        for part in self.parts:
+        for unit in self.units:
             if bring is not None:
-                bring(part.names)
-            self._keep(part)
+                bring(unit.names)
+            self._keep(unit)
         if former is not None:
             former.queue.close()
         self.version = 1
         return []
 
-    def has(self, part: Part) -> bool:
+    def has(self, unit: Unit) -> bool:
         """Return False: a worker holds no shards."""
         return False
 
     # what nodes are told
 
-    def link_of(self, part: Part) -> tuple[Link, int]:
-        """Return the link to the node that holds a part, and the number of its unit."""
-        index = next(i for i, own in enumerate(self.parts) if own is part)
+    def link_of(self, unit: Unit) -> tuple[Link, int]:
+        """Return the link to the node that holds a unit, and the unit's number."""
+        index = next(i for i, own in enumerate(self.units) if own is unit)
         return self.links[self._node_of[index]], index
 
     def order(self, link: Link, action: Action, *, everyone: bool = False, **arguments: Any) -> Transfer:
@@ -244,13 +242,13 @@ class RemoteParameters(StageShards):
 
     # values
 
-    def _keep(self, part: Part) -> None:
-        (buffer,) = allocate([(part.numel, part.dtype)], _HOST)
+    def _keep(self, unit: Unit) -> None:
+        (buffer,) = allocate([(unit.numel, unit.dtype)], _HOST)
         if self.replica == 0:
             with torch.no_grad():
-                for name, view in part.views(buffer.zero_()).items():
+                for name, view in unit.views(buffer.zero_()).items():
                     view.copy_(self.parameters[name])
-        link, index = self.link_of(part)
+        link, index = self.link_of(unit)
 
         def run() -> None:
             order = self.order(link, Action.KEEP, unit=index, number=self.version + 1)
@@ -259,17 +257,17 @@ class RemoteParameters(StageShards):
             order.wait()
 
         self.commands.start(run).wait()
-        for name in part.names:
+        for name in unit.names:
             self._let_go(name)
 
-    def _start(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Any:
+    def _start(self, units: Sequence[Unit], buffers: Sequence[Tensor]) -> Any:
         version = self.version
 
         def bring() -> None:
             with self._host_memory.receiving(buffers) as hosts:
                 transfers = []
-                for part, host in zip(parts, hosts, strict=True):
-                    link, index = self.link_of(part)
+                for unit, host in zip(units, hosts, strict=True):
+                    link, index = self.link_of(unit)
                     transfers.append(self.order(link, Action.FETCH, unit=index, number=version))
                     transfers.append(link.receive(self.tree.share(host), Stream.PULL))
                 for transfer in transfers:
@@ -277,13 +275,13 @@ class RemoteParameters(StageShards):
                 for host in hosts:
                     self.tree.gather(host)
 
-        of = f"of {parts[0].names[0]} to {parts[-1].names[-1]}" if parts else ""
+        of = f"of {units[0].names[0]} to {units[-1].names[-1]}" if units else ""
         return self.queue.start(bring, "bucket_gather", of=of)
 
-    def _values(self, part: Part, replicas: Collection[int]) -> dict[str, Tensor]:
-        """Return views of a part's values on some of the replicas, in new memory on the host; nothing on the others. All replicas must call."""
-        (host,) = allocate([(part.numel if self.replica in replicas else 0, part.dtype)], _HOST)
-        link, index = self.link_of(part)
+    def _values(self, unit: Unit, replicas: Collection[int]) -> dict[str, Tensor]:
+        """Return views of a unit's values on some of the replicas, in new memory on the host; nothing on the others. All replicas must call."""
+        (host,) = allocate([(unit.numel if self.replica in replicas else 0, unit.dtype)], _HOST)
+        link, index = self.link_of(unit)
 
         def run() -> None:
             order = self.order(link, Action.VALUES, unit=index, number=self.version, message=sorted(replicas))
@@ -292,28 +290,28 @@ class RemoteParameters(StageShards):
             order.wait()
 
         self.commands.start(run).wait()
-        return part.views(host) if self.replica in replicas else {}
+        return unit.views(host) if self.replica in replicas else {}
 
-    def _collected(self, part: Part, destination: Callable[[str], int]) -> dict[str, Tensor]:
-        views = self._values(part, {destination(name) for name in part.names})
+    def _collected(self, unit: Unit, destination: Callable[[str], int]) -> dict[str, Tensor]:
+        views = self._values(unit, {destination(name) for name in unit.names})
         return {name: view.clone() for name, view in views.items() if destination(name) == self.replica}
 
     def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
         self.settle()
-        return {name: value for part in self.parts for name, value in self._collected(part, destination).items()}
+        return {name: value for unit in self.units for name, value in self._collected(unit, destination).items()}
 
     def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See StageShards. Each replica fetches only the parts of which it wants a parameter."""
+        """See StageShards. Each replica fetches only the units of which it wants a parameter."""
         self.settle()
-        for part in self.parts:
-            give_back_freed_memory()  # of the part before, which is large
-            yield from (self._whole(part) if destination is None else self._collected(part, destination)).items()
+        for unit in self.units:
+            give_back_freed_memory()  # of the unit before, which is large
+            yield from (self._whole(unit) if destination is None else self._collected(unit, destination)).items()
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter and its states: parameters are distributed round-robin."""
         return list(self.parameters).index(name) % self.num_replicas
 
-    def hold(self, names: Collection[str]) -> list[Part]:
+    def hold(self, names: Collection[str]) -> list[Unit]:
         """Refuse: hooks that read parameters are rejected before they get here."""
         raise AssertionError(f"a hook is shown {names}, which optimizer nodes hold")
 
@@ -332,15 +330,15 @@ class RemoteParameters(StageShards):
         try:
             if not self._has_failed:
                 self.settle(rests=True)
-            for part in () if self.stays or (self._has_failed and self.num_replicas > 1) else self.parts:
+            for unit in () if self.stays or (self._has_failed and self.num_replicas > 1) else self.units:
                 if self._has_failed:
-                    views = self._values(part, {0})
+                    views = self._values(unit, {0})
                 else:
-                    (buffer,) = allocate([(part.numel, part.dtype)], part.device)
-                    self._start([part], [buffer]).wait()
-                    views = part.views(buffer)
+                    (buffer,) = allocate([(unit.numel, unit.dtype)], unit.device)
+                    self._start([unit], [buffer]).wait()
+                    views = unit.views(buffer)
                 for name, view in views.items():
-                    dtensor.replace_local(self.parameters[name], view.to(part.device, copy=True))
+                    dtensor.replace_local(self.parameters[name], view.to(unit.device, copy=True))
             if self._has_failed and self.num_replicas == 1:
                 self.settle(rests=True)
         except HolmesError:

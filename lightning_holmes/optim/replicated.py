@@ -5,7 +5,7 @@ does not sum over the tensor group. That is right if their inputs are whole on e
 parallelism) each rank would have the gradient of its own part, and the copies would diverge without any error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,24 +13,28 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim.grad_buffer import GradBuffer
 
 _SAMPLES = 64  # elements of each gradient that are compared
 _TOLERANCE = 1e-2  # of the largest value; low precision and other summation orders differ by less, gradients of other inputs by more
 
 
-def check_replicated(buffer: GradBuffer, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Compare samples of the gathered gradients of plain parameters over a tensor group; all its ranks must call.
+def check_replicated(
+    parameters: Mapping[str, nn.Parameter],
+    gradients: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Compare samples of the accumulated ``gradients`` of plain parameters, by name, over a tensor group; all its ranks must call.
 
     Raises:
         UnsupportedModuleError: on every rank of the group; names the first parameter whose gradients differ.
     """
     if group is None:
         return
-    names = sorted(name for name, parameter in buffer.parameters.items() if _is_copied(parameter))
+    names = sorted(name for name, parameter in parameters.items() if _is_copied(parameter))
     samples = torch.zeros(len(names), _SAMPLES, device=device)
     for row, name in zip(samples, names, strict=True):
-        gradient = buffer.gradient(name)
+        gradient = gradients.get(name)
         if gradient is not None and gradient.numel():
             flat = gradient.flatten()
             picked = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]

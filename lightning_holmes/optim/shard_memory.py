@@ -4,7 +4,7 @@ There are two kinds: with :class:`ReplicatedMemory` every replica holds whole pa
 gradients, and updated pieces are gathered in place, bucket by bucket, while the next forward already runs (ZeRO stage 1); a read of a
 parameter waits for its bucket (arriving.py). With StageShards (stage_shards.py) a replica holds its pieces only.
 
-    memory = ReplicatedMemory(buffer, group, queue, gather=collective.gather, lazily=True)
+    memory = ReplicatedMemory(reducer, group, lazily=True)
     pieces = memory.lay_out(by_elements=True)   # the pieces of all replicas
     memory.values(piece)                        # (piece.numel,), in the parameter's own memory
     memory.start()                              # after an optimizer's step; all replicas
@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.queue import CommQueue, Work
+from lightning_holmes.comm.queue import Work
 from lightning_holmes.optim.arriving import Arrival
-from lightning_holmes.optim.grad_buffer import Bucket, GradBuffer
-from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_by_parameters
+from lightning_holmes.optim.bucket_reducer import BucketReducer
+from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, cut_by_parameters
 
 
 class ShardMemory(Protocol):
@@ -73,29 +73,17 @@ class ReplicatedMemory:
     """Whole parameters on every replica, as views of flat buffers; the parameter objects must not be replaced.
 
     Args:
-        buffer: the gradients, whose buckets are laid out already.
-        group: the replicas, for collectives in the queue; None: there is one, and nothing is gathered.
-        queue: runs the transfers; the queue of the gradients, so that all replicas run all collectives in one order.
-        gather: all-gathers a flat tensor of which each rank holds its part; called in the queue.
+        reducer: has the units, which are laid out already, and their gradients. Transfers run in its queue, so that all replicas run all
+            collectives in one order.
+        group: the replicas; None: there is one, and nothing is gathered.
         lazily: gather while the caller goes on.
     """
 
     is_whole = True
 
-    def __init__(
-        self,
-        buffer: GradBuffer,
-        group: dist.ProcessGroup | None,
-        queue: CommQueue,
-        *,
-        gather: Callable[[Tensor], None],
-        lazily: bool,
-    ) -> None:
-        self.buffers: list[Tensor] = []
-        """One for each bucket of gradients: (bucket.buffer.numel(),), in the parameters' type."""
-        self._buffer, self._group, self._queue = buffer, group, queue
-        self._gather, self._lazily = gather, lazily
-        self._extents: list[Extent] = []
+    def __init__(self, reducer: BucketReducer, group: dist.ProcessGroup | None, *, lazily: bool) -> None:
+        self._reducer, self._group, self._lazily = reducer, group, lazily
+        self._units: list[Unit] = []
         self._runs: list[list[tuple[int, int, int]]] = []
         self._views: dict[str, Tensor] = {}
         self._arrivals: list[Arrival] = []
@@ -104,43 +92,40 @@ class ReplicatedMemory:
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._buffer.parameters
+        return self._reducer.parameters
 
     @property
     def generation(self) -> int:
-        return self._buffer.generation
+        return self._reducer.generation
 
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
         self.close()
-        self._extents = [_extent(bucket) for bucket in self._buffer.buckets]
+        self._units = list(self._reducer.units)
         cut = cut_by_elements if by_elements else cut_by_parameters
-        pieces = cut(self._extents, 1 if self._group is None else dist.get_world_size(self._group))
-        self._runs = _runs(pieces, self._extents)
-        self.buffers = [self._flatten(extent) for extent in self._extents]
+        pieces = cut(self._units, 1 if self._group is None else dist.get_world_size(self._group))
+        self._runs = _runs(pieces, self._units)
+        for unit in self._units:
+            self._flatten(unit)
         if self._watched is not None:
             self.watch(self._watched)
         return pieces
 
     def values(self, piece: Piece) -> Tensor:
-        return self.buffers[piece.bucket][piece.offset : piece.offset + piece.numel]
+        return self._units[piece.unit].values[piece.offset : piece.offset + piece.numel]
 
     def gradient(self, piece: Piece) -> Tensor:
-        return self._buffer.buckets[piece.bucket].buffer[piece.offset : piece.offset + piece.numel]
+        gradient = self._units[piece.unit].gradient
+        assert gradient is not None
+        return gradient[piece.offset : piece.offset + piece.numel]
 
-    def _flatten(self, extent: Extent) -> Tensor:
-        """Move the parameters of a bucket into one buffer."""
-        first = dtensor.local_part(self.parameters[extent.names[0]]).detach()
-        buffer = torch.zeros(extent.numel, dtype=first.dtype, device=first.device)
-        start = 0
+    def _flatten(self, unit: Unit) -> None:
+        """Move the parameters of a unit into one tensor."""
+        unit.values = torch.zeros(unit.numel, dtype=unit.dtype, device=unit.device)
         with torch.no_grad():
-            for name, size in zip(extent.names, extent.sizes, strict=True):
-                local = dtensor.local_part(self.parameters[name]).detach()
-                view = buffer[start : start + size].view(local.shape)
-                view.copy_(local)
+            for name, view in unit.views(unit.values).items():
+                view.copy_(dtensor.local_part(self.parameters[name]).detach())
                 self._views[name] = view
                 dtensor.replace_local(self.parameters[name], view)
-                start += size
-        return buffer
 
     def adopt(self) -> None:
         """Copy parameters whose ``data`` was replaced into the buffers, and make them views of these again."""
@@ -155,7 +140,7 @@ class ReplicatedMemory:
         parameters to code that bypasses ``__torch_function__``."""
         self._watched = module
         names = {id(p): n for n, p in self.parameters.items()}
-        places = {n: i for i, extent in enumerate(self._extents) for n in extent.names}
+        places = {n: i for i, unit in enumerate(self._units) for n in unit.names}
         for part in module.modules():
             own = [names[id(p)] for p in part.parameters(recurse=False) if id(p) in names]
             buckets = sorted({places[n] for n in own if n in places})
@@ -176,8 +161,8 @@ class ReplicatedMemory:
             return
         self.finish()
         arrivals = [
-            Arrival([self.parameters[n] for n in extent.names], self._start_transfer(index))
-            for index, extent in reversed(list(enumerate(self._extents)))
+            Arrival([self.parameters[n] for n in unit.names], self._start_transfer(unit, runs))
+            for unit, runs in reversed(list(zip(self._units, self._runs, strict=True)))
         ]
         self._arrivals = arrivals[::-1]
         if not self._lazily:
@@ -186,20 +171,20 @@ class ReplicatedMemory:
             if not arrival.is_watched:
                 arrival.wait()
 
-    def _start_transfer(self, index: int) -> Work:
-        buffer, runs, group, extent = self.buffers[index], self._runs[index], self._group, self._extents[index]
-        assert group is not None
-        share = buffer.numel() // dist.get_world_size(group)
+    def _start_transfer(self, unit: Unit, runs: Sequence[tuple[int, int, int]]) -> Work:
+        group, collective, values = self._group, self._reducer.collective, unit.values
+        assert group is not None and collective is not None
+        share = unit.numel // dist.get_world_size(group)
         even = all(first >= rank * share and end <= (rank + 1) * share for first, end, rank in runs)
 
         def transfer() -> None:
             if even:
-                self._gather(buffer)
+                collective.gather(values)
                 return
             for first, end, rank in runs:
-                dist.broadcast(buffer[first:end], group=group, group_src=rank)
+                dist.broadcast(values[first:end], group=group, group_src=rank)
 
-        return self._queue.start(transfer, "bucket_gather", of=f"of {extent.names[0]} to {extent.names[-1]}")
+        return self._reducer.queue.start(transfer, "bucket_gather", of=f"of {unit}")
 
     def finish(self) -> None:
         """Wait until all parameters have arrived."""
@@ -224,21 +209,17 @@ class ReplicatedMemory:
             if dtensor.local_part(parameter).detach().data_ptr() == view.data_ptr():
                 dtensor.replace_local(parameter, view.clone())
         self._views.clear()
-        self.buffers.clear()
+        for unit in self._units:
+            unit.values = torch.zeros(0)
 
 
-def _extent(bucket: Bucket) -> Extent:
-    sizes = tuple(bucket.views[name].numel() for name in bucket.names)
-    return Extent(names=bucket.names, sizes=sizes, numel=bucket.buffer.numel())
-
-
-def _runs(pieces: Sequence[Piece], extents: Sequence[Extent]) -> list[list[tuple[int, int, int]]]:
-    """Return, for each bucket, the contiguous runs that one rank updates: (first element, end, rank)."""
-    runs: list[list[tuple[int, int, int]]] = [[] for _ in extents]
+def _runs(pieces: Sequence[Piece], units: Sequence[Unit]) -> list[list[tuple[int, int, int]]]:
+    """Return, for each unit, the contiguous runs that one rank updates: (first element, end, rank)."""
+    runs: list[list[tuple[int, int, int]]] = [[] for _ in units]
     for piece in pieces:
         if piece.numel == 0:
             continue
-        found = runs[piece.bucket]
+        found = runs[piece.unit]
         end = piece.offset + piece.numel
         if found and found[-1][2] == piece.rank and found[-1][1] == piece.offset:
             found[-1] = (found[-1][0], end, piece.rank)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.objects import all_gather_values
-from lightning_holmes.optim.shards import Piece
+from lightning_holmes.optim.unit import Piece
 
 MASTER_WEIGHT = "master_weight"
 """The entry of a parameter's state that is the parameter itself in fp32."""

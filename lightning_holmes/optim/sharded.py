@@ -31,11 +31,11 @@ from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
-from lightning_holmes.optim.shards import Piece, holders_of
+from lightning_holmes.optim.unit import Piece, holders_of
 from lightning_holmes.torch_private import tensor_version
 
 FROZEN = -1
-"""``Piece.bucket`` of a parameter that is not trained now, and so is in no bucket."""
+"""``Piece.unit`` of a parameter that is not trained now, and so is in no bucket."""
 
 
 class ShardedOptimizer:
@@ -97,7 +97,7 @@ class ShardedOptimizer:
         pieces = [piece for piece in assigned if piece.name in self._group_of]
         for number, name in enumerate(n for n in self._group_of if n not in in_bucket):
             size = dtensor.local_part(self._memory.parameters[name]).numel()
-            pieces.append(Piece(name=name, start=0, stop=size, rank=number % self._size, bucket=FROZEN, offset=0))
+            pieces.append(Piece(name=name, start=0, stop=size, rank=number % self._size, unit=FROZEN, offset=0))
         self._pieces, self._holders = pieces, {}
         self._tensors = {piece: self._make_tensor(piece) for piece in pieces if piece.rank == self._rank}
         self._generation = self._memory.generation
@@ -130,7 +130,7 @@ class ShardedOptimizer:
 
     def _flat(self, piece: Piece) -> Tensor:
         """The piece in the memory of its parameter, 1-D."""
-        if piece.bucket == FROZEN:
+        if piece.unit == FROZEN:
             return dtensor.local_part(self._memory.parameters[piece.name]).detach().reshape(-1)
         return self._memory.values(piece)
 
@@ -197,7 +197,7 @@ class ShardedOptimizer:
         any_gradient = False
         for piece, tensor in self._tensors.items():
             parameter = self._memory.parameters[piece.name]
-            if piece.bucket == FROZEN or piece.name not in reached:
+            if piece.unit == FROZEN or piece.name not in reached:
                 tensor.grad = None
                 continue
             any_gradient = True
@@ -218,7 +218,7 @@ class ShardedOptimizer:
             return
         for piece, tensor in self._tensors.items():
             parameter = self._memory.parameters[piece.name]
-            if tensor is parameter or piece.bucket == FROZEN:
+            if tensor is parameter or piece.unit == FROZEN:
                 continue
             shown, version = self._shown.get(piece.name, (None, 0))
             same = parameter.grad is shown
@@ -242,7 +242,7 @@ class ShardedOptimizer:
         if self._master:
             with torch.no_grad():
                 for piece, tensor in self._tensors.items():
-                    if piece.bucket != FROZEN:
+                    if piece.unit != FROZEN:
                         self._flat(piece).copy_(tensor.detach().view(-1))
         if not self._memory.is_whole:  # nothing reads them any more
             for tensor in self._tensors.values():
@@ -253,7 +253,7 @@ class ShardedOptimizer:
         """Update the master weights of elements that were written to since the last step (by a checkpoint, an average)."""
         with torch.no_grad():
             for piece, tensor in self._tensors.items():
-                if piece.bucket == FROZEN:
+                if piece.unit == FROZEN:
                     continue
                 now, master = self._flat(piece), tensor.detach().view(-1)
                 torch.where(master.to(now.dtype) == now, master, now.float(), out=master)
@@ -326,7 +326,7 @@ class ShardedOptimizer:
         buckets: dict[int, list[Piece]] = {}
         for name in self._group_of:
             for piece in by_name[name]:
-                buckets.setdefault(piece.bucket, []).append(piece)
+                buckets.setdefault(piece.unit, []).append(piece)
 
         def join_each() -> Iterator[tuple[str, dict[str, Any]]]:
             for pieces in buckets.values():

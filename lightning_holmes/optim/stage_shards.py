@@ -1,6 +1,6 @@
 """StageShards: parameters that are sharded over the replicas and whole only while their stage is computed.
 
-A stage's parameters lie side by side in flat parts, of one type each, cut into as many shards as there are replicas.
+A stage's parameters lie side by side in flat units, of one type each, cut into as many shards as there are replicas.
 Stages alternate between two buffers, as large as the largest stage: a stage uses the same one in its forward and its backward, since
 autograd keeps views of its parameters. This needs no torch internals: a parameter's ``data`` is a view of the buffer while its stage
 is held, and a NaN placeholder otherwise; a step that reads a placeholder (absent.py), or changes a parameter (the change would be
@@ -30,9 +30,8 @@ from lightning_holmes.comm.absent import Absence, Source
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
-from lightning_holmes.optim.part import Part
-from lightning_holmes.optim.shards import Extent, Piece, cut_by_elements, cut_whole, holders_of
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
+from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, deal_parameters, holders_of, side_by_side
 
 _SMALL = 1 / 16  # of the largest stage's bytes: the memory that small stages may take beside the buffers
 
@@ -74,19 +73,19 @@ class StageShards:
     ) -> None:
         self.parameters = dict(parameters)
         self.size, self.rank = size, rank
-        self.parts: list[Part] = []
+        self.units: list[Unit] = []
         self.by_elements = True
-        """Whether parts are cut by elements, or else into whole parameters."""
+        """Whether units are cut by elements, or else into whole parameters."""
         self.stays = False
         """Whether parameters stay sharded after :meth:`close`."""
         self._pieces: list[Piece] = []
         self._holders: dict[str, int] = {}
-        self._places: dict[str, tuple[Part, int]] = {}
+        self._places: dict[str, tuple[Unit, int]] = {}
         self.queue, self._gather = queue, gather
         self._stages = tuple(stages)
         self._stages_of = stages_of
         self._ranks_of = {name: ranks for ranks, names in shared.items() for name in names}
-        self._of_stage: dict[int | None, list[Part]] = {}
+        self._of_stage: dict[int | None, list[Unit]] = {}
         self._buffers: StageBuffers | None = None
         self._abandoned = False
         self._held: set[int | None] = set()
@@ -113,34 +112,34 @@ class StageShards:
         Called again, it returns the same pieces, or cuts the parameters anew if ``by_elements`` has changed.
 
         Args:
-            bring: loads the values of the named parameters, one part at a time, so that never all of them are whole; None: all are whole
+            bring: loads the values of the named parameters, one unit at a time, so that never all of them are whole; None: all are whole
                 already.
             former: shards that hold the same parameters, and are replaced by these.
         """
-        if self.parts and by_elements == self.by_elements:
+        if self.units and by_elements == self.by_elements:
             return self._pieces
-        if self.parts:
-            bring = functools.partial(self._bring_into, self.parameters, list(self.parts))
+        if self.units:
+            bring = functools.partial(self._bring_into, self.parameters, list(self.units))
         self.by_elements = by_elements
-        self._pieces, self.parts, self._places, self._of_stage, self._holders = [], [], {}, {}, {}
+        self._pieces, self.units, self._places, self._of_stage, self._holders = [], [], {}, {}, {}
         for stage, ranks, names in self.grouped():
-            part = self._cut(names, stage, ranks)
-            if former is not None and former.has(part):
-                part.shard = former.give(part)
-                self._add(part, is_new=False)
+            unit = self._cut(names, stage, ranks)
+            if former is not None and former.has(unit):
+                unit.values = former.give(unit)
+                self._add(unit, is_new=False)
                 continue
             if former is not None:
                 former.bring_into(self.parameters, names)
             elif bring is not None:
                 bring(names)
-            self._add(part)
+            self._add(unit)
         if former is not None:
             former.queue.close()
         self._make_buffers()
         return self._pieces
 
     def grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
-        """Return, for each part to make, the stage that reads it, the pipeline ranks that share it, and its parameter names."""
+        """Return, for each unit to make, the stage that reads it, the pipeline ranks that share it, and its parameter names."""
         groups: dict[tuple[int | None, tuple[int, ...], torch.dtype, torch.device, bool], list[str]] = {}
         only = {n: next(iter(s)) for n, s in self._stages_of.items() if len(s) == 1 and n not in self._ranks_of}
         small = _small_stages({name: stage for name, stage in only.items() if name in self.parameters}, self.parameters)
@@ -154,47 +153,34 @@ class StageShards:
 
     def _make_buffers(self) -> None:
         by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
-        device = next((part.device for part in self.parts), torch.device("cpu"))
+        device = next((unit.device for unit in self.units), torch.device("cpu"))
         self._buffers = StageBuffers(by_stage, device, num_buffers=self._num_buffers)
 
-    def _cut(self, names: Sequence[str], stage: int | None, ranks: tuple[int, ...]) -> Part:
-        """Make the next part of these parameters, side by side, and record its pieces."""
-        sizes = tuple(self.parameters[name].numel() for name in names)
-        index, first = len(self.parts), self.parameters[names[0]]
-        if self.by_elements:
-            total = -(-sum(sizes) // self.size) * self.size
-            found = cut_by_elements([Extent(names=tuple(names), sizes=sizes, numel=total)], self.size, first=index)
-            starts = tuple(itertools.accumulate((0, *sizes[:-1])))
-        else:
-            found, total = cut_whole(names, sizes, self.size, bucket=index)
-            places = {piece.name: piece.offset for piece in found}
-            starts = tuple(places[name] for name in names)
-        self._pieces += found
-        self._holders = {}
-        return Part(
-            names=tuple(names),
-            shapes=tuple(self.parameters[name].shape for name in names),
-            starts=starts,
-            numel=total,
-            dtype=first.dtype,
-            device=first.device,
-            stage=stage,
-            ranks=ranks,
-            is_trained=first.requires_grad,
-            shard=self._new_shard(total, first),
+    def _cut(self, names: Sequence[str], stage: int | None, ranks: tuple[int, ...]) -> Unit:
+        """Make the next unit of these parameters, side by side, and record its pieces."""
+        index = len(self.units)
+        unit = side_by_side(
+            {name: self.parameters[name] for name in names}, multiple_of=self.size, stage=stage, ranks=ranks
         )
+        if self.by_elements:
+            self._pieces += cut_by_elements([unit], self.size, first=index)
+        else:
+            self._pieces += deal_parameters(unit, self.size, index=index)
+        self._holders = {}
+        unit.values = self._new_shard(unit.numel, self.parameters[names[0]])
+        return unit
 
     def _new_shard(self, numel: int, like: Tensor) -> Tensor:
-        """Allocate this replica's shard of a part of ``numel`` elements."""
+        """Allocate this replica's shard of a unit of ``numel`` elements."""
         return torch.zeros(numel // self.size, dtype=like.dtype, device=like.device)
 
-    def has(self, part: Part) -> bool:
-        """Whether these shards have a part with the same layout as ``part``, which belongs to other shards."""
-        return any(part.is_like(own) for own in self.parts)
+    def has(self, unit: Unit) -> bool:
+        """Whether these shards have a unit with the same layout as ``unit``, which belongs to other shards."""
+        return any(unit.is_like(own) for own in self.units)
 
-    def give(self, part: Part) -> Tensor:
-        """Return the shard of the part that :meth:`has` found."""
-        return next(own.shard for own in self.parts if part.is_like(own))
+    def give(self, unit: Unit) -> Tensor:
+        """Return the shard of the unit that :meth:`has` found."""
+        return next(own.values for own in self.units if unit.is_like(own))
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter to a checkpoint folder."""
@@ -202,27 +188,27 @@ class StageShards:
             self._holders = holders_of(self.parameters, self._pieces, self.size)
         return self._holders[name]
 
-    def thaw(self, part: Part) -> None:
-        """Mark a part as trained whose parameters were frozen when they were laid out. All ranks that hold it must call."""
-        part.is_trained = True
+    def thaw(self, unit: Unit) -> None:
+        """Mark a unit as trained whose parameters were frozen when they were laid out. All ranks that hold it must call."""
+        unit.is_trained = True
 
-    def _add(self, part: Part, *, is_new: bool = True) -> None:
-        self.parts.append(part)
-        self._of_stage.setdefault(part.stage, []).append(part)
-        self._places |= {name: (part, start) for name, start in zip(part.names, part.starts, strict=True)}
+    def _add(self, unit: Unit, *, is_new: bool = True) -> None:
+        self.units.append(unit)
+        self._of_stage.setdefault(unit.stage, []).append(unit)
+        self._places |= {name: (unit, start) for name, start in zip(unit.names, unit.starts, strict=True)}
         if is_new:
-            self._keep(part)
+            self._keep(unit)
 
     def bring_into(self, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> None:
         """Give these parameters (possibly of another copy of the module) their whole values. All replicas must call."""
-        self._bring_into(parameters, self.parts, names)
+        self._bring_into(parameters, self.units, names)
 
     def _bring_into(
-        self, parameters: Mapping[str, nn.Parameter], parts: Sequence[Part], names: Collection[str]
+        self, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], names: Collection[str]
     ) -> None:
-        for part in parts:
-            if not set(names).isdisjoint(part.names):
-                for name, view in self._whole(part).items():
+        for unit in units:
+            if not set(names).isdisjoint(unit.names):
+                for name, view in self._whole(unit).items():
                     if name in names:
                         dtensor.replace_local(parameters[name], view)
 
@@ -243,28 +229,28 @@ class StageShards:
             queue=self.queue,
             gather=self._gather,
         )
-        for part in self.parts:
-            (dtype,) = {parameters[name].dtype for name in part.names}
-            shard = torch.zeros(part.numel // self.size, dtype=dtype, device=part.device)
-            found._add(replace(part, dtype=dtype, shard=shard, gradient=None))
+        for unit in self.units:
+            (dtype,) = {parameters[name].dtype for name in unit.names}
+            shard = torch.zeros(unit.numel // self.size, dtype=dtype, device=unit.device)
+            found._add(replace(unit, dtype=dtype, values=shard, gradient=None))
         return found
 
     def own(self, name: str) -> Tensor:
         """Return this replica's elements of a parameter, 1-D, possibly empty; a view of the shard."""
-        part, start = self._places[name]
-        start -= self.rank * part.shard.numel()
-        return part.shard[max(start, 0) : max(start + self.parameters[name].numel(), 0)]
+        unit, start = self._places[name]
+        start -= self.rank * unit.values.numel()
+        return unit.values[max(start, 0) : max(start + self.parameters[name].numel(), 0)]
 
-    def _keep(self, part: Part) -> None:
-        """Copy this replica's elements of a part whose parameters are whole into its shard, and free the whole parameters."""
-        share = part.numel // self.size
+    def _keep(self, unit: Unit) -> None:
+        """Copy this replica's elements of a unit whose parameters are whole into its shard, and free the whole parameters."""
+        share = unit.numel // self.size
         begin = self.rank * share
         with torch.no_grad():
-            for name, start in zip(part.names, part.starts, strict=True):
+            for name, start in zip(unit.names, unit.starts, strict=True):
                 flat = self.parameters[name].detach().reshape(-1)
                 first, last = max(start, begin), min(start + flat.numel(), begin + share)
                 if first < last:
-                    part.shard[first - begin : last - begin] = flat[first - start : last - start]
+                    unit.values[first - begin : last - begin] = flat[first - start : last - start]
                 self._let_go(name)
 
     def _let_go(self, name: str) -> None:
@@ -279,36 +265,36 @@ class StageShards:
             for name in self.parameters:
                 self._hide(name)
         if self._common is None and None in self._of_stage:
-            parts = self._of_stage[None]
-            common = allocate(_sizes(parts), parts[0].device)
-            self._common = self._start(parts, common), common
-        parts = self._of_stage.get(stage, [])
+            units = self._of_stage[None]
+            common = allocate(_sizes(units), units[0].device)
+            self._common = self._start(units, common), common
+        units = self._of_stage.get(stage, [])
         self._held.add(stage)
         assert self._buffers is not None
         buffers = self._buffers.of(stage)
-        return _Fetch(self._start(parts, buffers), functools.partial(self._arrived, parts, buffers))
+        return _Fetch(self._start(units, buffers), functools.partial(self._arrived, units, buffers))
 
-    def _start(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> Work:
+    def _start(self, units: Sequence[Unit], buffers: Sequence[Tensor]) -> Work:
         def bring() -> None:
-            for part, buffer in zip(parts, buffers, strict=True):
-                buffer.view(self.size, -1)[self.rank].copy_(part.shard)
+            for unit, buffer in zip(units, buffers, strict=True):
+                buffer.view(self.size, -1)[self.rank].copy_(unit.values)
                 if self.size > 1:
                     self._gather(buffer)
 
         return self.queue.start(
-            bring, "bucket_gather", of=f"of {parts[0].names[0]} to {parts[-1].names[-1]}" if parts else ""
+            bring, "bucket_gather", of=f"of {units[0].names[0]} to {units[-1].names[-1]}" if units else ""
         )
 
-    def _arrived(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
+    def _arrived(self, units: Sequence[Unit], buffers: Sequence[Tensor]) -> None:
         if self._common is not None and None not in self._held:
             self._common[0].wait()
             self._held.add(None)
             self._show(self._of_stage[None], self._common[1])
-        self._show(parts, buffers)
+        self._show(units, buffers)
 
-    def _show(self, parts: Sequence[Part], buffers: Sequence[Tensor]) -> None:
-        for part, buffer in zip(parts, buffers, strict=True):
-            for name, view in part.views(buffer).items():
+    def _show(self, units: Sequence[Unit], buffers: Sequence[Tensor]) -> None:
+        for unit, buffer in zip(units, buffers, strict=True):
+            for name, view in unit.views(buffer).items():
                 parameter = self.parameters[name]
                 self._absence.forget(parameter)
                 dtensor.replace_local(parameter, view)
@@ -330,13 +316,13 @@ class StageShards:
             leaving += self._of_stage[None]
             self._held.discard(None)
             self._common = None
-        for part in leaving:
-            for name in part.names:
+        for unit in leaving:
+            for name in unit.names:
                 self._absence.check(self.parameters[name])
                 self._let_go(name)
         if self._held:
-            for part in leaving:
-                for name in part.names:
+            for unit in leaving:
+                for name in unit.names:
                     self._hide(name)
         else:  # the step has ended
             for parameter in self.parameters.values():
@@ -357,16 +343,16 @@ class StageShards:
     # for the optimizer (ShardMemory)
 
     def values(self, piece: Piece) -> Tensor:
-        part = self.parts[piece.bucket]
-        return self._own(part, part.shard, piece)
+        unit = self.units[piece.unit]
+        return self._own(unit, unit.values, piece)
 
     def gradient(self, piece: Piece) -> Tensor:
-        part = self.parts[piece.bucket]
-        assert part.gradient is not None
-        return self._own(part, part.gradient, piece)
+        unit = self.units[piece.unit]
+        assert unit.gradient is not None
+        return self._own(unit, unit.gradient, piece)
 
-    def _own(self, part: Part, shard: Tensor, piece: Piece) -> Tensor:
-        start = piece.offset - self.rank * (part.numel // self.size)
+    def _own(self, unit: Unit, shard: Tensor, piece: Piece) -> Tensor:
+        start = piece.offset - self.rank * (unit.numel // self.size)
         return shard[start : start + piece.numel]
 
     def watch(self, module: nn.Module) -> None:
@@ -377,8 +363,8 @@ class StageShards:
 
     def start(self) -> None:
         """Free the gradients: the next fetch gathers the updated shards."""
-        for part in self.parts:
-            part.gradient = None
+        for unit in self.units:
+            unit.gradient = None
 
     def finish(self) -> None:
         """Do nothing: no transfer is under way between steps."""
@@ -391,47 +377,47 @@ class StageShards:
 
     def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
         """Return whole parameters, each on the replica ``destination(name)``, in memory of their own. All replicas must call; every
-        replica gathers one part at a time."""
+        replica gathers one unit at a time."""
         found = {}
-        for part in self.parts:
-            for name, view in self._whole(part).items():
+        for unit in self.units:
+            for name, view in self._whole(unit).items():
                 if destination(name) == self.rank:
                     found[name] = view.clone()
         return found
 
     def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of which this replica is the ``destination`` (None: every parameter) by name, whole, one part at a time. All replicas
+        """Yield the parameters of which this replica is the ``destination`` (None: every parameter) by name, whole, one unit at a time. All replicas
         must call, and iterate to the end."""
-        for part in self.parts:
-            give_back_freed_memory()  # of the part before, which is large
-            for name, view in self._whole(part).items():
+        for unit in self.units:
+            give_back_freed_memory()  # of the unit before, which is large
+            for name, view in self._whole(unit).items():
                 if destination is None or destination(name) == self.rank:
                     yield name, view
 
-    def _whole(self, part: Part) -> dict[str, Tensor]:
-        buffers = allocate(_sizes([part]), part.device)
-        self._start([part], buffers).wait()
-        return part.views(buffers[0])
+    def _whole(self, unit: Unit) -> dict[str, Tensor]:
+        buffers = allocate(_sizes([unit]), unit.device)
+        self._start([unit], buffers).wait()
+        return unit.views(buffers[0])
 
-    def hold(self, names: Collection[str]) -> list[Part]:
-        """Make the parts that contain ``names`` whole, in newly allocated memory, so that views of it stay valid, and return them.
+    def hold(self, names: Collection[str]) -> list[Unit]:
+        """Make the units that contain ``names`` whole, in newly allocated memory, so that views of it stay valid, and return them.
         All replicas must call."""
-        parts = [part for part in self.parts if not set(names).isdisjoint(part.names)]
-        for part in parts:
-            self.bring_into(self.parameters, part.names)
-        return parts
+        units = [unit for unit in self.units if not set(names).isdisjoint(unit.names)]
+        for unit in units:
+            self.bring_into(self.parameters, unit.names)
+        return units
 
-    def let_go(self, parts: Iterable[Part]) -> None:
+    def let_go(self, units: Iterable[Unit]) -> None:
         """After :meth:`hold`: keep this replica's shard of the values as they are now, and free the whole parameters."""
-        for part in parts:
-            self._keep(part)
+        for unit in units:
+            self._keep(unit)
 
     def put(self, write: Callable[[], None]) -> None:
         """Make all parameters whole, run ``write``, which writes to them, and keep the new values. All replicas must call."""
         self.bring_into(self.parameters, self.parameters)
         write()
-        for part in self.parts:
-            self._keep(part)
+        for unit in self.units:
+            self._keep(unit)
 
     def close(self) -> None:
         """Give each parameter its whole values again, in memory of its own. All replicas must call.
@@ -441,13 +427,13 @@ class StageShards:
         self._buffers = None
         if self.stays:
             return
-        for part in () if self._abandoned and self.size > 1 else self.parts:
+        for unit in () if self._abandoned and self.size > 1 else self.units:
             # a single replica does not use the queue, which may have failed
-            views = part.views(part.shard) if self.size == 1 else self._whole(part)
+            views = unit.views(unit.values) if self.size == 1 else self._whole(unit)
             for name, view in views.items():
                 dtensor.replace_local(self.parameters[name], view.clone())
-            part.shard = torch.zeros(0)
-        self.parts.clear()
+            unit.values = torch.zeros(0)
+        self.units.clear()
         self._places.clear()
         self._of_stage.clear()
 
@@ -473,5 +459,5 @@ def _small_stages(stage_of: Mapping[str, int], parameters: Mapping[str, nn.Param
     return {stage for stage, total in zip(ascending, totals, strict=True) if total <= _SMALL * max(sizes.values())}
 
 
-def _sizes(parts: Iterable[Part]) -> list[tuple[int, torch.dtype]]:
-    return [(part.numel, part.dtype) for part in parts]
+def _sizes(units: Iterable[Unit]) -> list[tuple[int, torch.dtype]]:
+    return [(unit.numel, unit.dtype) for unit in units]

@@ -21,8 +21,9 @@ from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
+from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import Separability
-from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
@@ -158,7 +159,6 @@ class Fit(Run):
                 scaler=scaler,
                 shard=self._shard_optimizer,
                 options=options.gradient_options,
-                flat=options.master_weights,
             )
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.reducer, self.gradients.host.shards
@@ -351,7 +351,7 @@ class Fit(Run):
             gather=connection.all_gather,
         )
 
-    def _shard_optimizer(self, reducer: GradientReducer) -> ShardedOptimizer:
+    def _shard_optimizer(self, reducer: BucketReducer) -> ShardedOptimizer:
         """Shard the optimizer over the replicas."""
         assert self._found is not None
         (optimizer,) = self.trainer.strategy.optimizers
@@ -444,8 +444,12 @@ class Fit(Run):
         return not takes_part_in_update(self.module, self.trainer.strategy.optimizers)
 
     def _start_loss_scales(self, weights: Sequence[float]) -> Callable[[], Sequence[float | Tensor]]:
-        reducer, host = self.gradients.reducer, self.gradients.host
-        return reducer.start_loss_scales(weights, self.trainer.accumulate_grad_batches, host.loss_factor)
+        return start_loss_scales(
+            weights,
+            self.job.groups.replicas_on_host,
+            accumulated=self.trainer.accumulate_grad_batches,
+            factor=self.gradients.host.loss_factor,
+        )
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         if self.has_gradients:  # some torch modules evaluate on another code path while parameters are watched

@@ -1,6 +1,5 @@
 """Gradients of a fit: the functions that make a reducer, which is the exchange that a step's schedule calls, and the optimizer's host together."""
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,15 +7,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_holmes.comm.collectives import Collective, make_collective
+from lightning_holmes.comm.collectives import COMPRESSIONS, Collective, make_collective
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import make_comm_queue
+from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import describe_optimizer
-from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer, RemoteReducer, marks_on
 from lightning_holmes.optim.remote_parameters import RemoteParameters, Tree
 from lightning_holmes.optim.sharded import ShardedOptimizer
@@ -33,7 +33,7 @@ from lightning_holmes.strategy.optimizer_nodes import OptimizerNodes
 class Gradients:
     """The gradients of one fit on one rank: ``reducer`` accumulates and reduces them when the schedule says so, for the optimizer of ``host``."""
 
-    reducer: GradientReducer | LayeredReducer
+    reducer: LocalReducer | BucketReducer | LayeredReducer
     host: OptimizerHost
     stage_shards: StageShards | None = None
 
@@ -50,40 +50,41 @@ def make_gradients(
     device: torch.device,
     *,
     scaler: Any,
-    shard: Callable[[GradientReducer], ShardedOptimizer],
+    shard: Callable[[BucketReducer], ShardedOptimizer],
     options: GradientOptions,
-    flat: bool,
 ) -> Gradients:
     """Make the gradients for whole parameters. All ranks must call.
 
     Args:
         scaler: the GradScaler of ``precision="16-mixed"``, or None.
         shard: shards the optimizer over the replicas; used if the plan says so.
-        flat: keep flat buffers even if nothing is reduced.
     """
+    about = _about(pipeline, scaler)
     parameters = StageParameters.of(pipeline, plan.rank_of)
-    reducer = GradientReducer(
+    trained = parameters.by_name.values()
+    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
+    reduced = plan.placement.data_parallel_size > 1 or bool(parameters.shared) or groups.tensor_parallel is not None
+    if plan.sharding != "optimizer" and not reduced and not (low and plan.placement.world_size > 1):
+        local = LocalReducer(pipeline.module, parameters.by_name)
+        return Gradients(reducer=local, host=LocalHost(local, groups, device, **about))
+    sync = groups.gradients
+    rounded = None if options.compression is None else COMPRESSIONS[options.compression]
+    reducer = BucketReducer(
         parameters.by_name,
         groups,
         plan.placement,
-        device,
         stages=pipeline.stages,
         stages_of=parameters.stages_of,
         shared=parameters.shared,
-        collective=plan.collective_of(groups.pipeline_rank),
-        options=options,
-        flat=flat,
+        queue=make_comm_queue(device),
+        collective=None if sync is None else make_collective(plan.collective_of(groups.pipeline_rank), sync, rounded),
     )
-    shards = shard(reducer) if plan.sharding == "optimizer" else None
-    host = LocalHost if shards is None else functools.partial(ShardedHost, shards)
-    if shards is not None:
-        reducer.on_laid_out = shards.prepare
-        if not shards.whole_gradients:
-            reducer.reduce_shares()
-    return Gradients(
-        reducer=reducer,
-        host=host(reducer.buffer, groups, device, **_about(pipeline, scaler)),
-    )
+    if plan.sharding != "optimizer":
+        return Gradients(reducer=reducer, host=LocalHost(reducer, groups, device, **about))
+    shards = shard(reducer)
+    reducer.on_laid_out = shards.prepare
+    reducer.sums_shares = sync is not None and not shards.whole_gradients
+    return Gradients(reducer=reducer, host=ShardedHost(shards, reducer, groups, device, **about))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

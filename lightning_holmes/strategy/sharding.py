@@ -18,13 +18,13 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.optim.arriving import can_gather_lazily
+from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import Separability, test_separability
-from lightning_holmes.optim.grad_buffer import sum_dtype
-from lightning_holmes.optim.reducer import GradientReducer
 from lightning_holmes.optim.remote import refusal_of_groups
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.unit import sum_dtype
 from lightning_holmes.pipeline.attributes import attribute_tensors
 from lightning_holmes.pipeline.device_speed import total_memory_bytes
 from lightning_holmes.pipeline.structure import ModuleStructure
@@ -172,7 +172,7 @@ def shard_optimizer(
     found: Separability,
     optimizer: Optimizer,
     names: Sequence[Sequence[str]],
-    reducer: GradientReducer,
+    reducer: BucketReducer,
     trainer: "pl.Trainer",
 ) -> ShardedOptimizer:
     """Shard ``optimizer``; all ranks must call.
@@ -183,13 +183,8 @@ def shard_optimizer(
     module = trainer.lightning_module
     reducer.lay_out()
     groups = reducer.groups
-    memory = ReplicatedMemory(
-        reducer.buffer,
-        None if groups.gradients is None else groups.gradients.whole,
-        reducer.queue,
-        gather=reducer.gather,
-        lazily=can_gather_lazily(module),
-    )
+    replicas = None if groups.gradients is None else groups.gradients.whole
+    memory = ReplicatedMemory(reducer, replicas, lazily=can_gather_lazily(module))
     readers = gradient_readers(trainer)
     shards = ShardedOptimizer(
         optimizer,

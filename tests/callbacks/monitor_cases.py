@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from strategy_cases import Classifier, Setting, build, samples
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
-from lightning_holmes.optim import grad_buffer
+from lightning_holmes.optim import bucket_reducer
 
 
 class MonitorCounter(pl.Callback):
@@ -21,7 +21,7 @@ class MonitorCounter(pl.Callback):
 def monitored(payload: Any) -> dict[str, Any]:
     """Train two epochs of four batches, with a validation between unless ``payload["validates"]`` is False; return on rank 0
     what was written, and on every rank the number of monitors."""
-    grad_buffer.LEAST_BUCKET_BYTES = 256  # so that a small module has several buckets
+    bucket_reducer.LEAST_BUCKET_BYTES = 256  # so that a small module has several buckets
     setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"], replicas=payload["replicas"])
     counter = MonitorCounter()
     trainer = setting.trainer(max_epochs=2, callbacks=[counter])

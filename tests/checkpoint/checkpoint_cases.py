@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint.manifest import Manifest
 from lightning_holmes.errors import CheckpointError
-from lightning_holmes.optim import grad_buffer
+from lightning_holmes.optim import bucket_reducer
 from recipes.gpt import GPT
 from recipes.text import FileBytes
 
@@ -176,7 +176,7 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
     note("lightning to pp2xdp2", fit(data, "pp2xdp2", ckpt_path=payload["lightning"], callbacks=[save]))
     # sharded optimizer: saved sharded and resumed whole, and the other way round, in either format
     divided = {"sharding": "optimizer"}
-    grad_buffer.LEAST_BUCKET_BYTES = 5000  # so that a small module has several buckets
+    bucket_reducer.LEAST_BUCKET_BYTES = 5000  # so that a small module has several buckets
     shares, shares_file = folder / "shares.ckpt", folder / "shares_plain.ckpt"
     save = [SaveAt({MIDDLE: shares})]
     ran = note("sharded", fit(data, "pp2xdp2", callbacks=save, holmes=divided))

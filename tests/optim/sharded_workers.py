@@ -2,19 +2,23 @@
 same gradients, same numbers."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from groups_alone import ALONE
 from torch import Tensor, nn
 
-from lightning_holmes.comm.queue import CommQueue, make_comm_queue
+from lightning_holmes.comm.queue import make_comm_queue
+from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import Separability, test_separability
-from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.plan.placement import Placement
 
 STEPS = 6
 
@@ -123,51 +127,65 @@ def summed(step: int, name: str, parameter: Tensor) -> Tensor | None:
     return sum(p.float() for p in parts) if parts else None  # type: ignore[return-value]
 
 
-def gather_into(buffer: GradBuffer, step: int, rank: int, *, shares: bool) -> frozenset[str]:
-    """Run a window: this rank's gradients go into the buckets and are reduced; return the names of the parameters
-    that have gradients."""
-    buffer.begin()
-    for name, parameter in buffer.parameters.items():
-        mine = gradient(step, name, rank, parameter)
+class Replicas:
+    """A collective of the four replicas; parts that a scatter leaves undefined become NaN."""
+
+    name = "all_reduce"
+
+    def sum(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def scatter(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+        for other, part in enumerate(tensor.chunk(4)):
+            if other != dist.get_rank():
+                part.fill_(float("nan"))
+
+    def gather(self, tensor: Tensor) -> None:
+        dist.all_gather(list(tensor.chunk(4)), tensor.chunk(4)[dist.get_rank()].clone())
+
+
+def run_window(reducer: BucketReducer, shards: ShardedOptimizer, step: int) -> None:
+    """Reduce this rank's gradients of a step, and give them to the sharded optimizer."""
+    reducer.begin(last=True)
+    reducer.backward(0, first=True, last=True)
+    for name, parameter in reducer.parameters.items():
+        mine = gradient(step, name, dist.get_rank(), parameter)
         if mine is not None:
-            (parameter * mine.to(parameter.dtype)).sum().backward()  # so that the buffer's hooks run
-    buffer.end()
-    buffer.seal()
-    dist.all_reduce(buffer.flags)
-    for bucket in buffer.buckets:
-        dist.all_reduce(bucket.buffer)
-        if shares:
-            for other, part in enumerate(bucket.buffer.chunk(4)):
-                if other != rank:
-                    part.fill_(float("nan"))
-    buffer.assign_grads(last=True)
-    reached = frozenset(n for n, p in buffer.parameters.items() if p.grad is not None)
-    for parameter in buffer.parameters.values() if shares else ():
-        parameter.grad = None
-    return reached
-
-
-def gather_parts(tensor: Tensor) -> None:
-    dist.all_gather(list(tensor.chunk(4)), tensor.chunk(4)[dist.get_rank()].clone())
+            (parameter * mine.to(parameter.dtype)).sum().backward()
+    reducer.reduce(0)
+    reducer.end()
+    reducer.finish(last=True)
+    reducer.show(reducer.reached() if shards.whole_gradients else ())
+    shards.take_gradients(reducer.reached())
 
 
 def divide(
     module: nn.Module, optimizer: Any, found: Separability, parameters: dict[str, nn.Parameter], **options: bool
-) -> tuple[GradBuffer, CommQueue, ShardedOptimizer]:
-    """Shard ``optimizer`` over four replicas, with a laid-out buffer that has the parameters in this order."""
+) -> tuple[BucketReducer, ShardedOptimizer]:
+    """Shard ``optimizer`` over four replicas, with buckets that have the parameters in this order."""
     names = {id(p): n for n, p in module.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    buffer = GradBuffer(parameters, flat=True, data_parallel_size=4, bucket_bytes=200)
-    buffer.begin()
-    buffer.end()
-    queue = make_comm_queue(torch.device("cpu"))
     world = dist.group.WORLD
-    memory = ReplicatedMemory(buffer, world, queue, gather=gather_parts, lazily=True)
+    reducer = BucketReducer(
+        parameters,
+        dataclasses.replace(ALONE, gradients=SimpleNamespace(host=world)),  # type: ignore[arg-type]
+        Placement(((0, 1, 2, 3),)),
+        stages=(0,),
+        stages_of={},
+        shared={},
+        queue=make_comm_queue(torch.device("cpu")),
+        collective=Replicas(),
+        bucket_bytes=200,
+    )
+    reducer.lay_out()
+    memory = ReplicatedMemory(reducer, world, lazily=True)
     shards = ShardedOptimizer(optimizer, groups, memory, found, replicas=world, **options)
-    return buffer, queue, shards
+    reducer.on_laid_out, reducer.sums_shares = shards.prepare, not shards.whole_gradients
+    return reducer, shards
 
 
-def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None:
+def compare(name: str, make: Any, level: str, *, whole: bool) -> None:
     torch.manual_seed(1)
     module = Net()
     reference = copy.deepcopy(module)
@@ -175,16 +193,13 @@ def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None
     found = test_separability(optimizer, torch.device("cpu"))
     assert found.level == level, (name, found)
     parameters = dict(reversed(list(module.named_parameters())))
-    buffer, queue, shards = divide(module, optimizer, found, parameters, whole_gradients=whole)
+    reducer, shards = divide(module, optimizer, found, parameters, whole_gradients=whole)
     shards.watch(module)
     held = list(optimizer.param_groups)
     for step in range(STEPS):
         for net in (module, reference):  # frozen for a while
             net.second.weight.requires_grad_(step not in (2, 3))
-        buffer.begin()
-        shards.prepare()
-        reached = gather_into(buffer, step, rank, shares=not shards.whole_gradients)
-        shards.take_gradients(reached)
+        run_window(reducer, shards, step)
         for parameter_name, parameter in reference.named_parameters():
             parameter.grad = summed(step, parameter_name, parameter)
         plain.step()
@@ -207,12 +222,11 @@ def compare(name: str, make: Any, level: str, *, whole: bool, rank: int) -> None
     dist.all_gather_object(everyone, sorted(mine))
     assert sorted(n for part in everyone for n in part) == sorted(expected), "each state on one rank"
     shards.close()
-    queue.close()
-    buffer.close()
+    reducer.close()
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
 
 
-def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
+def compare_masters(make: Any, *, whole: bool) -> None:
     """Compare bf16 parameters with fp32 masters against a plain loop that steps fp32 weights and rounds them."""
     torch.manual_seed(1)
     module = Net().bfloat16()
@@ -220,14 +234,12 @@ def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
     plain, optimizer = make(reference), make(module)
     found = test_separability(optimizer, torch.device("cpu"))
     parameters = dict(module.named_parameters())
-    buffer, queue, shards = divide(module, optimizer, found, parameters, whole_gradients=whole, master_weights=True)
+    reducer, shards = divide(module, optimizer, found, parameters, whole_gradients=whole, master_weights=True)
     for step in range(STEPS):
         if step == 3:  # user code writes to the parameters
             module.first.weight.data.mul_(0.3)
             reference.first.weight.data.copy_(module.first.weight.data)
-        buffer.begin()
-        shards.prepare()
-        shards.take_gradients(gather_into(buffer, step, rank, shares=not whole))
+        run_window(reducer, shards, step)
         if whole and step == 4:  # a hook changes a gradient
             module.third.bias.grad = torch.full((7,), 0.5, dtype=torch.bfloat16)
         shards.absorb()
@@ -247,7 +259,7 @@ def compare_masters(make: Any, *, whole: bool, rank: int) -> None:
         # only a parameter that was never stepped still has its rounded value
         assert torch.equal(master, master.bfloat16().float()) == (name == "never") or master.numel() < 2
     shards.close()
-    queue.close()
+    reducer.close()
 
 
 def run_all(payload: Any) -> list[str]:
@@ -256,9 +268,9 @@ def run_all(payload: Any) -> list[str]:
     done = []
     for name, (level, make) in OPTIMIZERS.items():
         for whole in (False, True):
-            compare(name, make, level, whole=whole, rank=dist.get_rank())
+            compare(name, make, level, whole=whole)
             done.append(name)
         if name in ("adamw", "adafactor", "sgd_without_states"):
             for whole in (False, True):
-                compare_masters(make, whole=whole or level == "parameters", rank=dist.get_rank())
+                compare_masters(make, whole=whole or level == "parameters")
     return done

@@ -8,11 +8,13 @@ import torch
 from groups_alone import ALONE
 from torch import Tensor, nn
 
+from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.errors import AnomalyError
+from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import test_separability as separability_of
-from lightning_holmes.optim.grad_buffer import GradBuffer
 from lightning_holmes.optim.host import LocalHost, ShardedHost
-from lightning_holmes.optim.reducer import GradientReducer
+from lightning_holmes.optim.loss_weights import start_loss_scales
+from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.plan.placement import Placement
@@ -30,16 +32,18 @@ class Rank:
         self.plain = copy.deepcopy(self.module)
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         named = dict(reversed(list(self.module.named_parameters())))
-        self.reducer = GradientReducer(
-            named,
-            ALONE,
-            Placement(((0,),)),
-            CPU,
-            stages=(0, 1),
-            stages_of={name: {STAGES[name.split(".")[0]]} for name in named},
-            shared={},
-            flat=flat,
-        )
+        self.reducer: Any = LocalReducer(self.module, named)
+        if flat:
+            self.reducer = BucketReducer(
+                named,
+                ALONE,
+                Placement(((0,),)),
+                stages=(0, 1),
+                stages_of={name: {STAGES[name.split(".")[0]]} for name in named},
+                shared={},
+                queue=make_comm_queue(CPU),
+                collective=None,
+            )
         about: dict[str, Any] = {"is_owner": lambda name: True, "scaler": scaler, "place": "stage 0, 1"}
         self.shards: ShardedOptimizer | None = None
         if master_weights:
@@ -47,25 +51,23 @@ class Rank:
             self.shards = ShardedOptimizer(
                 self.optimizer,
                 [list(dict(self.module.named_parameters()))],
-                ReplicatedMemory(
-                    self.reducer.buffer, None, self.reducer.queue, gather=self.reducer.gather, lazily=True
-                ),
+                ReplicatedMemory(self.reducer, None, lazily=True),
                 separability_of(self.optimizer, CPU),
                 replicas=None,
                 whole_gradients=False,
                 master_weights=True,
             )
             self.reducer.on_laid_out = self.shards.prepare
-            self.reducer.reduce_shares()
-            self.host: LocalHost = ShardedHost(self.shards, self.reducer.buffer, ALONE, CPU, **about)
+            self.reducer.sums_shares = True
+            self.host: LocalHost = ShardedHost(self.shards, self.reducer, ALONE, CPU, **about)
         else:
-            self.host = LocalHost(self.reducer.buffer, ALONE, CPU, **about)
+            self.host = LocalHost(self.reducer, ALONE, CPU, **about)
 
     def batch(self, x: Tensor, *, last: bool, microbatches: int = 3, scale: float = 1.0) -> None:
         """Run a step as GPipe would: the forwards, then the backwards of both stages, with the actions that the
         schedule puts between them."""
         self.reducer.begin(last=last)
-        finish = self.reducer.start_loss_scales([1.0] * microbatches, 1, self.host.loss_factor)
+        finish = start_loss_scales([1.0] * microbatches, None, accumulated=1, factor=self.host.loss_factor)
         hidden = [self.module[:2](part) for part in x.chunk(microbatches)]
         cut = [h.detach().requires_grad_() for h in hidden]
         for number, (h, loss_scale) in enumerate(zip(cut, finish(), strict=True)):
@@ -127,7 +129,7 @@ def test_clipping_is_torchs(rank: Rank, limit: float) -> None:
 def test_a_norm_counts_only_what_this_rank_owns() -> None:
     rank = Rank(flat=True)
     rank.batch(torch.randn(6, 3), last=True)
-    host = LocalHost(rank.reducer.buffer, ALONE, CPU, is_owner=lambda name: name == "2.bias", scaler=None, place="")
+    host = LocalHost(rank.reducer, ALONE, CPU, is_owner=lambda name: name == "2.bias", scaler=None, place="")
     torch.testing.assert_close(host.norm(rank.module.parameters()), rank.plain[2].bias.grad.norm())
     rank.close()
 
@@ -156,17 +158,3 @@ def test_what_overflows_is_named_under_detect_anomaly(rank: Rank) -> None:
         pytest.raises(AnomalyError, match=r"2\.weight.*stage 0, 1"),
     ):
         rank.batch(torch.full((6, 3), 1.0), last=True, scale=float("inf"))
-
-
-def test_buckets_end_where_stages_end() -> None:
-    rank = Rank(flat=True)
-    rank.reducer.lay_out()
-    assert [set(bucket.names) for bucket in rank.reducer.buffer.buckets] == [
-        {"2.bias", "2.weight"},
-        {"0.bias", "0.weight"},
-    ]
-    rank.close()
-    whole = GradBuffer(dict(rank.module.named_parameters()), flat=True)
-    whole.begin()
-    assert len(whole.buckets) == 1, "without stages they share one"
-    whole.close()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_holmes.optim.arriving import ArrivingParameter, can_gather_lazily
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
+from lightning_holmes.optim.unit import side_by_side
 
 
 class HeldLane:
@@ -61,15 +62,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, ReplicatedMemo
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Custom())
     parameters = dict(module.named_parameters())
-    buckets = [
-        SimpleNamespace(
-            names=names, views={name: parameters[name].detach() for name in names}, buffer=torch.zeros(numel)
-        )
-        for names, numel in ((("1.weight", "1.bias"), 12), (("0.weight", "0.bias"), 12), (("2.weight",), 4))
+    units = [
+        side_by_side({name: parameters[name] for name in names}, multiple_of=4)
+        for names in (("1.weight", "1.bias"), ("0.weight", "0.bias"), ("2.weight",))
     ]
-    buffer: Any = SimpleNamespace(parameters=parameters, buckets=buckets)
-    queue, group = HeldLane(), object()
-    memory = ReplicatedMemory(buffer, group, queue, gather=lambda t: t.fill_(7.0), lazily=True)  # type: ignore[arg-type,func-returns-value]
+    queue, collective = HeldLane(), SimpleNamespace(gather=lambda tensor: tensor.fill_(7.0))
+    reducer: Any = SimpleNamespace(parameters=parameters, units=units, queue=queue, collective=collective)
+    memory = ReplicatedMemory(reducer, object(), lazily=True)  # type: ignore[arg-type]
     memory.lay_out(by_elements=True)
     memory.watch(module)
     return module, memory, queue
@@ -127,7 +126,7 @@ def test_replaced_data_is_taken_over_and_memory_is_given_back(made: Any) -> None
     module, memory, _ = made
     module[0].weight.data = torch.full((3, 3), 5.0)
     memory.adopt()
-    assert torch.equal(memory.buffers[1][:9], torch.full((9,), 5.0))
+    assert torch.equal(memory._units[1].values[:9], torch.full((9,), 5.0))
     memory.close()
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
 

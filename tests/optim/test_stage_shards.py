@@ -127,7 +127,7 @@ def test_small_stages_stay_for_the_step() -> None:
         gather=lambda tensor: None,
     )
     shards.lay_out(by_elements=True)
-    stays = {name for part in shards.parts if part.stage is None for name in part.names}
+    stays = {name for unit in shards.units if unit.stage is None for name in unit.names}
     assert stays == {"1.weight", "1.bias", "3.weight"}, "the second BatchNorm would make it more than a sixteenth"
     shards.fetch(0).wait()
     assert {name for name, p in by_name.items() if not is_blank(p)} == stays | {"0.weight", "0.bias"}
@@ -278,9 +278,9 @@ def test_a_parameter_that_nothing_reached_has_no_gradient_and_a_thawed_one_has_o
     module.layers[1].bias.requires_grad_(True)
     run_layer_1(reducer, shards)
     assert reducer.reached() == {"layers.1.weight", "layers.1.bias"}
-    (part,) = [part for part in shards.parts if "layers.1.bias" in part.names]
-    assert part.is_trained and part.gradient is not None
-    assert torch.equal(part.views(part.gradient)["layers.1.bias"], torch.full_like(module.layers[1].bias, 2.0))
+    (unit,) = [unit for unit in shards.units if "layers.1.bias" in unit.names]
+    assert unit.is_trained and unit.gradient is not None
+    assert torch.equal(unit.views(unit.gradient)["layers.1.bias"], torch.full_like(module.layers[1].bias, 2.0))
     reducer.close()
 
 

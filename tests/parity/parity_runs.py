@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
-from lightning_holmes.optim import grad_buffer
+from lightning_holmes.optim import bucket_reducer
 
 WORKER_TIMEOUT_S = 400.0  # a fit takes about a second
 
@@ -114,7 +114,7 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
     pl.seed_everything(5, verbose=False)
     family = (FAMILIES | REFUSED)[fit.family]
     module = family.build(fit.num_layers)
-    grad_buffer.LEAST_BUCKET_BYTES = 2048  # so that small modules have several buckets
+    bucket_reducer.LEAST_BUCKET_BYTES = 2048  # so that small modules have several buckets
     recorder = Recorder()
     strategy: Any = "auto"
     if fit.layout is not None:

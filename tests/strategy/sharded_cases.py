@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim import grad_buffer
+from lightning_holmes.optim import bucket_reducer
 
 
 class AdamW(Classifier):
@@ -79,7 +79,7 @@ def run_all(payload: Any) -> dict[str, Any]:
     """Run all fits, in two replicas, or in one plain process if ``payload`` is None."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    grad_buffer.LEAST_BUCKET_BYTES = 300  # so that a small module has several buckets
+    bucket_reducer.LEAST_BUCKET_BYTES = 300  # so that a small module has several buckets
     found: dict[str, Any] = {}
 
     def strategy(**options: Any) -> Any:

@@ -76,9 +76,9 @@ def run(case: Case, *, in_shards: bool) -> tuple[Any, dict[str, Tensor]]:
             reached = reducer.reached()
             found = {
                 name: view
-                for part in reducer.shards.parts
-                if part.gradient is not None
-                for name, view in part.views(part.gradient).items()
+                for unit in reducer.units
+                if unit.gradient is not None
+                for name, view in unit.views(unit.gradient).items()
                 if name in reached
             }
         finally:

@@ -61,6 +61,6 @@ def held_values(pipeline: PipelineModule, shards: StageShards | None) -> list[Te
     """Return the trained parameters as this rank has them between steps: whole, its shards of them, or none. Frozen parameters are left out: most
     belong to a teacher, an average that such hooks update, and that no backward reads."""
     if shards is not None:
-        return [part.shard for part in shards.parts if part.is_trained]
+        return [unit.values for unit in shards.units if unit.is_trained]
     own = (pipeline.parameters[name] for name in sorted(pipeline.local_parameters))
     return [dtensor.local_part(parameter) for parameter in own if parameter.requires_grad]

@@ -1,20 +1,26 @@
-"""Shards: each element of each parameter is on exactly one rank, split evenly by elements or by whole parameters."""
+"""Units: each element of each parameter is on exactly one rank, split evenly by elements or by whole parameters."""
 
 import random
+from collections.abc import Iterable
 
 import pytest
+import torch
 
-from lightning_holmes.optim.shards import Extent, cut_by_elements, cut_by_parameters, cut_whole
+from lightning_holmes.optim.unit import Unit, cut_by_elements, cut_by_parameters, deal_parameters, side_by_side
 
 
-def extents(seed: int, num_ranks: int) -> list[Extent]:
-    """Return padded buckets of random parameters, some without elements."""
+def unit_of(names: Iterable[str], sizes: Iterable[int], multiple_of: int) -> Unit:
+    parameters = {name: torch.empty(size, device="meta") for name, size in zip(names, sizes, strict=True)}
+    return side_by_side(parameters, multiple_of=multiple_of)
+
+
+def units_of(seed: int, num_ranks: int) -> list[Unit]:
+    """Return padded units of random parameters, some without elements."""
     generator = random.Random(seed)
     found = []
     for bucket in range(generator.randint(1, 4)):
         sizes = tuple(generator.choice((0, 1, 3, 17, 100)) for _ in range(generator.randint(1, 6)))
-        padded = -(-sum(sizes) // num_ranks) * num_ranks
-        found.append(Extent(names=tuple(f"{bucket}.{i}" for i in range(len(sizes))), sizes=sizes, numel=padded))
+        found.append(unit_of([f"{bucket}.{i}" for i in range(len(sizes))], sizes, num_ranks))
     return found
 
 
@@ -22,16 +28,16 @@ def extents(seed: int, num_ranks: int) -> list[Extent]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("cut", [cut_by_elements, cut_by_parameters])
 def test_every_element_is_on_one_rank(cut, seed: int, num_ranks: int) -> None:  # type: ignore[no-untyped-def]
-    buckets = extents(seed, num_ranks)
-    pieces = cut(buckets, num_ranks)
-    for index, bucket in enumerate(buckets):
+    units = units_of(seed, num_ranks)
+    pieces = cut(units, num_ranks)
+    for index, unit in enumerate(units):
         begin = 0
-        for name, size in zip(bucket.names, bucket.sizes, strict=True):
+        for name, size in zip(unit.names, unit.sizes, strict=True):
             own = [p for p in pieces if p.name == name]
             assert [e for p in own for e in range(p.start, p.stop)] == list(range(size))
-            assert own and all(p.bucket == index and p.offset == begin + p.start for p in own)
+            assert own and all(p.unit == index and p.offset == begin + p.start for p in own)
             if cut is cut_by_elements:
-                share = bucket.numel // num_ranks
+                share = unit.numel // num_ranks
                 assert all(
                     p.rank * share <= p.offset and p.offset + p.numel <= (p.rank + 1) * share for p in own if size
                 )
@@ -42,16 +48,17 @@ def test_every_element_is_on_one_rank(cut, seed: int, num_ranks: int) -> None:  
 
 def test_whole_parameters_are_dealt_in_runs_of_about_the_same_size() -> None:
     sizes = (300, 10, 10, 200, 200, 90, 150, 40)
-    bucket = Extent(names=tuple("abcdefgh"), sizes=sizes, numel=1000)
-    pieces = cut_by_parameters([bucket], 4)
+    pieces = cut_by_parameters([unit_of("abcdefgh", sizes, 4)], 4)
     assert [p.rank for p in pieces] == sorted(p.rank for p in pieces)
     held = [sum(p.numel for p in pieces if p.rank == rank) for rank in range(4)]
     assert max(held) <= 250 + max(sizes) / 2
 
 
 def test_whole_parameters_in_parts_of_one_size_by_hand() -> None:
-    pieces, numel = cut_whole(("qkv", "proj", "up", "down", "norm"), (30, 10, 40, 40, 2), 2, bucket=3)
-    assert numel == 2 * 70, "each part has room for the larger one"
+    unit = unit_of(("qkv", "proj", "up", "down", "norm"), (30, 10, 40, 40, 2), 2)
+    pieces = deal_parameters(unit, 2, index=3)
+    assert unit.numel == 2 * 70, "each part has room for the larger one"
+    assert dict(zip(unit.names, unit.starts, strict=True)) == {p.name: p.offset for p in pieces}
     places = {p.name: (p.rank, p.offset) for p in pieces}
     assert places == {"up": (0, 0), "qkv": (0, 40), "down": (1, 70), "proj": (1, 110), "norm": (1, 120)}
-    assert all(p.bucket == 3 and p.start == 0 for p in pieces)
+    assert all(p.unit == 3 and p.start == 0 for p in pieces)
