@@ -4,29 +4,24 @@
     host.absorb()                       # after the user's hooks
     host.clip_by_norm(parameters, 1.0)
 
-LocalHost steps whole parameters on every replica, ShardedHost this replica's pieces; with RemoteHost (remote.py) optimizer nodes step.
+LocalHost steps whole parameters on every replica, ShardedHost (sharded_host.py) this replica's pieces; with RemoteHost (remote.py)
+optimizer nodes step.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.mesh import ProcessGroups
-from lightning_holmes.optim.clip import (
-    clip_by_norm,
-    clip_by_value,
-    clip_parts_by_norm,
-    clip_parts_by_value,
-    global_grad_norm,
-    norm_over_groups,
-)
+from lightning_holmes.optim.clip import clip_by_norm, norm_over_groups
 from lightning_holmes.optim.finite import check_finite
 from lightning_holmes.optim.loss_scale import LossScale
 from lightning_holmes.optim.shard_states import OwnedStates
-from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.torch_private import clamp_all
 
 
 class GatheredGradients(Protocol):
@@ -87,12 +82,13 @@ class LocalHost:
 
     Args:
         reducer: has the accumulated and reduced gradients.
+        over: further groups whose ranks step different elements, beside those of stages and of a tensor group.
         is_owner: whether this rank's copy of a parameter, by name, is the one that counts in a norm.
         scaler: the scaler of ``precision="16-mixed"``, or None.
         place: this rank's stages in words, for messages.
     """
 
-    shards: ShardedOptimizer | None = None
+    shards: OwnedStates | None = None
 
     def __init__(
         self,
@@ -103,34 +99,33 @@ class LocalHost:
         is_owner: Callable[[str], bool],
         scaler: Any,
         place: str,
+        over: Sequence[dist.ProcessGroup | None] = (),
     ) -> None:
         self._reducer = reducer
         self._groups = groups
         self._device = device
         self._is_owner = is_owner
-        self._scaler = scaler
         self._place = place
-        self._scale = None if scaler is None else LossScale(scaler, (groups.pipeline, groups.tensor_parallel), device)
+        self._over = (groups.pipeline, groups.tensor_parallel, *over)
+        self._scale = None if scaler is None else LossScale(scaler, self._over, device)
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
-        """Set ``p.grad``; after the ``last`` batch of a window stages agree on an overflow, or check for infinities if
+        """Set ``p.grad``; after the ``last`` batch of a window ranks agree on an overflow, or check for infinities if
         ``detect_anomaly`` is set."""
         self._assign(last=last)
         if not last or (skipped and self._scale is not None):
             return
         if self._scale is not None:
-            self._scale.agree(self._stepped())
+            self._scale.agree(tensor for _, tensor in self._owned())
         elif torch.is_anomaly_enabled():
-            gradients = ((name, dtensor.local_part(p.grad)) for name, p in self._held() if p.grad is not None)
+            gradients = ((name, dtensor.local_part(p.grad)) for name, p in self._owned() if p.grad is not None)
             check_finite(gradients, self._place)
 
     def _assign(self, *, last: bool) -> None:
         self._reducer.show(self._reducer.reached())
 
-    def _stepped(self) -> Iterable[nn.Parameter]:
-        return self._reducer.parameters.values()
-
-    def _held(self) -> Iterable[tuple[str, nn.Parameter]]:
+    def _owned(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Return what the optimizer steps on this rank, with the names of the parameters."""
         return self._reducer.parameters.items()
 
     def absorb(self) -> None:
@@ -140,21 +135,33 @@ class LocalHost:
         return 1.0 if self._scale is None else self._scale.factor()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        owned = {id(p) for name, p in self._reducer.parameters.items() if self._is_owner(name)}
-        return global_grad_norm(
-            parameters,
-            counts=lambda p: id(p) in owned,
-            pipeline_group=self._groups.pipeline,
-            tensor_group=self._groups.tensor_parallel,
-            device=self._device,
-        )
+        return self._whole_norm(parameters)
+
+    def _whole_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        names = {id(p): name for name, p in self._reducer.parameters.items()}
+        held = ((names[id(p)], p) for p in parameters if id(p) in names)
+        return self._norm(held, (self._groups.pipeline, self._groups.tensor_parallel))
+
+    def _norm(self, held: Iterable[tuple[str, nn.Parameter]], groups: Sequence[dist.ProcessGroup | None]) -> Tensor:
+        """Return the 2-norm of the gradients of ``held`` over all ranks of ``groups``, whose ranks have different elements. Copies of a
+        parameter count once: those of other stages, and in a tensor group."""
+        first = self._groups.tensor_parallel is None or self._groups.tensor_parallel_rank == 0
+        gradients = [
+            dtensor.local_part(tensor.grad)
+            for name, tensor in held
+            if tensor.grad is not None
+            and name
+            and self._is_owner(name)
+            and (first or dtensor.is_split(self._reducer.parameters[name]))
+        ]
+        return norm_over_groups(gradients, groups, self._device)
 
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         parameters = list(parameters)
-        clip_by_norm([p for p in parameters if p.grad is not None], max_norm, self.norm(parameters))
+        clip_by_norm(_gradients_of(parameters), max_norm, self.norm(parameters))
 
     def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        clip_by_value(list(parameters), max_value)
+        clamp_all(_gradients_of(parameters), max_value)
 
     def settle(self) -> None:
         """Do nothing: parameters are up to date when ``step`` returns."""
@@ -166,86 +173,5 @@ class LocalHost:
         """Do nothing: the optimizer and the module were not changed."""
 
 
-class ShardedHost(LocalHost):
-    """The user's optimizer steps this replica's pieces (sharded.py)."""
-
-    shards: ShardedOptimizer
-
-    def __init__(
-        self,
-        shards: ShardedOptimizer,
-        reducer: GatheredGradients,
-        groups: ProcessGroups,
-        device: torch.device,
-        **about: Any,
-    ) -> None:
-        super().__init__(reducer, groups, device, **about)
-        self.shards = shards
-        if self._scaler is not None:
-            shards.fill(device)
-            holders = (groups.pipeline, groups.tensor_parallel, groups.data_parallel)
-            self._scale = LossScale(self._scaler, holders, device)
-
-    def _assign(self, *, last: bool) -> None:
-        reached = self._reducer.reached()
-        self._reducer.show(reached if self.shards.whole_gradients or not last else ())
-        if last:
-            self.shards.take_gradients(reached)
-
-    def _stepped(self) -> Iterable[nn.Parameter]:
-        return self.shards.stepped()
-
-    def _held(self) -> Iterable[tuple[str, nn.Parameter]]:
-        return ((piece.name, tensor) for piece, tensor in self.shards.pieces.items())
-
-    def absorb(self) -> None:
-        """Pass changes that hooks have made to whole gradients on to the gradients of the pieces."""
-        self.shards.absorb()
-
-    def unscaled(self, factor: float) -> None:
-        """Multiply the parts of whole gradients that are in no piece by ``factor``, by which the scaler has unscaled the pieces."""
-        for rest in self.shards.rest_of_whole():
-            rest.mul_(factor)
-        self.shards.note_shown()
-
-    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        if self.shards.shows_gradients:
-            return super().norm(parameters)
-        given = {id(p) for p in parameters}
-        wanted = {name for name, p in self._reducer.parameters.items() if id(p) in given}
-        return self._norm_of_pieces(lambda name: name in wanted)
-
-    def _norm_of_pieces(self, wanted: Callable[[str], bool]) -> Tensor:
-        """Return the norm of the gradients that the optimizer steps with, over stages, tensor groups and replicas."""
-        groups = self._groups
-        first = groups.tensor_parallel is None or groups.tensor_parallel_rank == 0
-        parameters: Mapping[str, nn.Parameter] = self._reducer.parameters
-
-        def counts(name: str) -> bool:
-            return wanted(name) and self._is_owner(name) and (first or dtensor.is_split(parameters[name]))
-
-        gradients: Sequence[Tensor] = list(self.shards.gradients(counts))
-        return norm_over_groups(
-            gradients, (groups.pipeline, groups.tensor_parallel, groups.data_parallel), self._device
-        )
-
-    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        self.shards.absorb()
-        clip_parts_by_norm(self.shards.clipped(), max_norm, self._norm_of_pieces(lambda name: True))
-        self.shards.note_shown()
-
-    def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        self.shards.absorb()
-        clip_parts_by_value(self.shards.clipped(), max_value)
-        self.shards.note_shown()
-
-    def settle(self) -> None:
-        """Wait until updated parameters have been gathered."""
-        self.shards.finish()
-
-    def abandon(self) -> None:
-        self.shards.abandon()
-
-    def close(self) -> None:
-        """Give each parameter its own memory again."""
-        self.shards.close()
+def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]

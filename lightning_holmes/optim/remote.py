@@ -244,13 +244,6 @@ class RemoteOptimizer:
             load = functools.partial(parameters.order, link, Action.LOAD, unit=number, message=given)
             parameters.commands.start(lambda load=load: load().wait()).wait()  # type: ignore[misc]
 
-    def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
-        self._parameters.settle()
-        found: dict[str, dict[str, Any]] = {}
-        for unit in self._parameters.units:
-            found |= self._collected(unit, destination)
-        return found
-
     def _collected(self, unit: Unit, destination: Callable[[str], int] | None) -> dict[str, dict[str, Any]]:
         """Return the states of those of the unit's parameters that this replica wants. All replicas must call."""
         parameters, wanted = self._parameters, dict[int, list[str]]()
@@ -269,12 +262,12 @@ class RemoteOptimizer:
         parameters.commands.start(run).wait()
         return found
 
-    def each_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the states of this replica, one unit at a time; see OwnedStates."""
+    def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the states, one unit at a time; see OwnedStates."""
         self._parameters.settle()
         for unit in self._parameters.units:
             give_back_freed_memory()  # of the unit before, which is large
-            yield from self._collected(unit, self.destination).items()
+            yield from self._collected(unit, destination).items()
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter's state."""

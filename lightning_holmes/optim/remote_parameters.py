@@ -97,7 +97,7 @@ class RemoteParameters(StageShards):
         **others: Any,
     ) -> None:
         queue = ThreadQueue(device)
-        super().__init__(parameters, size=1, rank=0, queue=queue, gather=lambda tensor: None, **others)
+        super().__init__(parameters, size=1, rank=0, queue=queue, collective=None, **others)
         self.links: Sequence[Link] = ()
         self.commands = ThreadQueue(device)
         self.version = 0
@@ -295,10 +295,6 @@ class RemoteParameters(StageShards):
     def _collected(self, unit: Unit, destination: Callable[[str], int]) -> dict[str, Tensor]:
         views = self._values(unit, {destination(name) for name in unit.names})
         return {name: view.clone() for name, view in views.items() if destination(name) == self.replica}
-
-    def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
-        self.settle()
-        return {name: value for unit in self.units for name, value in self._collected(unit, destination).items()}
 
     def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See StageShards. Each replica fetches only the units of which it wants a parameter."""

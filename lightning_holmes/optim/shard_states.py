@@ -44,12 +44,9 @@ class OwnedStates(Protocol):
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Load the remaining parts of ``states``, of whole parameters by name, after ``optimizer.load_state_dict``."""
 
-    def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
-        """Return the states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas must call."""
-
-    def each_state(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield the states as they are now, by parameter name, each whole on its :meth:`destination`, some in memory at a time. All replicas must
-        call, and iterate to the end."""
+    def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the states as they are now, by parameter name, each whole on the replica ``destination(name)``, or on all, some in memory at a
+        time. All replicas must call, and iterate to the end."""
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter's state to a checkpoint folder."""

@@ -7,7 +7,7 @@ is held, and a NaN placeholder otherwise; a step that reads a placeholder (absen
 lost), raises an error. Parameters that several stages read (tied embeddings) are gathered first and freed last, in memory of their
 own, and so are the parameters of stages that are small beside the largest one: a message of their own would cost more than it saves.
 
-    shards = StageShards(parameters, stages=(0, 1, 2), stages_of=..., shared={}, size=4, rank=0, queue=queue, gather=...)
+    shards = StageShards(parameters, stages=(0, 1, 2), stages_of=..., shared={}, size=4, rank=0, queue=queue, collective=...)
     pieces = shards.lay_out(by_elements=True)      # from now on this rank holds only its shards
     shards.fetch(1).wait()                         # all replicas: stage 1 is whole
     shards.release(1)
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import Absence, Source
+from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
@@ -46,7 +47,7 @@ class StageShards:
         stages_of: for each parameter, the stages of this rank that read it; without an entry, any of them may.
         shared: parameters that other pipeline ranks hold, too: for each set of ranks, the names.
         size, rank: the number of replicas, and the index of this one.
-        gather: all-gathers a flat tensor of which each replica holds its shard; called in ``queue``.
+        collective: gathers units, in ``queue``; None if there is one replica.
         absence: tracks the module's placeholders; the code that runs a step clears it at the step's end.
         compiled: parameters that compiled code reads, by name, which must stay ordinary tensors on their stage; the value says whether the
             compiled code runs on their stages only. If it does not, reading them on another stage raises no error.
@@ -67,7 +68,7 @@ class StageShards:
         size: int,
         rank: int,
         queue: CommQueue,
-        gather: Callable[[Tensor], None],
+        collective: Collective | None,
         absence: Absence | None = None,
         compiled: Mapping[str, bool] | None = None,
     ) -> None:
@@ -81,7 +82,7 @@ class StageShards:
         self._pieces: list[Piece] = []
         self._holders: dict[str, int] = {}
         self._places: dict[str, tuple[Unit, int]] = {}
-        self.queue, self._gather = queue, gather
+        self.queue, self.collective = queue, collective
         self._stages = tuple(stages)
         self._stages_of = stages_of
         self._ranks_of = {name: ranks for ranks, names in shared.items() for name in names}
@@ -227,7 +228,7 @@ class StageShards:
             size=self.size,
             rank=self.rank,
             queue=self.queue,
-            gather=self._gather,
+            collective=self.collective,
         )
         for unit in self.units:
             (dtype,) = {parameters[name].dtype for name in unit.names}
@@ -278,8 +279,8 @@ class StageShards:
         def bring() -> None:
             for unit, buffer in zip(units, buffers, strict=True):
                 buffer.view(self.size, -1)[self.rank].copy_(unit.values)
-                if self.size > 1:
-                    self._gather(buffer)
+                if self.collective is not None:
+                    self.collective.gather(buffer)
 
         return self.queue.start(
             bring, "bucket_gather", of=f"of {units[0].names[0]} to {units[-1].names[-1]}" if units else ""
@@ -376,14 +377,8 @@ class StageShards:
     # outside of steps
 
     def collect(self, destination: Callable[[str], int]) -> dict[str, Tensor]:
-        """Return whole parameters, each on the replica ``destination(name)``, in memory of their own. All replicas must call; every
-        replica gathers one unit at a time."""
-        found = {}
-        for unit in self.units:
-            for name, view in self._whole(unit).items():
-                if destination(name) == self.rank:
-                    found[name] = view.clone()
-        return found
+        """Return whole parameters, each on the replica ``destination(name)``, in memory of their own. All replicas must call."""
+        return {name: value.clone() for name, value in self.each_whole(destination)}
 
     def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters of which this replica is the ``destination`` (None: every parameter) by name, whole, one unit at a time. All replicas

@@ -37,6 +37,26 @@ def check_collective(name: str, argument: str = "gradient_sync") -> None:
         )
 
 
+def notes_of(gradient_sync: str, placement: Placement, clusters: Sequence[str]) -> list[str]:
+    """Return a line if ``gradient_sync`` has no effect on this placement. ``clusters``: the cluster of each global rank.
+
+    Raises:
+        ConfigurationError: no group of the placement can use the collective that is asked for.
+    """
+    tensor_ranks = range(placement.tensor_parallel_size)
+    groups = [
+        placement.data_parallel_group(s, t) for s in range(placement.pipeline_parallel_size) for t in tensor_ranks
+    ]
+    if gradient_sync == "hierarchical" and not any(cluster_levels(ranks, clusters)[0] for ranks in groups):
+        raise ConfigurationError(
+            'gradient_sync="hierarchical" needs a data-parallel group that has as many ranks, two or more, in each of '
+            'several clusters, and here is none; use "auto", or a pipeline_parallel_size with which groups cross'
+        )
+    if gradient_sync != "auto" and placement.data_parallel_size == 1:
+        return [f"gradient_sync={gradient_sync!r} has nothing to do: there is one replica"]
+    return []
+
+
 def choose_collectives(
     asked: str,
     placement: Placement,

@@ -169,7 +169,7 @@ class RunCheckpoints:
         names = fit.parameter_groups.names_of(optimizer)
         if fit.shards is not None and self._are_collected_when_written:
             index = fit.trainer.optimizers.index(optimizer)
-            states = self._states_in_turn(fit, fit.shards.each_state(), f"optimizer_{index}")
+            states = self._states_in_turn(fit, fit.shards.each_state(fit.shards.destination), f"optimizer_{index}")
             self.manager.collected = itertools.chain(self.manager.collected, states)
             return checkpoints.optimizer_part(optimizer, names, fit.pipeline, {})
         collected = self._collected_states(fit)
@@ -207,7 +207,7 @@ class RunCheckpoints:
             return {}
         first = self.job.place_of_rank_0[1]
         with self.job.explaining():
-            return shards.collect(shards.destination if self._writes_folders else lambda name: first)
+            return dict(shards.each_state(shards.destination if self._writes_folders else lambda name: first))
 
     @property
     def _are_collected_when_written(self) -> bool:

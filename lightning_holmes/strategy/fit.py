@@ -21,14 +21,13 @@ from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
-from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
 from lightning_holmes.optim.shard_states import OwnedStates
-from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.sharded_host import ShardedStep
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.observer import UNOBSERVED
 from lightning_holmes.pipeline.runner import loss_of
@@ -47,7 +46,7 @@ from lightning_holmes.strategy.gradients import (
     make_gradients,
     make_layered_gradients,
     make_remote_gradients,
-    make_sharing,
+    make_stage_shards,
 )
 from lightning_holmes.strategy.lost_values import note_lost
 from lightning_holmes.strategy.planning import RunContext
@@ -141,7 +140,7 @@ class Fit(Run):
 
     def _take_part(self) -> None:
         """Reduce module and optimizer to this rank's part, and set up gradients."""
-        job, options, undo, strategy = self.job, self.options, self.context.undo, self.trainer.strategy
+        options, undo, strategy = self.options, self.context.undo, self.trainer.strategy
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         self._install()
         self.parameter_groups.keep_local()
@@ -151,15 +150,7 @@ class Fit(Run):
         elif self.plan.sharding == "parameters":
             self.gradients = self._make_layered_gradients(self._found, scaler)
         else:
-            self.gradients = make_gradients(
-                self.pipeline,
-                job.groups,
-                self.plan,
-                job.connection.device,
-                scaler=scaler,
-                shard=self._shard_optimizer,
-                options=options.gradient_options,
-            )
+            self.gradients = self._make_whole_gradients(self._found, scaler)
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.reducer, self.gradients.host.shards
         if isinstance(self.shards, RemoteOptimizer):
@@ -224,8 +215,8 @@ class Fit(Run):
         if self._on_nodes is not None and not self._on_nodes.stays:  # the run has failed
             self.context.module_shards.take(self.module)
             self._on_nodes = None
-        if self.sharing is not None and not self.sharing.shards.stays:
-            self.sharing = None
+        if self._stage_shards is not None and not self._stage_shards.stays:
+            self._stage_shards = None
         del self.gradients  # and the buffers
 
     def _tell_lost_values(self) -> None:
@@ -240,26 +231,53 @@ class Fit(Run):
 
     def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
         """Move the parameters into shards, and set up their gradients."""
-        connection, options = self.job.connection, self.options
+        connection = self.job.connection
         found, optimizer = self._admitted(found, 'sharding="parameters"')
         refusal = sharding.refusal_of_shards(found, optimizer, self.trainer, self.known.structure)
         if refusal:
             raise UnsupportedModuleError(f'sharding="parameters": {refusal}; use sharding="none"')
         groups = self.job.groups
-        if self.sharing is None:
-            self.sharing = make_sharing(self.pipeline, groups, self.plan, connection.device)
+        if self._stage_shards is None:
+            self._stage_shards = make_stage_shards(self.pipeline, groups, self.plan, connection.device)
         return make_layered_gradients(
             self.pipeline,
             groups,
             self.plan,
             connection.device,
-            sharing=self.sharing,
+            shards=self._stage_shards,
             scaler=scaler,
+            step=self._sharded_step(found, optimizer),
+        )
+
+    def _make_whole_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
+        """Set up the gradients of parameters that stay whole."""
+        step = None
+        if self.plan.sharding == "optimizer":
+            assert found is not None
+            (optimizer,) = self.trainer.strategy.optimizers
+            readers = sharding.gradient_readers(self.trainer)
+            step = self._sharded_step(found, optimizer, whole_gradients=bool(readers))
+            if not step.by_elements:
+                pl.utilities.rank_zero_info(f"the optimizer is sharded by whole parameters, since {found.reason}")
+            elif readers:
+                pl.utilities.rank_zero_info(f"gradients stay whole on each replica for {readers[0]}")
+        return make_gradients(
+            self.pipeline,
+            self.job.groups,
+            self.plan,
+            self.job.connection.device,
+            scaler=scaler,
+            step=step,
+            compression=self.options.compression,
+        )
+
+    def _sharded_step(self, found: Separability, optimizer: Optimizer, *, whole_gradients: bool = False) -> ShardedStep:
+        return ShardedStep(
             optimizer=optimizer,
             names=self._local_group_names(optimizer),
             found=found,
-            options=options.gradient_options,
-            master_weights=sharding.keeps_masters(options, self.module),
+            whole_gradients=whole_gradients,
+            master_weights=sharding.keeps_masters(self.options, self.module),
         )
 
     def _make_remote_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
@@ -305,7 +323,7 @@ class Fit(Run):
             remote.lay_out(by_elements=True, former=former)
             if former is not None:
                 context.module_shards.keep(remote, self.module)
-        self.sharing = None
+        self._stage_shards = None
         self._on_nodes = remote if remote.stays else None
 
     def _admitted(self, found: Separability | None, asked: str) -> tuple[Separability, Optimizer]:
@@ -350,13 +368,6 @@ class Fit(Run):
             device=connection.device,
             gather=connection.all_gather,
         )
-
-    def _shard_optimizer(self, reducer: BucketReducer) -> ShardedOptimizer:
-        """Shard the optimizer over the replicas."""
-        assert self._found is not None
-        (optimizer,) = self.trainer.strategy.optimizers
-        names = self._local_group_names(optimizer)
-        return sharding.shard_optimizer(self.options, self._found, optimizer, names, reducer, self.trainer)
 
     def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup | None) -> None:
         """Let averages of weights cover all stages and shards, and norms of gradients all stages."""

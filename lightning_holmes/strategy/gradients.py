@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 from lightning_holmes.comm.collectives import COMPRESSIONS, Collective, make_collective
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import make_comm_queue
+from lightning_holmes.optim.arriving import can_gather_lazily
 from lightning_holmes.optim.bucket_reducer import BucketReducer
-from lightning_holmes.optim.elementwise import Separability
-from lightning_holmes.optim.gradient_options import GradientOptions
-from lightning_holmes.optim.host import LocalHost, OptimizerHost, ShardedHost
+from lightning_holmes.optim.host import LocalHost, OptimizerHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import describe_optimizer
 from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer, RemoteReducer, marks_on
 from lightning_holmes.optim.remote_parameters import RemoteParameters, Tree
-from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.shard_memory import ReplicatedMemory
+from lightning_holmes.optim.sharded_host import ShardedHost, ShardedStep
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.parameters import StageParameters
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -50,25 +50,22 @@ def make_gradients(
     device: torch.device,
     *,
     scaler: Any,
-    shard: Callable[[BucketReducer], ShardedOptimizer],
-    options: GradientOptions,
+    step: ShardedStep | None,
+    compression: str | None,
 ) -> Gradients:
     """Make the gradients for whole parameters. All ranks must call.
 
     Args:
         scaler: the GradScaler of ``precision="16-mixed"``, or None.
-        shard: shards the optimizer over the replicas; used if the plan says so.
+        step: the optimizer's step, if the plan says that it is sharded.
     """
     about = _about(pipeline, scaler)
     parameters = StageParameters.of(pipeline, plan.rank_of)
-    trained = parameters.by_name.values()
-    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
+    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters.by_name.values())
     reduced = plan.placement.data_parallel_size > 1 or bool(parameters.shared) or groups.tensor_parallel is not None
-    if plan.sharding != "optimizer" and not reduced and not (low and plan.placement.world_size > 1):
+    if step is None and not reduced and not (low and plan.placement.world_size > 1):
         local = LocalReducer(pipeline.module, parameters.by_name)
         return Gradients(reducer=local, host=LocalHost(local, groups, device, **about))
-    sync = groups.gradients
-    rounded = None if options.compression is None else COMPRESSIONS[options.compression]
     reducer = BucketReducer(
         parameters.by_name,
         groups,
@@ -77,30 +74,27 @@ def make_gradients(
         stages_of=parameters.stages_of,
         shared=parameters.shared,
         queue=make_comm_queue(device),
-        collective=None if sync is None else make_collective(plan.collective_of(groups.pipeline_rank), sync, rounded),
+        collective=_collective(groups, plan, compression),
     )
-    if plan.sharding != "optimizer":
+    if step is None:
         return Gradients(reducer=reducer, host=LocalHost(reducer, groups, device, **about))
-    shards = shard(reducer)
-    reducer.on_laid_out = shards.prepare
-    reducer.sums_shares = sync is not None and not shards.whole_gradients
-    return Gradients(reducer=reducer, host=ShardedHost(shards, reducer, groups, device, **about))
+    reducer.lay_out()
+    memory = ReplicatedMemory(
+        reducer,
+        None if groups.gradients is None else groups.gradients.whole,
+        lazily=can_gather_lazily(pipeline.module),
+    )
+    host = ShardedHost(step, memory, reducer, groups, device, **about)
+    memory.watch(pipeline.module)
+    reducer.on_laid_out = host.prepare
+    reducer.sums_shares = groups.gradients is not None and not host.whole_gradients
+    return Gradients(reducer=reducer, host=host)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """How a rank's parameters are sharded over the replicas: the shards, and the collective that reduces and gathers."""
-
-    shards: StageShards
-    collective: Collective | None
-
-
-def make_sharing(pipeline: PipelineModule, groups: ProcessGroups, plan: Plan, device: torch.device) -> Sharing:
+def make_stage_shards(pipeline: PipelineModule, groups: ProcessGroups, plan: Plan, device: torch.device) -> StageShards:
     """Make the shards of this rank's stages, not laid out yet. All ranks must call."""
     parameters = StageParameters.of(pipeline, plan.rank_of)
-    sync = groups.gradients
-    collective = None if sync is None else make_collective(plan.collective_of(groups.pipeline_rank), sync)
-    shards = StageShards(
+    return StageShards(
         parameters.by_name,
         stages=pipeline.stages,
         stages_of=parameters.stages_of,
@@ -108,11 +102,10 @@ def make_sharing(pipeline: PipelineModule, groups: ProcessGroups, plan: Plan, de
         size=plan.placement.data_parallel_size,
         rank=groups.data_parallel_rank,
         queue=make_comm_queue(device),
-        gather=lambda tensor: None if collective is None else collective.gather(tensor),
+        collective=_collective(groups, plan),
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
     )
-    return Sharing(shards=shards, collective=collective)
 
 
 def make_layered_gradients(
@@ -121,48 +114,30 @@ def make_layered_gradients(
     plan: Plan,
     device: torch.device,
     *,
-    sharing: Sharing,
+    shards: StageShards,
     scaler: Any,
-    optimizer: Optimizer,
-    names: Sequence[Sequence[str]],
-    found: Separability,
-    options: GradientOptions,
-    master_weights: bool,
+    step: ShardedStep,
 ) -> Gradients:
     """Make the gradients for sharded parameters. All ranks must call.
 
     Args:
-        sharing: the shards of this rank's stages; they may be laid out already.
+        shards: of this rank's stages; they may be laid out already.
         scaler: the GradScaler of ``precision="16-mixed"``, or None.
-        names: for each of the optimizer's groups, the names of this rank's parameters.
-        found: how the optimizer can be sharded.
     """
-    stage_shards = sharing.shards
-    shards = ShardedOptimizer(
-        optimizer,
-        names,
-        stage_shards,
-        found,
-        replicas=groups.data_parallel,
-        whole_gradients=False,
-        master_weights=master_weights,
-    )
+    shards.lay_out(by_elements=step.by_elements)
     reducer = LayeredReducer(
-        stage_shards,
+        shards,
         groups,
         plan.placement,
         device,
         stages=pipeline.stages,
         shared=list(StageParameters.of(pipeline, plan.rank_of).shared),
-        queue=stage_shards.queue,
-        collective=sharing.collective,
+        queue=shards.queue,
+        collective=shards.collective,
     )
-    reducer.on_laid_out = shards.prepare
-    return Gradients(
-        reducer=reducer,
-        host=ShardedHost(shards, reducer, groups, device, **_about(pipeline, scaler)),
-        stage_shards=stage_shards,
-    )
+    host = ShardedHost(step, shards, reducer, groups, device, **_about(pipeline, scaler))
+    reducer.on_laid_out = host.prepare
+    return Gradients(reducer=reducer, host=host, stage_shards=shards)
 
 
 def make_remote_gradients(
@@ -256,6 +231,13 @@ def make_remote_gradients(
         host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=scaler),
         stage_shards=remote,
     )
+
+
+def _collective(groups: ProcessGroups, plan: Plan, compression: str | None = None) -> Collective | None:
+    """Return the collective over the replicas of this rank's stages; None if there is one replica."""
+    rounded = None if compression is None else COMPRESSIONS[compression]
+    name, sync = plan.collective_of(groups.pipeline_rank), groups.gradients
+    return None if sync is None else make_collective(name, sync, rounded)
 
 
 def _about(pipeline: PipelineModule, scaler: Any) -> dict[str, Any]:

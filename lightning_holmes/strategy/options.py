@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -26,16 +26,14 @@ from lightning_holmes.cluster.topology import OptimizerHost, Topology
 from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.optim.gradient_options import GradientOptions
 from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.collective_choice import check_collective
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.plan_check import check_plan, place_again
 from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES
 from lightning_holmes.plan.training import SHARDINGS, AskedSharding, TrainingOptions
-
-_View = TypeVar("_View", GradientOptions, TrainingOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +109,8 @@ class Options:
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
             raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
         # these views check themselves when they are made; a plan file is read here
-        _ = self.plan_options, self.gradient_options
+        _ = self.plan_options
+        check_collective(self.gradient_sync)
         if hosts and nodes != hosts:
             raise ConfigurationError(
                 f"optimizer_nodes={nodes!r}, but the topology has {hosts} hosts with role: optimizer; leave optimizer_nodes out"
@@ -224,14 +223,11 @@ class Options:
         return self.sharding == "parameters" or self.optimizer_nodes > 0
 
     @functools.cached_property
-    def gradient_options(self) -> GradientOptions:
-        """The options of how gradients are accumulated and summed."""
-        return _taken(GradientOptions, self)
-
-    @functools.cached_property
     def training_options(self) -> TrainingOptions:
         """The options that decide what a step sends and holds, as input for predictions."""
-        return _taken(TrainingOptions, self)
+        return TrainingOptions(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(TrainingOptions)}
+        )
 
     @property
     def sent_dtype(self) -> torch.dtype | None:
@@ -274,11 +270,6 @@ class Options:
         given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         del given["topology"], given["plan"]
         return given | dataclasses.asdict(self.plan_options)
-
-
-def _taken(kind: type[_View], options: Options) -> _View:
-    """Return an instance of the dataclass ``kind``, whose fields are the options of the same names."""
-    return kind(**{entry.name: getattr(options, entry.name) for entry in dataclasses.fields(kind)})
 
 
 def _path(value: Any) -> Any:

@@ -19,6 +19,7 @@ from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.plan.collective_choice import notes_of
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.tables import print_plan
 from lightning_holmes.strategy.building import ModuleBuilder
@@ -83,7 +84,7 @@ def plan_run(
     connection = job.connection
     clusters = [cluster.name for cluster, _ in job.topology.places()]
     fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-    notes = options.gradient_options.notes(job.placement, clusters) if fitting else []
+    notes = notes_of(options.gradient_sync, job.placement, clusters) if fitting else []
     options.check_given_plan(job.topology, world_size=connection.world_size, structure=traced.structure, module=module)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return decide(

@@ -43,7 +43,7 @@ from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
-from lightning_holmes.strategy.gradients import Sharing, make_sharing
+from lightning_holmes.strategy.gradients import make_stage_shards
 from lightning_holmes.strategy.lost_values import note_lost, refuse_lost
 from lightning_holmes.strategy.plan_request import RuntimePlan
 from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run, show_plan, step_context
@@ -71,7 +71,6 @@ class Run:
         planned: the plan as it was chosen, and what it was chosen from; None before that.
         plan: the plan in use; a fit may change its schedule.
         pipeline: this rank's part of the module.
-        sharing: how parameters are sharded over the replicas; None if they are not.
         base_seed: the seed of all random numbers in steps; the same on all ranks.
         is_open: whether the run has begun and not ended.
     """
@@ -80,7 +79,7 @@ class Run:
         self.trainer, self.job, self.options = trainer, context.job, context.options
         self.module = trainer.lightning_module
         self.exchange: ParameterExchange | None = None
-        self.sharing: Sharing | None = None
+        self._stage_shards: StageShards | None = None
         self.is_open = False
         self.known = TraceResult()
         self.planned: RuntimePlan | None = None
@@ -237,9 +236,9 @@ class Run:
         """
         context, job = self.context, self.job
         module_shards = context.module_shards
-        self.sharing = make_sharing(self.pipeline, job.groups, self.plan, job.connection.device)
-        self.context.undo.callback(self.sharing.shards.queue.close)
-        shards, former = self.sharing.shards, module_shards.take(self.module)
+        self._stage_shards = shards = make_stage_shards(self.pipeline, job.groups, self.plan, job.connection.device)
+        self.context.undo.callback(shards.queue.close)
+        former = module_shards.take(self.module)
         if former is not None:
             context.builder.bring_parts(self.pipeline, overwritten=True)  # the former shards have the values
             everyone = job.connection.all_gather(set(former.parameters))
@@ -426,7 +425,7 @@ class Run:
     @property
     def stage_shards(self) -> StageShards | None:
         """This rank's shards of the parameters; None if the parameters are whole."""
-        return None if self.sharing is None else self.sharing.shards
+        return self._stage_shards
 
     def _hides_states(self) -> bool:
         """Whether this rank has only a part of the optimizer's states, for Tripwires."""

@@ -2,12 +2,11 @@
 
 found = test_optimizer(optimizer, device, all_gather)            # while groups hold the whole module's parameters
 on, reason = choose_sharding(options, found, ...)                # while the plan is made
-shards = shard_optimizer(options, found, ...)                    # if it is on
 """
 
 import inspect
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import psutil
@@ -17,13 +16,9 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.optim.arriving import can_gather_lazily
-from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.remote import refusal_of_groups
-from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import OwnedStates
-from lightning_holmes.optim.sharded import ShardedOptimizer
 from lightning_holmes.optim.unit import sum_dtype
 from lightning_holmes.pipeline.attributes import attribute_tensors
 from lightning_holmes.pipeline.device_speed import total_memory_bytes
@@ -165,42 +160,6 @@ def _memory_facts(
             released += local.numel() * local.itemsize
     free = _free_bytes(device, gather) + released - gradients
     return ShardingFacts(state_bytes=round(state), free_bytes=free)
-
-
-def shard_optimizer(
-    options: Options,
-    found: Separability,
-    optimizer: Optimizer,
-    names: Sequence[Sequence[str]],
-    reducer: BucketReducer,
-    trainer: "pl.Trainer",
-) -> ShardedOptimizer:
-    """Shard ``optimizer``; all ranks must call.
-
-    Args:
-        names: for each group, the names of this rank's parameters.
-    """
-    module = trainer.lightning_module
-    reducer.lay_out()
-    groups = reducer.groups
-    replicas = None if groups.gradients is None else groups.gradients.whole
-    memory = ReplicatedMemory(reducer, replicas, lazily=can_gather_lazily(module))
-    readers = gradient_readers(trainer)
-    shards = ShardedOptimizer(
-        optimizer,
-        names,
-        memory,
-        found,
-        replicas=groups.data_parallel,
-        whole_gradients=bool(readers),
-        master_weights=keeps_masters(options, module),
-    )
-    shards.watch(module)
-    if found.level == "parameters":
-        pl.utilities.rank_zero_info(f"the optimizer is sharded by whole parameters, since {found.reason}")
-    elif readers:
-        pl.utilities.rank_zero_info(f"gradients stay whole on each replica for {readers[0]}")
-    return shards
 
 
 def keeps_masters(options: Options, module: torch.nn.Module) -> bool:

@@ -17,7 +17,7 @@ from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import Separability, test_separability
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
-from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.sharded_host import ShardedHost, ShardedStep
 from lightning_holmes.plan.placement import Placement
 
 STEPS = 6
@@ -145,7 +145,7 @@ class Replicas:
         dist.all_gather(list(tensor.chunk(4)), tensor.chunk(4)[dist.get_rank()].clone())
 
 
-def run_window(reducer: BucketReducer, shards: ShardedOptimizer, step: int) -> None:
+def run_window(reducer: BucketReducer, shards: ShardedHost, step: int) -> None:
     """Reduce this rank's gradients of a step, and give them to the sharded optimizer."""
     reducer.begin(last=True)
     reducer.backward(0, first=True, last=True)
@@ -156,20 +156,20 @@ def run_window(reducer: BucketReducer, shards: ShardedOptimizer, step: int) -> N
     reducer.reduce(0)
     reducer.end()
     reducer.finish(last=True)
-    reducer.show(reducer.reached() if shards.whole_gradients else ())
-    shards.take_gradients(reducer.reached())
+    shards.take_gradients(last=True)
 
 
 def divide(
     module: nn.Module, optimizer: Any, found: Separability, parameters: dict[str, nn.Parameter], **options: bool
-) -> tuple[BucketReducer, ShardedOptimizer]:
+) -> tuple[BucketReducer, ShardedHost]:
     """Shard ``optimizer`` over four replicas, with buckets that have the parameters in this order."""
     names = {id(p): n for n, p in module.named_parameters()}
     groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     world = dist.group.WORLD
+    alone = dataclasses.replace(ALONE, gradients=SimpleNamespace(host=world), data_parallel=world)  # type: ignore[arg-type]
     reducer = BucketReducer(
         parameters,
-        dataclasses.replace(ALONE, gradients=SimpleNamespace(host=world)),  # type: ignore[arg-type]
+        alone,
         Placement(((0, 1, 2, 3),)),
         stages=(0,),
         stages_of={},
@@ -180,7 +180,9 @@ def divide(
     )
     reducer.lay_out()
     memory = ReplicatedMemory(reducer, world, lazily=True)
-    shards = ShardedOptimizer(optimizer, groups, memory, found, replicas=world, **options)
+    step = ShardedStep(optimizer=optimizer, names=groups, found=found, **options)
+    device = torch.device("cpu")
+    shards = ShardedHost(step, memory, reducer, alone, device, is_owner=lambda name: True, scaler=None, place="")
     reducer.on_laid_out, reducer.sums_shares = shards.prepare, not shards.whole_gradients
     return reducer, shards
 
@@ -194,7 +196,7 @@ def compare(name: str, make: Any, level: str, *, whole: bool) -> None:
     assert found.level == level, (name, found)
     parameters = dict(reversed(list(module.named_parameters())))
     reducer, shards = divide(module, optimizer, found, parameters, whole_gradients=whole)
-    shards.watch(module)
+    shards._memory.watch(module)
     held = list(optimizer.param_groups)
     for step in range(STEPS):
         for net in (module, reference):  # frozen for a while
@@ -212,12 +214,12 @@ def compare(name: str, make: Any, level: str, *, whole: bool) -> None:
                 ours.detach(), theirs.detach(), rtol=1e-5, atol=1e-6, msg=f"{name} {step} {parameter_name}"
             )
             assert type(ours) is nn.Parameter
-    states = shards.collect()
+    states = dict(shards.each_state())
     expected = {n: plain.state[p] for n, p in reference.named_parameters() if plain.state.get(p)}
     assert states.keys() == expected.keys(), name
     for parameter_name, state in expected.items():
         torch.testing.assert_close(states[parameter_name], dict(state), rtol=1e-5, atol=1e-6)
-    mine = shards.collect(shards.destination)
+    mine = dict(shards.each_state(shards.destination))
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, sorted(mine))
     assert sorted(n for part in everyone for n in part) == sorted(expected), "each state on one rank"
@@ -251,7 +253,7 @@ def compare_masters(make: Any, *, whole: bool) -> None:
         optimizer.step()
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.detach().float(), theirs.detach(), rtol=1e-2, atol=1e-6)
-    states = shards.collect()
+    states = dict(shards.each_state())
     assert states.keys() >= parameters.keys() - {"never"}
     for name, state in states.items():
         master = state[MASTER_WEIGHT]

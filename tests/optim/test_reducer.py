@@ -12,11 +12,11 @@ from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.errors import AnomalyError
 from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import test_separability as separability_of
-from lightning_holmes.optim.host import LocalHost, ShardedHost
+from lightning_holmes.optim.host import LocalHost
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
-from lightning_holmes.optim.sharded import ShardedOptimizer
+from lightning_holmes.optim.sharded_host import ShardedHost, ShardedStep
 from lightning_holmes.plan.placement import Placement
 
 CPU = torch.device("cpu")
@@ -45,21 +45,18 @@ class Rank:
                 collective=None,
             )
         about: dict[str, Any] = {"is_owner": lambda name: True, "scaler": scaler, "place": "stage 0, 1"}
-        self.shards: ShardedOptimizer | None = None
         if master_weights:
             self.reducer.lay_out()
-            self.shards = ShardedOptimizer(
-                self.optimizer,
-                [list(dict(self.module.named_parameters()))],
-                ReplicatedMemory(self.reducer, None, lazily=True),
-                separability_of(self.optimizer, CPU),
-                replicas=None,
-                whole_gradients=False,
+            step = ShardedStep(
+                optimizer=self.optimizer,
+                names=[list(dict(self.module.named_parameters()))],
+                found=separability_of(self.optimizer, CPU),
                 master_weights=True,
             )
-            self.reducer.on_laid_out = self.shards.prepare
+            memory = ReplicatedMemory(self.reducer, None, lazily=True)
+            self.host: LocalHost = ShardedHost(step, memory, self.reducer, ALONE, CPU, **about)
+            self.reducer.on_laid_out = self.host.prepare
             self.reducer.sums_shares = True
-            self.host: LocalHost = ShardedHost(self.shards, self.reducer, ALONE, CPU, **about)
         else:
             self.host = LocalHost(self.reducer, ALONE, CPU, **about)
 

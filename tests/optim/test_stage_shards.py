@@ -65,7 +65,7 @@ def shards_of(module: Net, *, size: int = 1) -> tuple[StageShards, InlineQueue]:
         size=size,
         rank=0,
         queue=queue,  # type: ignore[arg-type]
-        gather=lambda tensor: None,
+        collective=None,
     )
     return shards, queue
 
@@ -124,7 +124,7 @@ def test_small_stages_stay_for_the_step() -> None:
         size=1,
         rank=0,
         queue=queue,  # type: ignore[arg-type]
-        gather=lambda tensor: None,
+        collective=None,
     )
     shards.lay_out(by_elements=True)
     stays = {name for unit in shards.units if unit.stage is None for name in unit.names}

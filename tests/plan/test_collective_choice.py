@@ -3,7 +3,8 @@
 import pytest
 
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.plan.collective_choice import choose_collectives
+from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.collective_choice import choose_collectives, notes_of
 from lightning_holmes.plan.placement import Placement
 
 FOUR, TWO_STAGES = Placement(((0, 1, 2, 3),)), Placement(((0, 1), (2, 3)))
@@ -52,3 +53,12 @@ def test_shares_are_summed_without_the_rest() -> None:
         choose_collectives("auto", Placement(((0,), (1,))), clusters("1", "1", hosts=1), sharding="none", sockets=True)
         == ()
     )
+
+
+def test_what_no_group_can_use_is_refused_and_what_has_nothing_to_do_is_noted() -> None:
+    inside, crossing = ["a", "a", "b", "b"], ["a", "b", "a", "b"]
+    for placement, of_ranks in ((TWO_STAGES, inside), (TWO_STAGES, crossing), (FOUR, ["a", "a", "a", "b"])):
+        with pytest.raises(ConfigurationError, match="in each of several clusters"):
+            notes_of("hierarchical", placement, of_ranks)
+    assert notes_of("hierarchical", FOUR, crossing) == []
+    assert "there is one replica" in " ".join(notes_of("p2p", Placement(((0,), (1,))), ["a", "b"]))

@@ -123,5 +123,5 @@ def run_masters(payload: Any) -> dict[str, Any]:
     os.environ["PYTHON_EXEC"] = payload.pop("python", sys.executable)  # the interpreter that runs optimizer nodes
     holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True, **payload)
     weights, ran = run_fit(holmes, Noting, precision="bf16-true")
-    states = ran.strategy._fit.shards.collect()
+    states = dict(ran.strategy._fit.shards.each_state())
     return {"weights": weights, "losses": losses, "masters": {n: state["master_weight"] for n, state in states.items()}}

@@ -52,6 +52,7 @@ SWITCHES = (
         ({"gradient_sync": []}, "gradient_sync=.* is not allowed"),
         ({"compression": []}, "compression=.* is not known"),
         *(({name: "true"}, f"{name}='true' is not known") for name in SWITCHES),
+        ({"gradient_sync": "ring"}, "'all_reduce', 'reduce_scatter', 'p2p', 'hierarchical'"),
     ],
 )
 def test_what_is_wrong_by_itself_is_refused(arguments: dict[str, Any], words: str) -> None:

@@ -97,7 +97,7 @@ def reducer_of(pipeline: Any) -> LayeredReducer:
         size=1,
         rank=0,
         queue=queue,
-        gather=lambda tensor: None,
+        collective=None,
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
     )

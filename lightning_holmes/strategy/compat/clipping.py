@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_holmes.comm.label import labelled
 from lightning_holmes.lightning_private import AFTER_CLOSURE, handles_unscaling
-from lightning_holmes.optim.host import OptimizerHost, ShardedHost
+from lightning_holmes.optim.host import OptimizerHost
+from lightning_holmes.optim.sharded_host import ShardedHost
 from lightning_holmes.strategy.compat.replacements import Replacements
 
 

@@ -1,22 +1,22 @@
-"""The sharded optimizer: each data-parallel rank updates its part of the parameters and keeps the state of that part only.
+"""ShardedHost: the user's optimizer steps this replica's pieces of the parameters, and keeps the states of these only.
 
 The user's optimizer and its param_groups stay the same objects, since schedulers hold references to them. Only the
 contents of the groups change, to this rank's pieces instead of whole parameters: flat tensors in the memory of the
 parameters for an element-wise optimizer (elementwise.py), or some of the parameters themselves for any other.
-Updated pieces are gathered on all replicas while the next forward runs (shard_memory.py).
+A ShardMemory has the values and gradients of pieces, and distributes what was updated.
 
-    shards = ShardedOptimizer(optimizer, names, memory, found, replicas=group, whole_gradients=False)
-    shards.take_gradients(reached)        # after the reduction: set the gradients of the pieces
-    optimizer.step()                      # steps this rank's pieces; the all-gather then starts by itself
-    shards.finish()                       # optional: reading a parameter waits for it anyway
-    states = shards.collect()             # whole states by parameter name
+    host = ShardedHost(ShardedStep(optimizer=optimizer, ...), memory, reducer, groups, device, ...)
+    host.take_gradients(last=True)        # after the reduction: set the gradients of the pieces
+    optimizer.step()                      # steps this rank's pieces; updated ones are then distributed
+    host.settle()                         # optional: reading a parameter waits for it anyway
+    states = dict(host.each_state())      # whole states by parameter name
 
 Results equal those of the unsharded optimizer. With ``master_weights`` pieces are fp32 whatever type the parameters have, and the
 parameters are rounded from them after each step (as Megatron's distributed optimizer does).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,63 +26,90 @@ from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
+from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
+from lightning_holmes.optim.clip import clip_by_norm
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
+from lightning_holmes.optim.host import GatheredGradients, LocalHost
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
 from lightning_holmes.optim.unit import Piece, holders_of
-from lightning_holmes.torch_private import tensor_version
+from lightning_holmes.torch_private import clamp_all, tensor_version
 
 FROZEN = -1
-"""``Piece.unit`` of a parameter that is not trained now, and so is in no bucket."""
+"""``Piece.unit`` of a parameter that is not trained now, and so is in no unit."""
 
 
-class ShardedOptimizer:
-    """Shards ``optimizer`` over the replicas of the group ``replicas``. All of them must create one, with equal arguments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedStep:
+    """An optimizer, and how its step is sharded.
 
-    Args:
+    Attributes:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
-        memory: holds the values and gradients of the pieces.
         found: how the optimizer can be sharded; not "none".
-        replicas: a process group of the replicas, in which nothing else runs meanwhile; None: there is one replica.
         whole_gradients: each rank gets whole gradients in ``p.grad``, for code that reads them; otherwise only its shards.
         master_weights: keep the pieces in fp32.
     """
 
+    optimizer: Optimizer
+    names: Sequence[Sequence[str]]
+    found: Separability
+    whole_gradients: bool = False
+    master_weights: bool = False
+
+    @property
+    def by_elements(self) -> bool:
+        """Whether parameters are cut by elements, or else assigned whole."""
+        return self.found.level == "elements"
+
+
+class ShardedHost(LocalHost):
+    """Shards the optimizer of ``step`` over the replicas; implements OwnedStates, too. All replicas must create one, with equal arguments.
+
+    Args:
+        memory: holds the values and gradients of the pieces.
+        about: see LocalHost.
+    """
+
     def __init__(
         self,
-        optimizer: Optimizer,
-        names: Sequence[Sequence[str]],
+        step: ShardedStep,
         memory: ShardMemory,
-        found: Separability,
-        *,
-        replicas: dist.ProcessGroup | None,
-        whole_gradients: bool,
-        master_weights: bool = False,
+        reducer: GatheredGradients,
+        groups: ProcessGroups,
+        device: torch.device,
+        **about: Any,
     ) -> None:
-        assert found.level != "none"
+        assert step.found.level != "none"
+        optimizer, replicas = step.optimizer, groups.data_parallel
+        super().__init__(reducer, groups, device, over=(replicas,), **about)
         self.optimizer = optimizer
-        self.by_elements = found.level == "elements"
-        self.whole_gradients = memory.is_whole and (whole_gradients or not self.by_elements)
-        self._names = [list(of_group) for of_group in names]
+        self.by_elements = step.by_elements
+        self.whole_gradients = memory.is_whole and (step.whole_gradients or not self.by_elements)
+        self.shards = self
+        self._names = [list(of_group) for of_group in step.names]
         self._memory = memory
         self._rank = 0 if replicas is None else dist.get_rank(replicas)
         self._size = 1 if replicas is None else dist.get_world_size(replicas)
-        self._found = found
+        self._found = step.found
         self._replicas = replicas
-        self._master = master_weights
+        self._master = step.master_weights
         self._generation = -1
         self._shown: dict[str, tuple[Tensor | None, int]] = {}
-        self._filler: nn.Parameter | None = None
         self._pieces: list[Piece] = []
         self._holders: dict[str, int] = {}
         self._tensors: dict[Piece, nn.Parameter] = {}
         parameters = memory.parameters
         self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
+        self._filler = None if self._scale is None else self._make_filler()
         first = {n: dict(optimizer.state[parameters[n]]) for n in self._group_of if optimizer.state.get(parameters[n])}
         self._lay_out(first)
         self._hook = AfterStep(optimizer, self._stepped)
+
+    def _make_filler(self) -> nn.Parameter:
+        """Make a one-element parameter for the optimizer: a GradScaler refuses an optimizer without gradients."""
+        return nn.Parameter(torch.zeros((1,) if self.by_elements else (1, 1), device=self._device))
 
     # layout
 
@@ -141,16 +168,6 @@ class ShardedOptimizer:
             held.setdefault(piece.name, []).append(piece)
         return [[piece for name in names for piece in held.get(name, [])] for names in self._names]
 
-    def watch(self, module: nn.Module) -> None:
-        """Make ``module``'s submodules wait for their parameters before they run."""
-        self._memory.watch(module)
-
-    def fill(self, device: torch.device) -> None:
-        """Add a one-element parameter to the optimizer: a GradScaler refuses an optimizer without gradients."""
-        shape = (1,) if self.by_elements else (1, 1)
-        self._filler = nn.Parameter(torch.zeros(shape, device=device))
-        self.optimizer.param_groups[0]["params"].append(self._filler)
-
     # a step
 
     def prepare(self) -> None:
@@ -165,8 +182,7 @@ class ShardedOptimizer:
         if added:
             self._take_groups(added)
         elif self._generation != self._memory.generation:
-            self.finish()
-            self._lay_out(self.collect())
+            self._lay_out(dict(self.each_state()))
 
     def _take_groups(self, added: Sequence[dict[str, Any]]) -> None:
         parameters = self._memory.parameters
@@ -177,7 +193,7 @@ class ShardedOptimizer:
                 f"{type(self.optimizer).__name__} was given a parameter group while the module trains, which cannot be "
                 f'sharded over replicas as the others are: {found.reason}; use sharding="none"'
             )
-        states = self.collect()
+        states = dict(self.each_state())
         names = {id(p): n for n, p in parameters.items()}
         self._found = replace(self._found, element_keys=(*self._found.element_keys, *found.element_keys))
         for group in added:
@@ -185,8 +201,14 @@ class ShardedOptimizer:
         self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
         self._lay_out(states)
 
-    def take_gradients(self, reached: frozenset[str]) -> None:
-        """Give each piece its gradient from the reduced buckets; None if the parameter has none on any replica.
+    def _assign(self, *, last: bool) -> None:
+        reached = self._reducer.reached()
+        self._reducer.show(reached if self.whole_gradients or not last else ())
+        if last:
+            self._give_gradients(reached)
+
+    def _give_gradients(self, reached: frozenset[str]) -> None:
+        """Give each piece its gradient from the reduced units; None if the parameter has none on any replica.
 
         With ``whole_gradients`` ``p.grad`` is whole by now, and without master weights the gradients of pieces are views of it.
         """
@@ -227,7 +249,13 @@ class ShardedOptimizer:
             tensor.grad = None if parameter.grad is None else self._part_of(piece, parameter.grad).to(tensor.dtype)
             self._shown[piece.name] = (parameter.grad, _version(parameter.grad))
 
-    def note_shown(self) -> None:
+    def unscaled(self, factor: float) -> None:
+        """Multiply the parts of whole gradients that are in no piece by ``factor``, by which the scaler has unscaled the pieces."""
+        for rest in self._rest_of_whole():
+            rest.mul_(factor)
+        self._note_shown()
+
+    def _note_shown(self) -> None:
         """Record the present ``p.grad``, so that :meth:`absorb` does not take it for a change by a hook."""
         for name in self._shown:
             gradient = self._memory.parameters[name].grad
@@ -258,8 +286,8 @@ class ShardedOptimizer:
                 now, master = self._flat(piece), tensor.detach().view(-1)
                 torch.where(master.to(now.dtype) == now, master, now.float(), out=master)
 
-    def finish(self) -> None:
-        """Wait until all parameters have arrived."""
+    def settle(self) -> None:
+        """Wait until updated parameters have been gathered."""
         self._memory.finish()
 
     # this rank's pieces
@@ -269,13 +297,12 @@ class ShardedOptimizer:
         """This rank's pieces and the tensors that the optimizer steps for them."""
         return self._tensors
 
-    def gradients(self, counts: Callable[[str], bool]) -> Iterator[Tensor]:
-        """Yield the gradients of this rank's pieces of parameters that ``counts``; over all replicas, each element once."""
-        for piece, tensor in self._tensors.items():
-            if tensor.grad is not None and counts(piece.name):
-                yield dtensor.local_part(tensor.grad)
+    def _owned(self) -> Iterable[tuple[str, nn.Parameter]]:
+        yield from ((piece.name, tensor) for piece, tensor in self._tensors.items())
+        if self._filler is not None:
+            yield "", self._filler
 
-    def rest_of_whole(self) -> Iterator[Tensor]:
+    def _rest_of_whole(self) -> Iterator[Tensor]:
         """Yield the elements of whole gradients in ``p.grad`` that share no memory with the gradient of a piece of this rank."""
         if not self.whole_gradients:
             return
@@ -295,43 +322,42 @@ class ShardedOptimizer:
             if place < flat.numel():
                 yield flat[place:]
 
-    @property
-    def shows_gradients(self) -> bool:
-        """Whether the optimizer steps with ``p.grad`` of the module's parameters."""
-        return self.whole_gradients and not self._master
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        if self.whole_gradients and not self._master:
+            return self._whole_norm(parameters)
+        given = {id(p) for p in parameters}
+        names = {name for name, p in self._reducer.parameters.items() if id(p) in given}
+        return self._norm((entry for entry in self._owned() if entry[0] in names), self._over)
 
-    def stepped(self) -> list[nn.Parameter]:
-        """Return the tensors that the optimizer steps on this rank."""
-        return [*self._tensors.values(), *([] if self._filler is None else [self._filler])]
+    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+        self.absorb()
+        clip_by_norm(self._clipped(), max_norm, self._norm(self._owned(), self._over))
+        self._note_shown()
 
-    def clipped(self) -> list[Tensor]:
+    def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
+        self.absorb()
+        clamp_all(self._clipped(), max_value)
+        self._note_shown()
+
+    def _clipped(self) -> list[Tensor]:
         """Return every gradient that clipping scales, each element once; including whole gradients that hooks see."""
         own = [dtensor.local_part(t.grad) for t in self._tensors.values() if t.grad is not None]
-        return [*own, *self.rest_of_whole()]
+        return [*own, *self._rest_of_whole()]
 
     # states
 
-    def collect(self, destination: Callable[[str], int] | None = None) -> dict[str, dict[str, Any]]:
-        """Return the states of whole parameters by name, on the replica ``destination(name)``, or on all. All replicas must call."""
-        self.finish()
-        return self._join(self._pieces, self._states_of_pieces(), destination)
-
-    def each_state(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the states as they are now, each whole on its :meth:`destination`, one bucket at a time; see OwnedStates."""
-        self.finish()
+    def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the states as they are now, one unit at a time; see OwnedStates."""
+        self.settle()
         local = self._states_of_pieces()
-        by_name: dict[str, list[Piece]] = {}
+        units: dict[int, list[Piece]] = {}
         for piece in self._pieces:
-            by_name.setdefault(piece.name, []).append(piece)
-        buckets: dict[int, list[Piece]] = {}
-        for name in self._group_of:
-            for piece in by_name[name]:
-                buckets.setdefault(piece.unit, []).append(piece)
+            units.setdefault(piece.unit, []).append(piece)
 
         def join_each() -> Iterator[tuple[str, dict[str, Any]]]:
-            for pieces in buckets.values():
-                give_back_freed_memory()  # of the bucket before, which is large
-                yield from self._join(pieces, local, self.destination).items()
+            for pieces in units.values():
+                give_back_freed_memory()  # of the unit before, which is large
+                yield from self._join(pieces, local, destination).items()
 
         return join_each()
 
