@@ -7,7 +7,7 @@ exchange                      parameters              fetch, release     reduce 
 LocalReducer                  on the one replica      nothing            nothing             there
 BucketReducer                 on every replica        nothing            sum over replicas   on every replica
 BucketReducer, with a         on every replica        nothing (the step  reduce-scatter      1/dp (ZeRO stage 1, arXiv 1910.02054)
-ShardedOptimizer                                      gathers them)
+ShardedHost                                           gathers them)
 LayeredReducer                1/dp, and two stages    all-gather; free   reduce-scatter      1/dp (arXiv 2106.02679)
 StageShards                   likewise                likewise           nothing is trained  none
 RemoteReducer                 on optimizer nodes      pull; free         push                on the nodes (LuWu, arXiv 2409.00918)

@@ -8,8 +8,8 @@ LocalHost steps whole parameters on every replica, ShardedHost (sharded_host.py)
 optimizer nodes step.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,28 +17,17 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.clip import clip_by_norm, norm_over_groups
 from lightning_holmes.optim.finite import check_finite
+from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.loss_scale import LossScale
+from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.torch_private import clamp_all
 
 
-class GatheredGradients(Protocol):
-    """Accumulated and reduced gradients, for a host: a reducer."""
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """This rank's parameters, by name."""
-
-    def reached(self) -> frozenset[str]:
-        """Return the names of the parameters that have a gradient: after the last batch of a window on some replica."""
-
-    def show(self, names: Collection[str]) -> None:
-        """Set ``p.grad`` of the parameters ``names`` to their gradients, and of the others to None."""
-
-
-class OptimizerHost(Protocol):
+class OptimizerHost:
     """The place where the optimizer of a run steps.
 
     All ranks must create one, with equal arguments, and call :meth:`take_gradients`, :meth:`norm` and the clipping methods together."""
@@ -46,26 +35,32 @@ class OptimizerHost(Protocol):
     @property
     def shards(self) -> OwnedStates | None:
         """The owner of the optimizer's states; None if the optimizer steps whole parameters on this rank."""
+        return None
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
         """Give the accumulated gradients to the optimizer; after the ``last`` batch of a window they are reduced.
 
         ``skipped``: this batch had no backward; a loss scaler skips its step then, and no overflow is looked for."""
+        raise NotImplementedError
 
     def absorb(self) -> None:
         """Take over changes that the user's hooks have made to ``p.grad``."""
 
     def loss_factor(self) -> float | Tensor:
         """Return the factor of the losses: the loss scale, or 1."""
+        raise NotImplementedError
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the 2-norm over all stages of the gradients of ``parameters`` (this rank's), each element once; a scalar."""
+        raise NotImplementedError
 
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         """Scale all gradients so that their norm over all stages is at most ``max_norm``; ``parameters``: the optimizer's."""
+        raise NotImplementedError
 
     def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         """Clamp all gradients to within ``max_value``; ``parameters``: the optimizer's."""
+        raise NotImplementedError
 
     def settle(self) -> None:
         """Wait until all parameters have the values of the last step."""
@@ -77,7 +72,7 @@ class OptimizerHost(Protocol):
         """Give parameters memory of their own again, and remove hooks."""
 
 
-class LocalHost:
+class LocalHost(OptimizerHost):
     """The user's optimizer steps whole parameters, in the same way on every replica.
 
     Args:
@@ -88,11 +83,9 @@ class LocalHost:
         place: this rank's stages in words, for messages.
     """
 
-    shards: OwnedStates | None = None
-
     def __init__(
         self,
-        reducer: GatheredGradients,
+        reducer: LocalReducer | BucketReducer | LayeredReducer,
         groups: ProcessGroups,
         device: torch.device,
         *,
@@ -128,9 +121,6 @@ class LocalHost:
         """Return what the optimizer steps on this rank, with the names of the parameters."""
         return self._reducer.parameters.items()
 
-    def absorb(self) -> None:
-        """Do nothing: the optimizer reads ``p.grad`` itself."""
-
     def loss_factor(self) -> float | Tensor:
         return 1.0 if self._scale is None else self._scale.factor()
 
@@ -162,15 +152,6 @@ class LocalHost:
 
     def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         clamp_all(_gradients_of(parameters), max_value)
-
-    def settle(self) -> None:
-        """Do nothing: parameters are up to date when ``step`` returns."""
-
-    def abandon(self) -> None:
-        """Do nothing: nothing is under way."""
-
-    def close(self) -> None:
-        """Do nothing: the optimizer and the module were not changed."""
 
 
 def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

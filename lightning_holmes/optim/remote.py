@@ -5,7 +5,7 @@ its own step does nothing. After it the commit is sent, with these options. Clip
 commit.
 
     reducer = RemoteReducer(parameters, groups, placement, device, ..., is_eager=True)           # in place of LayeredReducer
-    states = RemoteOptimizer(optimizer, names, parameters, reducer)                              # in place of ShardedOptimizer
+    states = RemoteOptimizer(optimizer, names, parameters, reducer)                              # in place of ShardedHost
     host = RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=None)          # in place of ShardedHost
 """
 
@@ -26,6 +26,7 @@ from lightning_holmes.comm.queue import OnRun, Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
+from lightning_holmes.optim.host import OptimizerHost
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
@@ -315,8 +316,8 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
     )
 
 
-class RemoteHost:
-    """Implements OptimizerHost for optimizer nodes, which step.
+class RemoteHost(OptimizerHost):
+    """Optimizer nodes step.
 
     Args:
         is_owner: whether this rank's copy of a parameter, by name, is the one that counts in a norm.
@@ -333,16 +334,17 @@ class RemoteHost:
         scaler: Any,
     ) -> None:
         self._scaler = scaler
-        self.shards: RemoteOptimizer = shards
+        self._shards = shards
         self._reducer, self._groups, self._is_owner = reducer, groups, is_owner
+
+    @property
+    def shards(self) -> RemoteOptimizer:
+        return self._shards
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
         """Show no gradients in ``p.grad``: the nodes have them. After the ``last`` batch of a window, forget the edits."""
         if last:
             self.shards.edits.clear()
-
-    def absorb(self) -> None:
-        """Do nothing: hooks see no gradients, and so cannot change them."""
 
     def loss_factor(self) -> float | Tensor:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
@@ -390,9 +392,6 @@ class RemoteHost:
     def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         self._check_deferred("gradients are clipped")
         self.shards.edits.append(("clamp", float(max_value)))
-
-    def settle(self) -> None:
-        """Do nothing: parameters are fetched before each computation."""
 
     def abandon(self) -> None:
         self._reducer.shards.abandon()

@@ -192,10 +192,6 @@ class RemoteParameters(StageShards):
         self.version = 1
         return []
 
-    def has(self, unit: Unit) -> bool:
-        """Return False: a worker holds no shards."""
-        return False
-
     # what nodes are told
 
     def link_of(self, unit: Unit) -> tuple[Link, int]:

@@ -13,7 +13,7 @@ parameter waits for its bucket (arriving.py). With StageShards (stage_shards.py)
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,35 +26,51 @@ from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, cut_by_parameters
 
 
-class ShardMemory(Protocol):
-    """The memory of one sharded optimizer; all replicas must create one, with equal arguments, and call its methods together."""
+class ShardMemory:
+    """The memory of one sharded optimizer; all replicas must create one, with equal arguments, and call its methods together.
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every replica holds whole parameters, of which pieces are views."""
+    Args:
+        parameters: this rank's, by name; their values may be elsewhere.
+        size, rank: the number of replicas, and the index of this one.
 
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """This rank's parameters, by name; their values may be elsewhere."""
+    Attributes:
+        is_whole: whether every replica holds whole parameters, of which pieces are views.
+        units: as they are laid out.
+    """
+
+    is_whole: bool
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, size: int, rank: int) -> None:
+        self.parameters = parameters
+        self.size, self.rank = size, rank
+        self.units: list[Unit] = []
 
     @property
     def generation(self) -> int:
         """A counter that changes when pieces have to be laid out anew."""
+        return 0
 
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
         """Cut the parameters by elements, or assign whole ones; returns the pieces of all replicas, in the same order on all."""
+        raise NotImplementedError
 
     def values(self, piece: Piece) -> Tensor:
         """Return the values of one of this rank's pieces, (piece.numel,), in memory that the optimizer may write to."""
+        unit = self.units[piece.unit]
+        return self._own(unit, unit.values, piece)
 
     def gradient(self, piece: Piece) -> Tensor:
         """Return the reduced gradient of one of this rank's pieces, (piece.numel,)."""
+        unit = self.units[piece.unit]
+        assert unit.gradient is not None
+        return self._own(unit, unit.gradient, piece)
 
-    def watch(self, module: nn.Module) -> None:
-        """Make ``module``'s submodules wait for their parameters before they run."""
+    def _own(self, unit: Unit, flat: Tensor, piece: Piece) -> Tensor:
+        start = piece.offset - (0 if self.is_whole else self.rank * (unit.numel // self.size))
+        return flat[start : start + piece.numel]
 
     def adopt(self) -> None:
-        """Take over parameters whose ``data`` was replaced."""
+        """Take over parameters whose ``data`` was replaced since the last step."""
 
     def start(self) -> None:
         """Start to distribute this rank's updated pieces, after an optimizer step."""
@@ -69,8 +85,8 @@ class ShardMemory(Protocol):
         """Give each parameter memory of its own again."""
 
 
-class ReplicatedMemory:
-    """Whole parameters on every replica, as views of flat buffers; the parameter objects must not be replaced.
+class ReplicatedMemory(ShardMemory):
+    """Whole parameters on every replica, as views of flat tensors; the parameter objects must not be replaced.
 
     Args:
         reducer: has the units, which are laid out already, and their gradients. Transfers run in its queue, so that all replicas run all
@@ -82,8 +98,9 @@ class ReplicatedMemory:
     is_whole = True
 
     def __init__(self, reducer: BucketReducer, group: dist.ProcessGroup | None, *, lazily: bool) -> None:
+        size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        super().__init__(reducer.parameters, size=size, rank=rank)
         self._reducer, self._group, self._lazily = reducer, group, lazily
-        self._units: list[Unit] = []
         self._runs: list[list[tuple[int, int, int]]] = []
         self._views: dict[str, Tensor] = {}
         self._arrivals: list[Arrival] = []
@@ -91,32 +108,19 @@ class ReplicatedMemory:
         self._watched: nn.Module | None = None
 
     @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._reducer.parameters
-
-    @property
     def generation(self) -> int:
         return self._reducer.generation
 
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
         self.close()
-        self._units = list(self._reducer.units)
-        cut = cut_by_elements if by_elements else cut_by_parameters
-        pieces = cut(self._units, 1 if self._group is None else dist.get_world_size(self._group))
-        self._runs = _runs(pieces, self._units)
-        for unit in self._units:
+        self.units = list(self._reducer.units)
+        pieces = (cut_by_elements if by_elements else cut_by_parameters)(self.units, self.size)
+        self._runs = _runs(pieces, self.units)
+        for unit in self.units:
             self._flatten(unit)
         if self._watched is not None:
             self.watch(self._watched)
         return pieces
-
-    def values(self, piece: Piece) -> Tensor:
-        return self._units[piece.unit].values[piece.offset : piece.offset + piece.numel]
-
-    def gradient(self, piece: Piece) -> Tensor:
-        gradient = self._units[piece.unit].gradient
-        assert gradient is not None
-        return gradient[piece.offset : piece.offset + piece.numel]
 
     def _flatten(self, unit: Unit) -> None:
         """Move the parameters of a unit into one tensor."""
@@ -128,7 +132,7 @@ class ReplicatedMemory:
                 dtensor.replace_local(self.parameters[name], view)
 
     def adopt(self) -> None:
-        """Copy parameters whose ``data`` was replaced into the buffers, and make them views of these again."""
+        """Copy parameters whose ``data`` was replaced into the units, and make them views of these again."""
         for name, view in self._views.items():
             local = dtensor.local_part(self.parameters[name]).detach()
             if local.data_ptr() != view.data_ptr() and local.numel():
@@ -140,7 +144,7 @@ class ReplicatedMemory:
         parameters to code that bypasses ``__torch_function__``."""
         self._watched = module
         names = {id(p): n for n, p in self.parameters.items()}
-        places = {n: i for i, unit in enumerate(self._units) for n in unit.names}
+        places = {n: i for i, unit in enumerate(self.units) for n in unit.names}
         for part in module.modules():
             own = [names[id(p)] for p in part.parameters(recurse=False) if id(p) in names]
             buckets = sorted({places[n] for n in own if n in places})
@@ -162,7 +166,7 @@ class ReplicatedMemory:
         self.finish()
         arrivals = [
             Arrival([self.parameters[n] for n in unit.names], self._start_transfer(unit, runs))
-            for unit, runs in reversed(list(zip(self._units, self._runs, strict=True)))
+            for unit, runs in reversed(list(zip(self.units, self._runs, strict=True)))
         ]
         self._arrivals = arrivals[::-1]
         if not self._lazily:
@@ -174,7 +178,7 @@ class ReplicatedMemory:
     def _start_transfer(self, unit: Unit, runs: Sequence[tuple[int, int, int]]) -> Work:
         group, collective, values = self._group, self._reducer.collective, unit.values
         assert group is not None and collective is not None
-        share = unit.numel // dist.get_world_size(group)
+        share = unit.numel // self.size
         even = all(first >= rank * share and end <= (rank + 1) * share for first, end, rank in runs)
 
         def transfer() -> None:
@@ -209,7 +213,7 @@ class ReplicatedMemory:
             if dtensor.local_part(parameter).detach().data_ptr() == view.data_ptr():
                 dtensor.replace_local(parameter, view.clone())
         self._views.clear()
-        for unit in self._units:
+        for unit in self.units:
             unit.values = torch.zeros(0)
 
 

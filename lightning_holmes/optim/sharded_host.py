@@ -29,9 +29,11 @@ from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
+from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.clip import clip_by_norm
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
-from lightning_holmes.optim.host import GatheredGradients, LocalHost
+from lightning_holmes.optim.host import LocalHost
+from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
 from lightning_holmes.optim.unit import Piece, holders_of
@@ -76,7 +78,7 @@ class ShardedHost(LocalHost):
         self,
         step: ShardedStep,
         memory: ShardMemory,
-        reducer: GatheredGradients,
+        reducer: BucketReducer | LayeredReducer,
         groups: ProcessGroups,
         device: torch.device,
         **about: Any,
@@ -87,7 +89,6 @@ class ShardedHost(LocalHost):
         self.optimizer = optimizer
         self.by_elements = step.by_elements
         self.whole_gradients = memory.is_whole and (step.whole_gradients or not self.by_elements)
-        self.shards = self
         self._names = [list(of_group) for of_group in step.names]
         self._memory = memory
         self._rank = 0 if replicas is None else dist.get_rank(replicas)
@@ -293,9 +294,8 @@ class ShardedHost(LocalHost):
     # this rank's pieces
 
     @property
-    def pieces(self) -> Mapping[Piece, nn.Parameter]:
-        """This rank's pieces and the tensors that the optimizer steps for them."""
-        return self._tensors
+    def shards(self) -> "ShardedHost":
+        return self
 
     def _owned(self) -> Iterable[tuple[str, nn.Parameter]]:
         yield from ((piece.name, tensor) for piece, tensor in self._tensors.items())

@@ -31,14 +31,15 @@ from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
+from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, deal_parameters, holders_of, side_by_side
 
 _SMALL = 1 / 16  # of the largest stage's bytes: the memory that small stages may take beside the buffers
 
 
-class StageShards:
-    """Implements ShardMemory, and ParameterExchange for steps that train nothing. All replicas must create one, with equal arguments, and
+class StageShards(ShardMemory):
+    """See ShardMemory; implements ParameterExchange for steps that train nothing, too. All replicas must create one, with equal arguments, and
     call its methods together.
 
     Args:
@@ -55,7 +56,6 @@ class StageShards:
 
     cure = 'sharding="none"'
     """The argument of the strategy that keeps parameters whole."""
-    generation = 0
     is_whole = False
 
     def __init__(
@@ -72,9 +72,7 @@ class StageShards:
         absence: Absence | None = None,
         compiled: Mapping[str, bool] | None = None,
     ) -> None:
-        self.parameters = dict(parameters)
-        self.size, self.rank = size, rank
-        self.units: list[Unit] = []
+        super().__init__(dict(parameters), size=size, rank=rank)
         self.by_elements = True
         """Whether units are cut by elements, or else into whole parameters."""
         self.stays = False
@@ -125,8 +123,9 @@ class StageShards:
         self._pieces, self.units, self._places, self._of_stage, self._holders = [], [], {}, {}, {}
         for stage, ranks, names in self.grouped():
             unit = self._cut(names, stage, ranks)
-            if former is not None and former.has(unit):
-                unit.values = former.give(unit)
+            same = None if former is None else next((own for own in former.units if unit.is_like(own)), None)
+            if same is not None:
+                unit.values = same.values
                 self._add(unit, is_new=False)
                 continue
             if former is not None:
@@ -174,14 +173,6 @@ class StageShards:
     def _new_shard(self, numel: int, like: Tensor) -> Tensor:
         """Allocate this replica's shard of a unit of ``numel`` elements."""
         return torch.zeros(numel // self.size, dtype=like.dtype, device=like.device)
-
-    def has(self, unit: Unit) -> bool:
-        """Whether these shards have a unit with the same layout as ``unit``, which belongs to other shards."""
-        return any(unit.is_like(own) for own in self.units)
-
-    def give(self, unit: Unit) -> Tensor:
-        """Return the shard of the unit that :meth:`has` found."""
-        return next(own.values for own in self.units if unit.is_like(own))
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter to a checkpoint folder."""
@@ -341,34 +332,10 @@ class StageShards:
         """Refuse: no schedule that frees stages splits its backwards."""
         raise AssertionError(f"a split backward of {name} under a schedule that frees stages")
 
-    # for the optimizer (ShardMemory)
-
-    def values(self, piece: Piece) -> Tensor:
-        unit = self.units[piece.unit]
-        return self._own(unit, unit.values, piece)
-
-    def gradient(self, piece: Piece) -> Tensor:
-        unit = self.units[piece.unit]
-        assert unit.gradient is not None
-        return self._own(unit, unit.gradient, piece)
-
-    def _own(self, unit: Unit, shard: Tensor, piece: Piece) -> Tensor:
-        start = piece.offset - self.rank * (unit.numel // self.size)
-        return shard[start : start + piece.numel]
-
-    def watch(self, module: nn.Module) -> None:
-        """Do nothing: the runner waits for the fetch of a stage before it runs the stage."""
-
-    def adopt(self) -> None:
-        """Do nothing: values written to a parameter outside of a step are not kept; see :meth:`put`."""
-
     def start(self) -> None:
         """Free the gradients: the next fetch gathers the updated shards."""
         for unit in self.units:
             unit.gradient = None
-
-    def finish(self) -> None:
-        """Do nothing: no transfer is under way between steps."""
 
     def abandon(self) -> None:
         """Let :meth:`close` gather nothing, after the run has failed: the other replicas do not answer."""

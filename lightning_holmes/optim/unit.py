@@ -58,13 +58,9 @@ class Unit:
         }
 
     def is_like(self, other: "Unit") -> bool:
-        """Whether ``other`` has the same parameters in the same layout."""
-        return (self.names, self.starts, self.numel, self.dtype) == (
-            other.names,
-            other.starts,
-            other.numel,
-            other.dtype,
-        )
+        """Whether ``other`` has the same parameters in the same layout, and as much of them here."""
+        mine, theirs = ((u.names, u.starts, u.numel, u.dtype, u.values.numel()) for u in (self, other))
+        return mine == theirs
 
     def __str__(self) -> str:
         return f"{self.names[0]} to {self.names[-1]}"

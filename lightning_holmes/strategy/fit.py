@@ -28,7 +28,6 @@ from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded_host import ShardedStep
-from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.observer import UNOBSERVED
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.step_clock import StepClock
@@ -75,7 +74,6 @@ class Fit(Run):
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
         self._found: Separability | None = None  # how the optimizer can be sharded, once it is tested
         self._num_tested = 0  # the optimizer's groups that were tested
-        self._on_nodes: RemoteParameters | None = None  # parameters that stay on optimizer nodes when the run has ended
         super().__init__(trainer, context)
         context.loaded_state.optimizers = []  # drop those of an earlier run that ended before its first batch
         self.accumulates = False
@@ -212,11 +210,11 @@ class Fit(Run):
             self._averages.close()
         self.gradients.close()
         self.exchange, self.has_gradients = None, False
-        if self._on_nodes is not None and not self._on_nodes.stays:  # the run has failed
-            self.context.module_shards.take(self.module)
-            self._on_nodes = None
-        if self._stage_shards is not None and not self._stage_shards.stays:
-            self._stage_shards = None
+        shards = self.stage_shards
+        if shards is not None and not shards.stays:
+            if self.context.module_shards.of(self.module) is shards:  # on optimizer nodes, and the run has failed
+                self.context.module_shards.take(self.module)
+            self.stage_shards = None
         del self.gradients  # and the buffers
 
     def _tell_lost_values(self) -> None:
@@ -237,14 +235,14 @@ class Fit(Run):
         if refusal:
             raise UnsupportedModuleError(f'sharding="parameters": {refusal}; use sharding="none"')
         groups = self.job.groups
-        if self._stage_shards is None:
-            self._stage_shards = make_stage_shards(self.pipeline, groups, self.plan, connection.device)
+        if self.stage_shards is None:
+            self.stage_shards = make_stage_shards(self.pipeline, groups, self.plan, connection.device)
         return make_layered_gradients(
             self.pipeline,
             groups,
             self.plan,
             connection.device,
-            shards=self._stage_shards,
+            shards=self.stage_shards,
             scaler=scaler,
             step=self._sharded_step(found, optimizer),
         )
@@ -323,8 +321,7 @@ class Fit(Run):
             remote.lay_out(by_elements=True, former=former)
             if former is not None:
                 context.module_shards.keep(remote, self.module)
-        self._stage_shards = None
-        self._on_nodes = remote if remote.stays else None
+        self.stage_shards = remote
 
     def _admitted(self, found: Separability | None, asked: str) -> tuple[Separability, Optimizer]:
         """Return how the optimizer can be sharded, and the optimizer; refuse a fit that has none."""
@@ -339,12 +336,6 @@ class Fit(Run):
         """Return for each group of the optimizer the names of this rank's parameters."""
         local = self.pipeline.local_parameters
         return [[n for n in names if n in local] for names in self.parameter_groups.names_of(optimizer)]
-
-    @property
-    def stage_shards(self) -> StageShards | None:
-        """This rank's shards of the parameters, also those that optimizer nodes hold; None if the parameters are whole."""
-        remote = self.gradients.stage_shards if self.has_gradients and self.options.optimizer_nodes else self._on_nodes
-        return super().stage_shards if remote is None else remote
 
     def abandon(self) -> None:
         """Stop waiting for other ranks, after the run has failed."""

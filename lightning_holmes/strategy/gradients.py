@@ -35,7 +35,6 @@ class Gradients:
 
     reducer: LocalReducer | BucketReducer | LayeredReducer
     host: OptimizerHost
-    stage_shards: StageShards | None = None
 
     def close(self) -> None:
         """Undo the changes to the optimizer and the parameters, and release buffers, hooks and the queue."""
@@ -137,7 +136,7 @@ def make_layered_gradients(
     )
     host = ShardedHost(step, shards, reducer, groups, device, **_about(pipeline, scaler))
     reducer.on_laid_out = host.prepare
-    return Gradients(reducer=reducer, host=host, stage_shards=shards)
+    return Gradients(reducer=reducer, host=host)
 
 
 def make_remote_gradients(
@@ -229,7 +228,6 @@ def make_remote_gradients(
     return Gradients(
         reducer=reducer,
         host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=scaler),
-        stage_shards=remote,
     )
 
 

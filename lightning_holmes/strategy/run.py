@@ -71,6 +71,7 @@ class Run:
         planned: the plan as it was chosen, and what it was chosen from; None before that.
         plan: the plan in use; a fit may change its schedule.
         pipeline: this rank's part of the module.
+        stage_shards: this rank's shards of the parameters, also those that optimizer nodes hold; None if the parameters are whole.
         base_seed: the seed of all random numbers in steps; the same on all ranks.
         is_open: whether the run has begun and not ended.
     """
@@ -79,7 +80,7 @@ class Run:
         self.trainer, self.job, self.options = trainer, context.job, context.options
         self.module = trainer.lightning_module
         self.exchange: ParameterExchange | None = None
-        self._stage_shards: StageShards | None = None
+        self.stage_shards: StageShards | None = None
         self.is_open = False
         self.known = TraceResult()
         self.planned: RuntimePlan | None = None
@@ -236,7 +237,7 @@ class Run:
         """
         context, job = self.context, self.job
         module_shards = context.module_shards
-        self._stage_shards = shards = make_stage_shards(self.pipeline, job.groups, self.plan, job.connection.device)
+        self.stage_shards = shards = make_stage_shards(self.pipeline, job.groups, self.plan, job.connection.device)
         self.context.undo.callback(shards.queue.close)
         former = module_shards.take(self.module)
         if former is not None:
@@ -421,11 +422,6 @@ class Run:
     def _hidden_in_hooks(self) -> Mapping[str, str]:
         """Return which of "value" and "grad" no rank has whole between steps, and why, for Tripwires."""
         return {}
-
-    @property
-    def stage_shards(self) -> StageShards | None:
-        """This rank's shards of the parameters; None if the parameters are whole."""
-        return self._stage_shards
 
     def _hides_states(self) -> bool:
         """Whether this rank has only a part of the optimizer's states, for Tripwires."""

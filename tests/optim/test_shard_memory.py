@@ -60,6 +60,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Sequential, ReplicatedMemo
     """Return a linear layer in bucket 1, another in bucket 0, and a custom module in bucket 2; all values become 7
     when they arrive."""
     monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Custom())
     parameters = dict(module.named_parameters())
     units = [
@@ -126,7 +127,7 @@ def test_replaced_data_is_taken_over_and_memory_is_given_back(made: Any) -> None
     module, memory, _ = made
     module[0].weight.data = torch.full((3, 3), 5.0)
     memory.adopt()
-    assert torch.equal(memory._units[1].values[:9], torch.full((9,), 5.0))
+    assert torch.equal(memory.units[1].values[:9], torch.full((9,), 5.0))
     memory.close()
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in module.parameters())
 
