@@ -20,8 +20,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import CommQueue, Work
-from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim.reducer import UnitReducer
+from lightning_holmes.optim.reducer import UnitReducer, thawed_late
 from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.optim.unit import Unit, side_by_side, sum_dtype
 from lightning_holmes.plan.placement import Placement
@@ -99,6 +98,7 @@ class BucketReducer(UnitReducer):
             for unit in self.units:
                 _gradient_of(unit).zero_()
         self._is_new, self._in_batch, self._is_last = False, True, last
+        self.show(())
         self._attach(self._gradients)
         self.on_laid_out()
         self._unreduced = set(self._stages)
@@ -141,6 +141,7 @@ class BucketReducer(UnitReducer):
     def end(self) -> None:
         """End a batch: move the gradients out of ``p.grad``."""
         self._in_batch = False
+        self._refuse_thawed()
         self._views.clear()
         self.show(())
 
@@ -229,10 +230,7 @@ class BucketReducer(UnitReducer):
 
     def _place_of_late(self, name: str) -> Tensor:
         if name not in self._gradients:
-            raise UnsupportedModuleError(
-                f"{name} was frozen when the batch began, and is trained in it: its gradient would be lost. Set requires_grad in "
-                f"on_train_batch_start or before"
-            )
+            raise thawed_late(name)
         return self._late.setdefault(name, torch.zeros_like(self._gradients[name]))
 
     # reductions

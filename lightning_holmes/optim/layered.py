@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import CommQueue, Work
-from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
+from lightning_holmes.errors import AbsentValueError
 from lightning_holmes.optim.reducer import UnitReducer
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
 from lightning_holmes.optim.stage_shards import StageShards
@@ -163,17 +163,8 @@ class LayeredReducer(UnitReducer):
                 unit.gradient.add_(share)
 
     def end(self) -> None:
-        """End a batch: sum gradients of parameters that other pipeline ranks hold, too, over these ranks, then over the replicas.
-
-        Raises:
-            UnsupportedModuleError: a parameter is trained now that was frozen when the batch began, and so has no buffer.
-        """
-        late = [n for n, p in self.parameters.items() if p.requires_grad and n not in self._hooks]
-        if late:
-            raise UnsupportedModuleError(
-                f"{late[0]} was frozen when the batch began, and is trained in it: its gradient would be lost. Set requires_grad in "
-                f"on_train_batch_start or before, or use {self.shards.cure}"
-            )
+        """End a batch: sum gradients of parameters that other pipeline ranks hold, too, over these ranks, then over the replicas."""
+        self._refuse_thawed()
         self._in_batch = False
         if None in self._open:
             for unit, buffer in zip(self._trained[None], self._open[None], strict=True):

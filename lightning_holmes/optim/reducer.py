@@ -22,6 +22,7 @@ from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.unit import Unit
 from lightning_holmes.plan.placement import Placement
 
@@ -121,16 +122,17 @@ class UnitReducer:
         return self._reached
 
     def _attach(self, views: Mapping[str, Tensor]) -> None:
-        """Let gradients accumulate in ``views``, by name."""
-        self._views |= views
+        """Let gradients accumulate in ``views``, by name; those of hooked parameters only, so that others show in ``p.grad``."""
         for name, view in views.items():
-            parameter = self.parameters[name]
-            parameter.grad = view if _accumulates_in(view, parameter) else None
+            if name in self._hooks:
+                parameter = self.parameters[name]
+                parameter.grad = view if _accumulates_in(view, parameter) else None
+                self._views[name] = view
 
     def _detach(self, unit: Unit) -> None:
         for name in unit.names:
-            self._views.pop(name, None)
-            self.parameters[name].grad = None
+            if self._views.pop(name, None) is not None:
+                self.parameters[name].grad = None
 
     def _hook_parameters(self, names: Iterable[str]) -> None:
         """Hook those of the parameters that are trained now."""
@@ -163,6 +165,16 @@ class UnitReducer:
     def _place_of_late(self, name: str) -> Tensor:
         """Return where a gradient is added whose unit is not attached."""
         raise NotImplementedError
+
+    def _refuse_thawed(self) -> None:
+        """At the end of a batch, refuse gradients of parameters that were frozen when it began.
+
+        Raises:
+            UnsupportedModuleError: names the first of them.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and name not in self._hooks:
+                raise thawed_late(name)
 
     def _passed(self, name: str) -> None:
         """Note that a gradient of a parameter has been accumulated."""
@@ -197,6 +209,14 @@ class UnitReducer:
         self._hooks.clear()
         self._views.clear()
         self.queue.close()
+
+
+def thawed_late(name: str) -> UnsupportedModuleError:
+    """Return the refusal of a parameter that is trained in a batch in which it has no place for its gradient."""
+    return UnsupportedModuleError(
+        f"{name} was frozen when the batch began, and is trained in it: its gradient would be lost. Set requires_grad in "
+        f"on_train_batch_start or before"
+    )
 
 
 def _accumulates_in(view: Tensor, parameter: Tensor) -> bool:

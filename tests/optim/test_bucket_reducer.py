@@ -176,10 +176,12 @@ def test_thawing_a_parameter_lays_the_buckets_out_anew() -> None:
     torch.testing.assert_close(module[1].weight.grad, 2 * before)
 
 
-def test_a_parameter_that_is_thawed_in_a_batch_is_refused() -> None:
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_parameter_that_is_thawed_in_a_batch_is_refused(before: int) -> None:
     module = nn.Linear(2, 2)
     reducer = alone(dict(module.named_parameters()))
-    run(reducer, [lambda: module(torch.ones(1, 2)).sum()])
+    for _ in range(before):
+        run(reducer, [lambda: module(torch.ones(1, 2)).sum()])
     module.bias.requires_grad_(False)
 
     def loss() -> Tensor:
