@@ -63,37 +63,30 @@ def test_separability(
     """
     holder = _holds_parameters(optimizer)
     if holder:
-        return Separability(level="none", reason=holder, element_keys=(), state_bytes=0.0)
-    level: Level = "elements"
-    reason, keys, most = "", [], 0.0
-    seen: dict[str, _GroupResult] = {}
+        return _none(holder)
+    found: dict[str, Separability] = {}
+    known = []
     for group in optimizer.param_groups if groups is None else groups:
         cases = sorted({(max(1, p.ndim), p.dtype) for p in group["params"]}, key=str)
         options = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr", "initial_lr", "name")}
-        known = repr((cases, options))
-        if known not in seen:
-            seen[known] = _test_group(optimizer, group, cases, device)
-        result = seen[known]
-        keys.append(result.element_keys)
-        most = max(most, result.state_bytes)
-        if _ORDER.index(result.level) > _ORDER.index(level):
-            level, reason = result.level, result.reason
-    couples = any(result.couples for result in seen.values())
-    return Separability(level=level, reason=reason, element_keys=tuple(keys), state_bytes=most, couples=couples)
+        known.append(repr((cases, options)))
+        if known[-1] not in found:
+            found[known[-1]] = _test_group(optimizer, group, cases, device)
+    of_groups = [found[of_group] for of_group in known]
+    worst = max(of_groups, key=lambda result: _ORDER.index(result.level), default=_ANY)
+    return Separability(
+        level=worst.level,
+        reason=worst.reason,
+        element_keys=tuple(keys for result in of_groups for keys in result.element_keys),
+        state_bytes=max((result.state_bytes for result in of_groups), default=0.0),
+        couples=any(result.couples for result in of_groups),
+    )
 
 
 test_separability.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
 
 _ORDER: tuple[Level, ...] = ("elements", "parameters", "none")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupResult:
-    level: Level
-    reason: str
-    element_keys: frozenset[str]
-    state_bytes: float
-    couples: bool = False
+_ANY = Separability(level="elements", reason="", element_keys=(), state_bytes=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +104,8 @@ def marks_of(parameter: Tensor) -> dict[str, Any]:
 
 def _test_group(
     optimizer: Optimizer, group: Mapping[str, Any], cases: Sequence[tuple[int, torch.dtype]], device: torch.device
-) -> _GroupResult:
+) -> Separability:
+    """Return the result for one group, with one entry of ``element_keys``."""
     name = type(optimizer).__name__
     level: Level = "elements"
     reason, keys, num_bytes = "", frozenset[str](), 0.0
@@ -122,24 +116,26 @@ def _test_group(
         try:
             (whole,) = _run(optimizer, group, [start], [[g] for g in steps])
         except Exception as error:
-            why = f"{name} cannot step a tensor of shape {shape} by itself ({type(error).__name__}: {error})"
-            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=0.0)
+            return _none(f"{name} cannot step a tensor of shape {shape} by itself ({type(error).__name__}: {error})")
         if torch.allclose(whole.value, start, rtol=1e-4, atol=0.0):
-            why = f"{name} did not change a parameter in a trial step, so that it cannot be tested"
-            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=0.0)
+            return _none(f"{name} did not change a parameter in a trial step, so that it cannot be tested")
         keys |= {k for k, v in whole.state.items() if isinstance(v, Tensor) and v.shape == whole.value.shape}
         held = sum(v.numel() * v.element_size() for v in whole.state.values() if isinstance(v, Tensor))
         num_bytes = max(num_bytes, held / start.numel())
         difference = _differs_by_elements(optimizer, group, start, steps, whole)
         if difference and level == "elements":
-            level, reason = (
-                "parameters",
-                f"what {name} makes of an element depends on the rest of its parameter ({difference})",
-            )
+            level = "parameters"
+            reason = f"what {name} makes of an element depends on the rest of its parameter ({difference})"
         if (difference or level == "elements") and _differs_by_parameters(optimizer, group, start, steps, whole):
             why = f"what {name} makes of a parameter depends on the other parameters of its group"
-            return _GroupResult(level="none", reason=why, element_keys=frozenset(), state_bytes=num_bytes, couples=True)
-    return _GroupResult(level=level, reason=reason, element_keys=keys, state_bytes=num_bytes)
+            return _none(why, state_bytes=num_bytes, couples=True)
+    return Separability(level=level, reason=reason, element_keys=(keys,), state_bytes=num_bytes)
+
+
+def _none(reason: str, *, state_bytes: float = 0.0, couples: bool = False) -> Separability:
+    return Separability(
+        level="none", reason=reason, element_keys=(frozenset(),), state_bytes=state_bytes, couples=couples
+    )
 
 
 def _differs_by_elements(
