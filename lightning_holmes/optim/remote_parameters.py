@@ -303,10 +303,6 @@ class RemoteParameters(StageShards):
         """Return the replica that saves a parameter and its states: parameters are distributed round-robin."""
         return list(self.parameters).index(name) % self.num_replicas
 
-    def hold(self, names: Collection[str]) -> list[Unit]:
-        """Refuse: hooks that read parameters are rejected before they get here."""
-        raise AssertionError(f"a hook is shown {names}, which optimizer nodes hold")
-
     def put(self, write: Callable[[], None]) -> None:
         super().put(write)
         self.version += 1

@@ -216,39 +216,44 @@ class ShardedHost(LocalHost):
         self._memory.adopt()
         if self._master:
             self._adopt_values()
-        self._shown.clear()
         any_gradient = False
         for piece, tensor in self._tensors.items():
-            parameter = self._memory.parameters[piece.name]
             if piece.unit == FROZEN or piece.name not in reached:
                 tensor.grad = None
                 continue
             any_gradient = True
-            if self.whole_gradients:
-                self._shown[piece.name] = (parameter.grad, _version(parameter.grad))
-            if tensor is parameter:
-                continue
             if self.whole_gradients and not self._master:
-                tensor.grad = self._part_of(piece, parameter.grad)
+                self._take_whole(piece, tensor)
             else:
                 tensor.grad = self._memory.gradient(piece).to(tensor.dtype).view(tensor.shape)
         if self._filler is not None:
             self._filler.grad = None if any_gradient else torch.zeros_like(self._filler)
+        self._note_shown()
 
     def absorb(self) -> None:
-        """Copy changes that the user's hooks have made to ``p.grad`` to the gradients of the pieces."""
+        """Take over changes that the user's hooks have made to ``p.grad``."""
         if not self.whole_gradients:
             return
         for piece, tensor in self._tensors.items():
-            parameter = self._memory.parameters[piece.name]
-            if tensor is parameter or piece.unit == FROZEN:
-                continue
+            gradient = self._memory.parameters[piece.name].grad
             shown, version = self._shown.get(piece.name, (None, 0))
-            same = parameter.grad is shown
-            if same and (not self._master or _version(parameter.grad) == version):
-                continue
-            tensor.grad = None if parameter.grad is None else self._part_of(piece, parameter.grad).to(tensor.dtype)
-            self._shown[piece.name] = (parameter.grad, _version(parameter.grad))
+            is_same = self._master and gradient is shown and _version(gradient) == version
+            if piece.unit != FROZEN and not is_same:
+                self._take_whole(piece, tensor)
+        self._note_shown()
+
+    def _take_whole(self, piece: Piece, tensor: nn.Parameter) -> None:
+        """Give a piece its part of ``p.grad``, of which it is a view if the types are equal."""
+        parameter = self._memory.parameters[piece.name]
+        if tensor is parameter:
+            return
+        tensor.grad = None
+        if parameter.grad is not None:
+            local = dtensor.local_part(parameter.grad)
+            if not local.is_contiguous():  # a hook's; the piece's gradient could not be a view of it
+                local = local.contiguous()
+                parameter.grad = dtensor.like(local, parameter)
+            tensor.grad = local.view(-1)[piece.start : piece.stop].view(tensor.shape).to(tensor.dtype)
 
     def unscaled(self, factor: float) -> None:
         """Multiply the parts of whole gradients that are in no piece by ``factor``, by which the scaler has unscaled the pieces."""
@@ -257,15 +262,11 @@ class ShardedHost(LocalHost):
         self._note_shown()
 
     def _note_shown(self) -> None:
-        """Record the present ``p.grad``, so that :meth:`absorb` does not take it for a change by a hook."""
-        for name in self._shown:
-            gradient = self._memory.parameters[name].grad
-            self._shown[name] = (gradient, _version(gradient))
-
-    def _part_of(self, piece: Piece, gradient: Tensor | None) -> Tensor:
-        assert gradient is not None
-        tensor = self._tensors[piece]
-        return dtensor.local_part(gradient).reshape(-1)[piece.start : piece.stop].view(tensor.shape)
+        """Record the present ``p.grad``, so that :meth:`absorb` does not take it for a change by a hook. Without master weights it need not
+        know, since gradients of pieces are views."""
+        if self.whole_gradients and self._master:
+            gradients = {name: self._memory.parameters[name].grad for name in self._group_of}
+            self._shown = {name: (gradient, _version(gradient)) for name, gradient in gradients.items()}
 
     def _stepped(self) -> None:
         if self._master:

@@ -23,13 +23,12 @@ class StageBuffers:
 
     Args:
         sizes: the tensors of each stage, in the order in which the stages take turns.
-        num_buffers: how many buffers there are; if there are as many as stages, each stage has its own.
     """
 
-    def __init__(self, sizes: Mapping[int, Sizes], device: torch.device, *, num_buffers: int = NUM_BUFFERS) -> None:
+    def __init__(self, sizes: Mapping[int, Sizes], device: torch.device) -> None:
         self._sizes = dict(sizes)
-        self._places = {stage: index % num_buffers for index, stage in enumerate(sizes)}
-        most = [0] * num_buffers
+        self._places = {stage: index % NUM_BUFFERS for index, stage in enumerate(sizes)}
+        most = [0] * NUM_BUFFERS
         for stage, place in self._places.items():
             most[place] = max(most[place], num_bytes(sizes[stage]))
         self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in most]

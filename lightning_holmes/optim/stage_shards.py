@@ -32,7 +32,7 @@ from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.optim.shard_memory import ShardMemory
-from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
+from lightning_holmes.optim.stage_buffers import StageBuffers, allocate
 from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, deal_parameters, holders_of, side_by_side
 
 _SMALL = 1 / 16  # of the largest stage's bytes: the memory that small stages may take beside the buffers
@@ -89,7 +89,6 @@ class StageShards(ShardMemory):
         self._abandoned = False
         self._held: set[int | None] = set()
         self._common: tuple[Work, Sequence[Tensor]] | None = None
-        self._num_buffers = NUM_BUFFERS
         self._absence = Absence() if absence is None else absence
         self._compiled = {} if compiled is None else compiled
         self._sources = {
@@ -154,7 +153,7 @@ class StageShards(ShardMemory):
     def _make_buffers(self) -> None:
         by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
         device = next((unit.device for unit in self.units), torch.device("cpu"))
-        self._buffers = StageBuffers(by_stage, device, num_buffers=self._num_buffers)
+        self._buffers = StageBuffers(by_stage, device)
 
     def _cut(self, names: Sequence[str], stage: int | None, ranks: tuple[int, ...]) -> Unit:
         """Make the next unit of these parameters, side by side, and record its pieces."""
@@ -376,10 +375,9 @@ class StageShards(ShardMemory):
 
     def put(self, write: Callable[[], None]) -> None:
         """Make all parameters whole, run ``write``, which writes to them, and keep the new values. All replicas must call."""
-        self.bring_into(self.parameters, self.parameters)
+        units = self.hold(self.parameters)
         write()
-        for unit in self.units:
-            self._keep(unit)
+        self.let_go(units)
 
     def close(self) -> None:
         """Give each parameter its whole values again, in memory of its own. All replicas must call.
