@@ -9,7 +9,7 @@ States and files are handled by lightning_holmes.checkpoint.
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
 from lightning_holmes.optim.remote import RemoteOptimizer
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit
@@ -108,7 +109,9 @@ class RunCheckpoints:
         if shards is not None and self._are_collected_when_written:
             self.manager.collected = self._parameters_in_turn(run, shards)
             return checkpoints.module_part(run.pipeline, {})
-        collected = self._collected_parameters(shards)
+        collected = None if shards is None else self._collected(shards, shards.collect)
+        if shards is not None:
+            self._close_queue(shards)
         if self._writes_folders:
             return checkpoints.module_part(run.pipeline, collected)
         root = self._gathering_rank()
@@ -135,17 +138,15 @@ class RunCheckpoints:
                 yield names[name], value
         self._close_queue(shards)
 
-    def _collected_parameters(self, shards: StageShards | None) -> Mapping[str, Any] | None:
-        """If parameters are sharded, return whole ones, each on the replica that writes it; else None."""
-        if shards is None:
-            return None
+    def _collected(
+        self, shards: StageShards | OwnedStates, collect: Callable[[Callable[[str], int]], Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
+        """Return what ``shards`` hold by parameter name, whole, each on the replica that writes it. All replicas call."""
         if self._has_failed_beside_others:
             return {}
         first = self.job.place_of_rank_0[1]
         with self.job.explaining():
-            found = shards.collect(shards.destination if self._writes_folders else lambda name: first)
-        self._close_queue(shards)
-        return found
+            return collect(shards.destination if self._writes_folders else lambda name: first)
 
     def _close_queue(self, shards: StageShards) -> None:
         """Close the queue that collecting parameters uses, which nothing else closes after a run."""
@@ -172,7 +173,8 @@ class RunCheckpoints:
             states = self._states_in_turn(fit, fit.shards.each_state(fit.shards.destination), f"optimizer_{index}")
             self.manager.collected = itertools.chain(self.manager.collected, states)
             return checkpoints.optimizer_part(optimizer, names, fit.pipeline, {})
-        collected = self._collected_states(fit)
+        owned = fit.shards
+        collected = None if owned is None else self._collected(owned, lambda target: dict(owned.each_state(target)))
         if self._writes_folders:
             return checkpoints.optimizer_part(optimizer, names, fit.pipeline, collected)
         root = self._gathering_rank()
@@ -197,17 +199,6 @@ class RunCheckpoints:
             if fit.pipeline.is_owner(name):
                 for key, value in state.items():
                     yield [(optimizer, "state", name, key)], value
-
-    def _collected_states(self, fit: Fit) -> dict[str, dict[str, Any]] | None:
-        """If the optimizer is sharded, return its states, each on the replica that writes it; else None."""
-        shards = fit.shards
-        if shards is None:
-            return None
-        if self._has_failed_beside_others:
-            return {}
-        first = self.job.place_of_rank_0[1]
-        with self.job.explaining():
-            return dict(shards.each_state(shards.destination if self._writes_folders else lambda name: first))
 
     @property
     def _are_collected_when_written(self) -> bool:
