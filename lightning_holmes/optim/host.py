@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.optim.bucket_reducer import BucketReducer
-from lightning_holmes.optim.clip import clip_by_norm, norm_over_groups
 from lightning_holmes.optim.finite import check_finite
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.loss_scale import LossScale
 from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.shard_states import OwnedStates
-from lightning_holmes.torch_private import clamp_all
+from lightning_holmes.torch_private import clamp_all, multiply_all
 
 
 class OptimizerHost:
@@ -144,15 +143,34 @@ class LocalHost(OptimizerHost):
             and self._is_owner(name)
             and (first or dtensor.is_split(self._reducer.parameters[name]))
         ]
-        return norm_over_groups(gradients, groups, self._device)
+        norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._device)
+        if all(group is None for group in groups):
+            return norm
+        squared = norm.to(self._device, torch.float64 if self._device.type == "cpu" else torch.float32).square()
+        for group in groups:
+            if group is not None:
+                dist.all_reduce(squared, group=group)
+        return squared.sqrt().float()
 
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         parameters = list(parameters)
-        clip_by_norm(_gradients_of(parameters), max_norm, self.norm(parameters))
+        self.absorb()
+        factor = torch.clamp(max_norm / (self._step_norm(parameters) + 1e-6), max=1.0)  # as torch does
+        multiply_all(self._clipped(parameters), factor)
+        self._note_shown()
 
     def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        clamp_all(_gradients_of(parameters), max_value)
+        self.absorb()
+        clamp_all(self._clipped(parameters), max_value)
+        self._note_shown()
 
+    def _step_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm by which gradients are clipped; ``parameters``: the optimizer's."""
+        return self._whole_norm(parameters)
 
-def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]
+    def _clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return every gradient that clipping scales, each element once; ``parameters``: the optimizer's."""
+        return [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]
+
+    def _note_shown(self) -> None:
+        """Note that ``p.grad`` has been changed here, and not by a hook."""

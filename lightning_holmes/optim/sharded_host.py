@@ -30,14 +30,13 @@ from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.bucket_reducer import BucketReducer
-from lightning_holmes.optim.clip import clip_by_norm
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.host import LocalHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
 from lightning_holmes.optim.unit import Piece, holders_of
-from lightning_holmes.torch_private import clamp_all, tensor_version
+from lightning_holmes.torch_private import tensor_version
 
 FROZEN = -1
 """``Piece.unit`` of a parameter that is not trained now, and so is in no unit."""
@@ -330,17 +329,10 @@ class ShardedHost(LocalHost):
         names = {name for name, p in self._reducer.parameters.items() if id(p) in given}
         return self._norm((entry for entry in self._owned() if entry[0] in names), self._over)
 
-    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        self.absorb()
-        clip_by_norm(self._clipped(), max_norm, self._norm(self._owned(), self._over))
-        self._note_shown()
+    def _step_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        return self._norm(self._owned(), self._over)
 
-    def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        self.absorb()
-        clamp_all(self._clipped(), max_value)
-        self._note_shown()
-
-    def _clipped(self) -> list[Tensor]:
+    def _clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return every gradient that clipping scales, each element once; including whole gradients that hooks see."""
         own = [dtensor.local_part(t.grad) for t in self._tensors.values() if t.grad is not None]
         return [*own, *self._rest_of_whole()]
