@@ -3,7 +3,7 @@
 The schedule says when (FETCH, RELEASE, REDUCE_GRADIENTS), an exchange says how. The runner calls it for every such
 action, and for backwards. The exchanges share parameters, gradients and optimizer states among replicas in different ways:
 
-exchange                      parameters              fetch, release     reduce              states
+exchange                      parameters              unshard, reshard   reduce              states
 LocalReducer                  on the one replica      nothing            nothing             there
 BucketReducer                 on every replica        nothing            sum over replicas   on every replica
 BucketReducer, with a         on every replica        nothing (the step  reduce-scatter      1/dp (ZeRO stage 1, arXiv 1910.02054)
@@ -24,11 +24,11 @@ from lightning_holmes.comm.queue import Work
 class ParameterExchange(Protocol):
     """The exchange of one run. Every rank of a stage's replicas must make the same calls in the same order."""
 
-    def fetch(self, stage: int) -> Work | None:
+    def unshard(self, stage: int) -> Work | None:
         """Start to fetch the parameters of ``stage``. The stage's first computation waits for the work that is
         returned; None: the parameters are here, or the code that reads one waits for it."""
 
-    def release(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         """Let go of the parameters of ``stage``: nothing computes with them before the next fetch."""
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
@@ -49,10 +49,10 @@ class LocalExchange:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def fetch(self, stage: int) -> None:
+    def unshard(self, stage: int) -> None:
         """Do nothing: the parameters are here."""
 
-    def release(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         """Do nothing: the parameters stay."""
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:

@@ -109,11 +109,11 @@ class BucketReducer(UnitReducer):
             self._unready = [len(unit.names) for unit in self.units]
             self._place = {n: index for index, unit in enumerate(self.units) for n in unit.names}
 
-    def fetch(self, stage: int) -> None:
+    def unshard(self, stage: int) -> None:
         """Do nothing: every replica holds the parameters. Those that a sharded optimizer has updated are gathered bucket by bucket, and a
         read waits for its bucket (shard_memory.py); a fetch that waited for a whole stage would overlap less."""
 
-    def release(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         """Do nothing: the parameters stay."""
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:

@@ -91,13 +91,13 @@ class LayeredReducer(UnitReducer):
         self._unreduced = set(self._stages)
         self._is_new, self._in_batch = False, True
 
-    def fetch(self, stage: int) -> Work:
+    def unshard(self, stage: int) -> Work:
         """Gather the parameters of ``stage``; all replicas must call."""
-        return self.shards.fetch(stage)
+        return self.shards.unshard(stage)
 
-    def release(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         """Free the parameters of ``stage``."""
-        self.shards.release(stage)
+        self.shards.reshard(stage)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Refuse: no schedule that frees stages splits its backwards."""

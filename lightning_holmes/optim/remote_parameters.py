@@ -8,8 +8,8 @@ worker keeps no shard of it: for P bytes of parameters it receives P bytes for e
     layouts = parameters.lay_out_units(master_weights=False)     # for each node
     parameters.links = nodes.open(...)
     parameters.lay_out(by_elements=True)                                        # from now on nodes hold the values
-    parameters.fetch(1).wait()
-    parameters.release(1)
+    parameters.unshard(1).wait()
+    parameters.reshard(1)
 """
 
 import functools

@@ -9,8 +9,8 @@ own, and so are the parameters of stages that are small beside the largest one: 
 
     shards = StageShards(parameters, stages=(0, 1, 2), stages_of=..., shared={}, size=4, rank=0, queue=queue, collective=...)
     pieces = shards.lay_out(by_elements=True)      # from now on this rank holds only its shards
-    shards.fetch(1).wait()                         # all replicas: stage 1 is whole
-    shards.release(1)
+    shards.unshard(1).wait()                         # all replicas: stage 1 is whole
+    shards.reshard(1)
     values = shards.collect(lambda name: 0)        # whole, on replica 0
     shards.close()                                 # whole on every replica again
 
@@ -250,7 +250,7 @@ class StageShards(ShardMemory):
 
     # a step
 
-    def fetch(self, stage: int) -> Work:
+    def unshard(self, stage: int) -> Work:
         """Start to gather the parameters of ``stage``; they are whole after ``wait`` of the returned work. All replicas must call."""
         if not self._held:  # a step begins
             for name in self.parameters:
@@ -295,7 +295,7 @@ class StageShards(ShardMemory):
         if self._compiled.get(name, True):
             self._absence.hide(self.parameters[name], self._sources[name])
 
-    def release(self, stage: int) -> None:
+    def reshard(self, stage: int) -> None:
         """Free the parameters of ``stage``, and after the last stage also the parameters that several stages read.
 
         Raises:

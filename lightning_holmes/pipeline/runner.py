@@ -133,11 +133,11 @@ class _Batch:
             self._send_gradient(action)
             self.observer.add("send_gradient", start, stage, action.microbatch)
         elif op is Op.FETCH:
-            work = self.exchange.fetch(stage)
+            work = self.exchange.unshard(stage)
             if work is not None:
                 self.fetches[stage] = work
         elif op is Op.RELEASE:
-            self.exchange.release(stage)
+            self.exchange.reshard(stage)
         elif op is Op.REDUCE_GRADIENTS:
             self.exchange.reduce(stage)
         else:

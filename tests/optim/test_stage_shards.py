@@ -86,19 +86,19 @@ def test_a_stage_is_whole_only_while_it_is_held(by_elements: bool) -> None:
     assert all(is_blank(p) and p.shape == before[n].shape for n, p in module.named_parameters())
     for piece in pieces:  # the optimizer's parameters are those that the module had
         assert torch.equal(shards.values(piece), before[piece.name].flatten()[piece.start : piece.stop])
-    shards.fetch(0).wait()
-    ahead = shards.fetch(1)
+    shards.unshard(0).wait()
+    ahead = shards.unshard(1)
     held = {n for n, p in module.named_parameters() if not is_blank(p)}
     assert held == {"layers.0.weight", "layers.0.bias", "scale"}, "what several stages read is there with the first one"
     memory = module.layers[0].weight.untyped_storage().data_ptr()
-    shards.release(0)
+    shards.reshard(0)
     ahead.wait()
-    shards.fetch(2).wait()
+    shards.unshard(2).wait()
     assert module.layers[2].weight.untyped_storage().data_ptr() == memory, "two buffers take turns"
     assert torch.equal(module.layers[1].bias, before["layers.1.bias"])
-    shards.release(1)
+    shards.reshard(1)
     assert not is_blank(module.scale)
-    shards.release(2)
+    shards.reshard(2)
     assert all(is_blank(p) for p in module.parameters())
     _check_twin(shards, before)
     shards.values(pieces[0]).add_(1)
@@ -129,13 +129,13 @@ def test_small_stages_stay_for_the_step() -> None:
     shards.lay_out(by_elements=True)
     stays = {name for unit in shards.units if unit.stage is None for name in unit.names}
     assert stays == {"1.weight", "1.bias", "3.weight"}, "the second BatchNorm would make it more than a sixteenth"
-    shards.fetch(0).wait()
+    shards.unshard(0).wait()
     assert {name for name, p in by_name.items() if not is_blank(p)} == stays | {"0.weight", "0.bias"}
     for stage in (1, 2, 3, 4):
-        shards.fetch(stage).wait()
-        shards.release(stage - 1)
+        shards.unshard(stage).wait()
+        shards.reshard(stage - 1)
         assert not any(is_blank(by_name[name]) for name in stays)
-    shards.release(4)
+    shards.reshard(4)
     assert all(map(is_blank, by_name.values()))
 
 
@@ -172,16 +172,16 @@ def test_what_autograd_has_saved_is_still_right_when_another_stage_was_between()
     expected = torch.autograd.grad((module.layers[0](x) * module.scale).tanh().sum(), x)[0]
     shards, _ = shards_of(module)
     shards.lay_out(by_elements=True)
-    shards.fetch(0).wait()
+    shards.unshard(0).wait()
     output = (module.layers[0](x) * module.scale).tanh().sum()
-    ahead = shards.fetch(1)
-    shards.release(0)
+    ahead = shards.unshard(1)
+    shards.reshard(0)
     ahead.wait()
-    other = shards.fetch(2)  # into the buffer of stage 0
+    other = shards.unshard(2)  # into the buffer of stage 0
     other.wait()
-    shards.release(2)
-    again = shards.fetch(0)
-    shards.release(1)
+    shards.reshard(2)
+    again = shards.unshard(0)
+    shards.reshard(1)
     again.wait()
     torch.testing.assert_close(torch.autograd.grad(output, x)[0], expected)
 
@@ -229,25 +229,25 @@ def _layered_batch(module: Net, shards: StageShards, reducer: LayeredReducer, of
     """Run all stages forward, then backward in reverse, all microbatches through each."""
     inputs = [[x.clone().requires_grad_() for x in of_batch]]
     outputs: list[list[Tensor]] = []
-    shards.fetch(0).wait()
+    shards.unshard(0).wait()
     for stage in range(3):
         if stage < 2:
-            ahead = shards.fetch(stage + 1)
+            ahead = shards.unshard(stage + 1)
         made = [module.layers[stage](x) for x in inputs[stage]]
         made = [(y * module.scale).square().mean() for y in made] if stage == 2 else made
         outputs.append(made)
         inputs.append([y.detach().requires_grad_() for y in made])
         if stage < 2:
-            shards.release(stage)
+            shards.reshard(stage)
             ahead.wait()
     for stage in (2, 1, 0):
         if stage:
-            ahead = shards.fetch(stage - 1)
+            ahead = shards.unshard(stage - 1)
         for count, output in enumerate(outputs[stage]):
             reducer.backward(stage, first=count == 0, last=count == 1)
             output.backward(None if stage == 2 else inputs[stage + 1][count].grad)
         reducer.reduce(stage)
-        shards.release(stage)
+        shards.reshard(stage)
         if stage:
             ahead.wait()
 
@@ -256,14 +256,14 @@ def run_layer_1(reducer: LayeredReducer, shards: StageShards) -> None:
     """Run a batch that reaches one layer."""
     reducer.begin(last=True)
     for stage in (2, 1, 0):
-        shards.fetch(stage).wait()
+        shards.unshard(stage).wait()
         reducer.backward(stage, first=True, last=True)
         if stage == 1:
             shards.parameters["layers.1.weight"].sum().backward()
             bias = shards.parameters["layers.1.bias"]
             (2 * bias.sum()).backward() if bias.requires_grad else None
         reducer.reduce(stage)
-        shards.release(stage)
+        shards.reshard(stage)
     reducer.end()
     reducer.finish(last=True)
 

@@ -68,7 +68,7 @@ class Exchange(LocalExchange):
         super().__init__(driver.module)
         self._driver = driver
 
-    def fetch(self, stage: int) -> Any:
+    def unshard(self, stage: int) -> Any:
         return Arriving(list(self._driver.pipeline.parameters_of(stage).values()))
 
 
