@@ -174,8 +174,9 @@ class BucketReducer(UnitReducer):
             parameter.grad = None if view is None else dtensor.like(view.to(parameter.dtype), parameter)
 
     def close(self) -> None:
+        for unit in self.units:  # which the memory of a sharded optimizer keeps
+            unit.gradient = None
         super().close()
-        self.units.clear()
         self._gradients.clear()
         self._late.clear()
 

@@ -185,3 +185,8 @@ class LayeredReducer(UnitReducer):
 
     def show(self, names: Collection[str]) -> None:
         """Do nothing: ``p.grad`` stays empty, and pieces get their gradients from ``unit.gradient``."""
+
+    def close(self) -> None:
+        super().close()
+        self._trained.clear()
+        del self._buffers  # a host outlives the run, for its states

@@ -208,6 +208,7 @@ class UnitReducer:
             hook.remove()
         self._hooks.clear()
         self._views.clear()
+        self.units.clear()
         self.queue.close()
 
 

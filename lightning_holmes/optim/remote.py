@@ -5,8 +5,7 @@ its own step does nothing. After it the commit is sent, with these options. Clip
 commit.
 
     reducer = RemoteReducer(parameters, groups, placement, device, ..., is_eager=True)           # in place of LayeredReducer
-    states = RemoteOptimizer(optimizer, names, parameters, reducer)                              # in place of ShardedHost
-    host = RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=None)          # in place of ShardedHost
+    host = RemoteHost(optimizer, names, parameters, reducer, groups, ...)                        # in place of ShardedHost
 """
 
 import functools
@@ -125,12 +124,13 @@ class RemoteReducer(LayeredReducer):
         self.shards.queue.close()
 
 
-class RemoteOptimizer:
-    """Stands for the states of ``optimizer`` that optimizer nodes hold. All replicas must create one, with equal arguments.
+class RemoteHost(OptimizerHost):
+    """Optimizer nodes step, and hold the states; implements OwnedStates, too. All replicas must create one, with equal arguments.
 
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
-        scales: whether a GradScaler checks for overflows.
+        is_owner: whether this rank's copy of a parameter, by name, is the one that counts in a norm.
+        scaler: the scaler of ``precision="16-mixed"``, or None.
     """
 
     whole_gradients = False
@@ -141,23 +141,32 @@ class RemoteOptimizer:
         names: Sequence[Sequence[str]],
         parameters: RemoteParameters,
         reducer: RemoteReducer,
+        groups: ProcessGroups,
         *,
-        scales: bool = False,
+        is_owner: Callable[[str], bool],
+        scaler: Any,
     ) -> None:
-        self.optimizer, self._scales = optimizer, scales
-        self.edits: list[tuple[str, float]] = []
+        self.optimizer, self._scaler = optimizer, scaler
+        self._edits: list[tuple[str, float]] = []
         """The changes that unscaling and clipping make to this window's gradients, in order; see ``Edit`` in node/unit.py."""
-        self.stepped = {name for of_group in names for name in of_group}
+        self._stepped = {name for of_group in names for name in of_group}
         self._parameters, self._reducer = parameters, reducer
-        self._groups = [list(of_group) for of_group in names]
+        self._group_names = [list(of_group) for of_group in names]
+        self._groups, self._is_owner = groups, is_owner
         held = parameters.parameters
-        first = {n: dict(optimizer.state[held[n]]) for n in self.stepped if optimizer.state.get(held[n])}
+        first = {n: dict(optimizer.state[held[n]]) for n in self._stepped if optimizer.state.get(held[n])}
         for group in optimizer.param_groups:
             _empty(group)
         optimizer.state.clear()
         self.loaded(first)
         reducer.options = lambda: options_of(optimizer)
         self._hook = AfterStep(optimizer, self._commit)
+
+    @property
+    def shards(self) -> "RemoteHost":
+        return self
+
+    # a step
 
     def prepare(self) -> None:
         """Before a batch: send parameter groups that were added meanwhile to the nodes; the groups hold no parameters afterwards. All
@@ -167,7 +176,7 @@ class RemoteOptimizer:
             UnsupportedModuleError: nodes cannot step a new group, or the parameters of an earlier group were changed.
         """
         groups = self.optimizer.param_groups
-        if len(groups) == len(self._groups) and not any(group["params"] for group in groups):
+        if len(groups) == len(self._group_names) and not any(group["params"] for group in groups):
             return
         added = self._added_groups()
         if added:
@@ -177,10 +186,10 @@ class RemoteOptimizer:
 
     def _take_groups(self, names: Sequence[list[str]]) -> None:
         """Send the new groups to the nodes, and wait until these have added them, so that later requests can refer to them."""
-        groups, parameters = self.optimizer.param_groups[len(self._groups) :], self._parameters.parameters
+        groups, parameters = self.optimizer.param_groups[len(self._group_names) :], self._parameters.parameters
         found = test_separability(self.optimizer, torch.device("cpu"), groups)  # nodes step on the CPU
         kind = type(self.optimizer)
-        reason = refusal_of_groups(groups, found, scales=self._scales)
+        reason = refusal_of_groups(groups, found, scales=self._scaler is not None)
         if kind.add_param_group is not Optimizer.add_param_group:
             reason = reason or "it overrides add_param_group, which nodes do not call"
         if reason:
@@ -189,19 +198,19 @@ class RemoteOptimizer:
                 f"optimizer_nodes=0"
             )
         marks = marks_on(parameters, names)
-        options = options_of(self.optimizer)[len(self._groups) :]
+        options = options_of(self.optimizer)[len(self._group_names) :]
         message = {"options": options, "names": list(names), "marks": marks}
         self._parameters.ask(Action.GROUPS, everyone=True, message=message)
-        self._groups += names
-        self.stepped |= {name for of_group in names for name in of_group}
+        self._group_names += names
+        self._stepped |= {name for of_group in names for name in of_group}
 
     def _added_groups(self) -> list[list[str]]:
         """Return the names of this rank's parameters in each new group; earlier groups hold no parameters, or the same ones again
         (compat/finetuning.py)."""
         name_of = {id(p): n for n, p in self._parameters.parameters.items()}
         held = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        known = len(self._groups)
-        if len(held) < known or any(now not in ([], then) for now, then in zip(held, self._groups, strict=False)):
+        known = len(self._group_names)
+        if len(held) < known or any(now not in ([], then) for now, then in zip(held, self._group_names, strict=False)):
             raise UnsupportedModuleError(
                 f"the parameter groups of {type(self.optimizer).__name__} were changed while the module trains, and optimizer nodes step "
                 f"those that they know: add groups by add_param_group, or use optimizer_nodes=0"
@@ -209,15 +218,70 @@ class RemoteOptimizer:
         return held[known:]
 
     def _commit(self) -> None:
-        if len(self.optimizer.param_groups) != len(self._groups):
+        if len(self.optimizer.param_groups) != len(self._group_names):
             raise UnsupportedModuleError(
                 f"{type(self.optimizer).__name__} was given a parameter group between a batch's beginning and its step, when optimizer nodes "
                 f"may have updated layers already: add it in on_train_batch_start or before, or use optimizer_nodes=0"
             )
-        message = {"edits": list(self.edits), "options": options_of(self.optimizer)}
+        message = {"edits": list(self._edits), "options": options_of(self.optimizer)}
         self._parameters.tell_all(Action.COMMIT, number=self._reducer.window, message=message)
         self._reducer.is_half_done = False
         self._parameters.version += 1
+
+    def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
+        """Show no gradients in ``p.grad``: the nodes have them. After the ``last`` batch of a window, forget the edits."""
+        if last:
+            self._edits.clear()
+
+    def loss_factor(self) -> float | Tensor:
+        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+    def unscale(self, factor: float) -> bool:
+        """Let the nodes multiply gradients by ``factor`` before they step; returns whether any is not finite, on any stage. All ranks
+        must call."""
+        overflows = not all(self._parameters.ask(Action.FINITE, number=self._reducer.window))
+        if self._groups.pipeline is not None:
+            overflows = any_of(overflows, self._groups.pipeline)
+        self._edits.append(("scale", factor))
+        return overflows
+
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        given = {id(p) for p in parameters}
+        return self._norm({name for name, p in self._parameters.parameters.items() if id(p) in given})
+
+    def _norm(self, names: set[str]) -> Tensor:
+        self._check_deferred("a norm of gradients is asked for")
+        if not self._reducer.is_complete:
+            raise UnsupportedModuleError(
+                "a norm of gradients is asked for before the last batch of accumulate_grad_batches: optimizer nodes sum them, and "
+                "know it after that batch; ask in on_before_optimizer_step, or use optimizer_nodes=0"
+            )
+        counted = [name for name in names if self._is_owner(name)]
+        message = {"names": counted, "edits": list(self._edits)}
+        squared = math.fsum(self._parameters.ask(Action.NORM, number=self._reducer.window, message=message))
+        found = torch.tensor(squared, dtype=torch.float64, device=self._groups.builder.device)
+        if self._groups.pipeline is not None:
+            dist.all_reduce(found, group=self._groups.pipeline)
+        return found.sqrt().float()
+
+    def _check_deferred(self, what: str) -> None:
+        if self._reducer.is_eager:
+            raise UnsupportedModuleError(
+                f"{what} where no hook announces it, and optimizer nodes have updated layers with them already: do it in "
+                f"on_before_optimizer_step or configure_gradient_clipping, for which nodes wait"
+            )
+
+    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+        """Scale the gradients of all parameters that the optimizer steps, whatever ``parameters`` holds, to at most ``max_norm``."""
+        factor = torch.clamp(max_norm / (self._norm(self._stepped) + 1e-6), max=1.0)
+        self._edits.append(("scale", factor.item()))
+
+    def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
+        self._check_deferred("gradients are clipped")
+        self._edits.append(("clamp", float(max_value)))
+
+    def abandon(self) -> None:
+        self._parameters.abandon()
 
     # states
 
@@ -230,7 +294,7 @@ class RemoteOptimizer:
     @property
     def names(self) -> set[str]:
         """The parameters whose states this rank reads from a checkpoint: the first replica reads them all, and sends them to the nodes."""
-        return self.stepped if self._parameters.replica == 0 else set()
+        return self._stepped if self._parameters.replica == 0 else set()
 
     def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
         """Return no states: the groups hold no parameters on this rank."""
@@ -314,87 +378,3 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
         f"this {type(optimizer).__name__} steps after the fit for which it was made: optimizer nodes have taken its parameters and states; "
         f"make a new one, in configure_optimizers for a fit, or use optimizer_nodes=0"
     )
-
-
-class RemoteHost(OptimizerHost):
-    """Optimizer nodes step.
-
-    Args:
-        is_owner: whether this rank's copy of a parameter, by name, is the one that counts in a norm.
-        scaler: the scaler of ``precision="16-mixed"``, or None.
-    """
-
-    def __init__(
-        self,
-        shards: RemoteOptimizer,
-        reducer: RemoteReducer,
-        groups: ProcessGroups,
-        *,
-        is_owner: Callable[[str], bool],
-        scaler: Any,
-    ) -> None:
-        self._scaler = scaler
-        self._shards = shards
-        self._reducer, self._groups, self._is_owner = reducer, groups, is_owner
-
-    @property
-    def shards(self) -> RemoteOptimizer:
-        return self._shards
-
-    def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
-        """Show no gradients in ``p.grad``: the nodes have them. After the ``last`` batch of a window, forget the edits."""
-        if last:
-            self.shards.edits.clear()
-
-    def loss_factor(self) -> float | Tensor:
-        return 1.0 if self._scaler is None else float(self._scaler.get_scale())
-
-    def unscale(self, factor: float) -> bool:
-        """Let the nodes multiply gradients by ``factor`` before they step; returns whether any is not finite, on any stage. All ranks
-        must call."""
-        overflows = not all(self._reducer.shards.ask(Action.FINITE, number=self._reducer.window))
-        if self._groups.pipeline is not None:
-            overflows = any_of(overflows, self._groups.pipeline)
-        self.shards.edits.append(("scale", factor))
-        return overflows
-
-    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        given = {id(p) for p in parameters}
-        return self._norm({name for name, p in self._reducer.parameters.items() if id(p) in given})
-
-    def _norm(self, names: set[str]) -> Tensor:
-        self._check_deferred("a norm of gradients is asked for")
-        if not self._reducer.is_complete:
-            raise UnsupportedModuleError(
-                "a norm of gradients is asked for before the last batch of accumulate_grad_batches: optimizer nodes sum them, and "
-                "know it after that batch; ask in on_before_optimizer_step, or use optimizer_nodes=0"
-            )
-        counted = [name for name in names if self._is_owner(name)]
-        message = {"names": counted, "edits": list(self.shards.edits)}
-        squared = math.fsum(self._reducer.shards.ask(Action.NORM, number=self._reducer.window, message=message))
-        found = torch.tensor(squared, dtype=torch.float64, device=self._groups.builder.device)
-        if self._groups.pipeline is not None:
-            dist.all_reduce(found, group=self._groups.pipeline)
-        return found.sqrt().float()
-
-    def _check_deferred(self, what: str) -> None:
-        if self._reducer.is_eager:
-            raise UnsupportedModuleError(
-                f"{what} where no hook announces it, and optimizer nodes have updated layers with them already: do it in "
-                f"on_before_optimizer_step or configure_gradient_clipping, for which nodes wait"
-            )
-
-    def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-        """Scale the gradients of all parameters that the optimizer steps, whatever ``parameters`` holds, to at most ``max_norm``."""
-        factor = torch.clamp(max_norm / (self._norm(self.shards.stepped) + 1e-6), max=1.0)
-        self.shards.edits.append(("scale", factor.item()))
-
-    def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
-        self._check_deferred("gradients are clipped")
-        self.shards.edits.append(("clamp", float(max_value)))
-
-    def abandon(self) -> None:
-        self._reducer.shards.abandon()
-
-    def close(self) -> None:
-        self.shards.close()

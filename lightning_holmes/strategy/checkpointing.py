@@ -23,7 +23,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
-from lightning_holmes.optim.remote import RemoteOptimizer
+from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.building import WAITS
@@ -82,7 +82,7 @@ class RunCheckpoints:
     def _is_half_done(self) -> bool:
         """Whether optimizer nodes have stepped some layers and not others; stays True if the run has failed in that state."""
         shards = None if self.fit is None else self.fit.shards
-        return isinstance(shards, RemoteOptimizer) and shards.is_half_done
+        return isinstance(shards, RemoteHost) and shards.is_half_done
 
     # what a checkpoint holds
 

@@ -23,7 +23,7 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.loss_weights import start_loss_scales
-from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer
+from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
 from lightning_holmes.optim.shard_states import OwnedStates
@@ -151,7 +151,7 @@ class Fit(Run):
             self.gradients = self._make_whole_gradients(self._found, scaler)
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.reducer, self.gradients.host.shards
-        if isinstance(self.shards, RemoteOptimizer):
+        if isinstance(self.shards, RemoteHost):
             self.shards.optimizer.state = StateOnNodes(self.shards.optimizer)  # type: ignore[assignment]
         undo.callback(self._close_gradients)
         if self._averages is not None and self.stage_shards is not None and not options.optimizer_nodes:
@@ -377,7 +377,7 @@ class Fit(Run):
         names = self.parameter_groups.names_of(optimizer)
         with self.job.explaining():
             checkpoint.load_optimizer_state(optimizer, saved, names, self.pipeline.local_parameters, self.shards)
-        if isinstance(self.shards, RemoteOptimizer):
+        if isinstance(self.shards, RemoteHost):
             optimizer.state = StateOnNodes(optimizer)  # type: ignore[assignment]
         optimizers_to_device([optimizer], self.job.connection.device)
 

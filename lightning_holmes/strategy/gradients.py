@@ -16,7 +16,7 @@ from lightning_holmes.optim.host import LocalHost, OptimizerHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import describe_optimizer
 from lightning_holmes.optim.reducer import LocalReducer
-from lightning_holmes.optim.remote import RemoteHost, RemoteOptimizer, RemoteReducer, marks_on
+from lightning_holmes.optim.remote import RemoteHost, RemoteReducer, marks_on
 from lightning_holmes.optim.remote_parameters import RemoteParameters, Tree
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.sharded_host import ShardedHost, ShardedStep
@@ -223,11 +223,11 @@ def make_remote_gradients(
         collective=None,
         is_eager=is_eager,
     )
-    states = RemoteOptimizer(optimizer, names, remote, reducer, scales=scaler is not None)
-    reducer.on_laid_out = states.prepare
+    host = RemoteHost(optimizer, names, remote, reducer, groups, is_owner=pipeline.is_owner, scaler=scaler)
+    reducer.on_laid_out = host.prepare
     return Gradients(
         reducer=reducer,
-        host=RemoteHost(states, reducer, groups, is_owner=pipeline.is_owner, scaler=scaler),
+        host=host,
     )
 
 
