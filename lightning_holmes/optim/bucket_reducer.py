@@ -98,7 +98,8 @@ class BucketReducer(UnitReducer):
             for unit in self.units:
                 _gradient_of(unit).zero_()
         self._is_new, self._in_batch, self._is_last = False, True, last
-        self.show(())
+        for name in self.parameters.keys() - self._gradients.keys():
+            self.parameters[name].grad = None
         self._attach(self._gradients)
         self.on_laid_out()
         self._unreduced = set(self._stages)

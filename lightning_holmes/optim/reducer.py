@@ -23,7 +23,7 @@ from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim.unit import Unit
+from lightning_holmes.optim.unit import Unit, sum_dtype
 from lightning_holmes.plan.placement import Placement
 
 
@@ -110,6 +110,7 @@ class UnitReducer:
         self._shared = join_shared(groups, placement, list(shared))
         self._views: dict[str, Tensor] = {}
         self._hooks: dict[str, RemovableHandle] = {}
+        self._direct: set[str] = set()  # parameters whose gradients autograd adds into their views
         self._touched: set[str] = set()
         self._reached: frozenset[str] = frozenset()
         self._unreduced: set[int] = set()  # stages of this batch whose gradients may still grow
@@ -125,8 +126,7 @@ class UnitReducer:
         """Let gradients accumulate in ``views``, by name; those of hooked parameters only, so that others show in ``p.grad``."""
         for name, view in views.items():
             if name in self._hooks:
-                parameter = self.parameters[name]
-                parameter.grad = view if _accumulates_in(view, parameter) else None
+                self.parameters[name].grad = view if name in self._direct else None
                 self._views[name] = view
 
     def _detach(self, unit: Unit) -> None:
@@ -139,14 +139,17 @@ class UnitReducer:
         for name in names:
             parameter = self.parameters[name]
             if name not in self._hooks and parameter.requires_grad:
+                if sum_dtype(parameter.dtype) == parameter.dtype and not dtensor.is_dtensor(parameter):
+                    self._direct.add(name)
                 self._hooks[name] = parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
+        is_direct = name in self._direct
+
         def arrived(parameter: Tensor) -> None:
             if not self._in_batch:
                 return  # the user's own backward, between batches
-            view = self._views.get(name)
-            if view is None or not _accumulates_in(view, parameter):
+            if not is_direct or name not in self._views:
                 if parameter.grad is not None:
                     self._accumulate(name, parameter.grad)
                 parameter.grad = None
@@ -218,8 +221,3 @@ def thawed_late(name: str) -> UnsupportedModuleError:
         f"{name} was frozen when the batch began, and is trained in it: its gradient would be lost. Set requires_grad in "
         f"on_train_batch_start or before"
     )
-
-
-def _accumulates_in(view: Tensor, parameter: Tensor) -> bool:
-    """Whether autograd can accumulate a parameter's gradients directly into its view."""
-    return view.dtype == parameter.dtype and not dtensor.is_dtensor(parameter)
