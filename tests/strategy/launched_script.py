@@ -5,16 +5,19 @@ python launched_script.py DEVICES [NODES [RANK_THAT_FAILS]]
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
-from strategy_cases import Classifier, samples
 from torch.utils.data import DataLoader
 
 import lightning_holmes  # noqa: F401
 from lightning_holmes import HolmesStrategy
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for what strategy_cases imports from there
+from strategy_cases import Classifier, samples
 
 
 class Fails(Callback):

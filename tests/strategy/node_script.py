@@ -4,14 +4,17 @@ python node_script.py ACCELERATOR
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from strategy_cases import Classifier, samples
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # for what strategy_cases imports from there
+from strategy_cases import Classifier, samples
 
 
 class Mine(torch.optim.SGD):
