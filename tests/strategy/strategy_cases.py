@@ -7,7 +7,6 @@ plain Lightning returns in one process.
 import gc
 import math
 import os
-import random
 import traceback
 import warnings
 from dataclasses import dataclass, field
@@ -571,22 +570,6 @@ def case_all_steps(setting: Setting) -> Any:
     return results
 
 
-class TwoLoaders(Classifier):
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        loss = self.loss(batch)[0]
-        self.log("val_loss", loss, sync_dist=True)
-        if dataloader_idx == 1:
-            self.log("only_second", loss + 1, add_dataloader_idx=False, sync_dist=True)
-
-
-def case_two_loaders(setting: Setting) -> Any:
-    module = build(TwoLoaders)
-    trainer = setting.trainer()
-    vals = [setting.loader(samples(16, 1)), setting.loader(samples(8, 2))]
-    trainer.fit(module, setting.loader(samples()), vals)
-    return outcome(setting, trainer, module)
-
-
 class DiffersByRank(Dataset[Any]):
     """Data that are right on rank 0 only."""
 
@@ -607,30 +590,6 @@ def case_broadcast_batch(setting: Setting) -> Any:
     trainer = setting.trainer()
     loader = setting.loader(DiffersByRank(setting.rank))
     trainer.fit(module, loader, loader)
-    return outcome(setting, trainer, module)
-
-
-class Augmented(Dataset[Any]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = samples()[index]
-        return x + 0.1 * torch.randn(8) + 0.1 * random.random(), y
-
-
-def case_workers(setting: Setting) -> Any:
-    module = build()
-    pl.seed_everything(3, workers=True, verbose=False)
-    try:
-        trainer = setting.trainer()
-        trainer.fit(
-            module,
-            setting.loader(Augmented(), num_workers=2, shuffle=True),
-            setting.loader(Augmented(), num_workers=2),
-        )
-    finally:
-        os.environ.pop("PL_SEED_WORKERS", None)
     return outcome(setting, trainer, module)
 
 

@@ -14,7 +14,7 @@ from strategy_cases import CASES, Classifier, Resumable, Setting, build, differe
 
 # with several microbatches a step runs several times, which the first and the last of these cases would see
 WHOLE_BATCHES = ["collects", "broadcast_batch", "resume", "front_state", "paces"]
-REPLICATED = ["logs", "metrics", "callbacks", "accumulate", "groups", "all_steps", "two_loaders", "resume"]
+REPLICATED = ["logs", "metrics", "callbacks", "accumulate", "groups", "all_steps", "resume"]
 PIPELINE = [name for name in CASES if name not in ("collects", "front_state", "paces", "resume")]
 STAGES = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
