@@ -14,11 +14,7 @@ from recipes.gpt import GPT
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "recipes/gpt_tiny/config.yaml"
-SMALL = [
-    "--model.init_args.hidden_size=16",
-    "--model.init_args.num_layers=2",
-    "--data.init_args.max_bytes=50000",
-]
+SMALL = ["--model.init_args.hidden_size=16", "--model.init_args.num_layers=2", "--data.init_args.max_bytes=50000"]
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +118,7 @@ def test_check_options_win_and_a_difference_is_exit_code_1(capsys, checked):
     assert code == 1, err
     assert "THE TABLE" in out
     kwargs = checked[0][2]
-    assert [kwargs[name] for name in ("num_microbatches", "pipeline_parallel_size", "schedule")] == [
-        3,
-        1,
-        "gpipe",
-    ]
+    assert [kwargs[name] for name in ("num_microbatches", "pipeline_parallel_size", "schedule")] == [3, 1, "gpipe"]
 
 
 def test_check_of_a_checkpoint(capsys, checked, tmp_path):

@@ -22,11 +22,7 @@ def fit(tmp_path, callbacks: list[Callback], model: LightningModule | None = Non
         model = GPT(hidden_size=16, num_layers=1, num_heads=2, sequence_length=16)
     options = {"max_steps": 4, "val_check_interval": 2}
     trainer = quiet_trainer(
-        devices=1,
-        callbacks=callbacks,
-        default_root_dir=tmp_path,
-        log_every_n_steps=1,
-        **{**options, **kwargs},
+        devices=1, callbacks=callbacks, default_root_dir=tmp_path, log_every_n_steps=1, **{**options, **kwargs}
     )
     trainer.fit(model, data)
     return trainer
@@ -93,12 +89,7 @@ def test_summary_names_checkpoints_loggers_and_losses(tmp_path, capsys, monkeypa
         TensorBoardLogger(tmp_path / "t"),
     ]
     checkpoint = ModelCheckpoint(dirpath=tmp_path / "ckpt", filename="best", monitor="val_loss", save_last=True)
-    fit(
-        tmp_path,
-        [RunSummary(), Throughput(), checkpoint],
-        logger=loggers,
-        enable_checkpointing=True,
-    )
+    fit(tmp_path, [RunSummary(), Throughput(), checkpoint], logger=loggers, enable_checkpointing=True)
     out = capsys.readouterr().out
     whole = "".join(c for c in out if c.isalnum() or c in "/._-")  # the table wraps long paths over several lines
     for text in ("train_loss", "val_loss", "tokens/s, mean", "seconds", "offline-run-", "lightning_logs"):

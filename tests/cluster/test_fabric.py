@@ -58,11 +58,7 @@ def host(name: str, *rdma: RdmaPort, eth: str | None = "10.0.0.{}/24", **more: o
     interfaces = [Interface(name="eth0", kind="ethernet", up=True, addresses=(eth.format(number),))] if eth else []
     return replace(
         HostInventory(
-            name=name,
-            identity=name,
-            rdma=rdma,
-            interfaces=tuple(interfaces),
-            main_interface="eth0" if eth else None,
+            name=name, identity=name, rdma=rdma, interfaces=tuple(interfaces), main_interface="eth0" if eth else None
         ),
         **more,  # type: ignore[arg-type]
     )

@@ -81,11 +81,7 @@ def host(name: str, number: int, kind: str | None = None, fast: str | None = Non
         addresses=(fast or f"127.2.0.{number}/24",),
     )
     return HostInventory(
-        name=name,
-        identity=name,
-        rdma=(port,) if kind is not None else (),
-        interfaces=(eth,),
-        main_interface="plain0",
+        name=name, identity=name, rdma=(port,) if kind is not None else (), interfaces=(eth,), main_interface="plain0"
     )
 
 
@@ -154,9 +150,7 @@ def test_a_topology_file_wins_and_is_completed() -> None:
                 name="y",
                 hosts=(
                     Host(
-                        name="a",
-                        devices=1,
-                        nics=(Nic(name="fast0", kind="roce"), Nic(name="mlx9", kind="infiniband")),
+                        name="a", devices=1, nics=(Nic(name="fast0", kind="roce"), Nic(name="mlx9", kind="infiniband"))
                     ),
                 ),
             ),
@@ -181,8 +175,7 @@ def test_a_topology_file_wins_and_is_completed() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     store, inventory = HashStore(), host("a", 1)
     results = on_all_ranks(
-        4,
-        lambda rank: rank == 2 or discover_topology(store, rank, 4, local=inventory, timeout_s=2.0),
+        4, lambda rank: rank == 2 or discover_topology(store, rank, 4, local=inventory, timeout_s=2.0)
     )
     for rank in (0, 1, 3):
         assert isinstance(results[rank], RemoteError) and "from rank 2 while" in str(results[rank]), results[rank]

@@ -176,9 +176,7 @@ def test_hostile_peers_do_no_harm(listener: Listener) -> None:
 def two_clusters() -> Topology:
     def host(name: str, kind: str) -> Host:
         return Host(
-            name=name,
-            devices=1,
-            nics=(nic("mlx5_0", "127.1.0.1", kind=kind, rate=25e9), nic("eth0", "127.0.0.1")),
+            name=name, devices=1, nics=(nic("mlx5_0", "127.1.0.1", kind=kind, rate=25e9), nic("eth0", "127.0.0.1"))
         )
 
     a = Cluster(name="a", hosts=tuple(host(f"a{index}", "infiniband") for index in range(3)), fabric="infiniband")

@@ -50,22 +50,14 @@ def test_reads_a_file(tmp_path: Path) -> None:
         clusters=(
             Cluster(
                 name="berlin",
-                hosts=(
-                    Host(name="node-0", devices=4, nics=nics),
-                    Host(name="node-1", devices=4, nics=nics),
-                ),
+                hosts=(Host(name="node-0", devices=4, nics=nics), Host(name="node-1", devices=4, nics=nics)),
             ),
             Cluster(name="paris", hosts=(Host(name="gpu", devices=8),)),
         ),
         links=(Link(ends=("berlin", "paris"), transport="ethernet", bandwidth_bytes_per_s=3.125e9, latency_s=50e-6),),
     )
     assert topology.num_devices == 16
-    assert [topology.cluster_of_rank(rank).name for rank in (0, 7, 8, 15)] == [
-        "berlin",
-        "berlin",
-        "paris",
-        "paris",
-    ]
+    assert [topology.cluster_of_rank(rank).name for rank in (0, 7, 8, 15)] == ["berlin", "berlin", "paris", "paris"]
     with pytest.raises(ConfigurationError, match=r"rank 16 .*topology\.yaml.* 0 to 15"):
         topology.cluster_of_rank(16)
 
@@ -117,12 +109,7 @@ def test_round_trip_is_exact(name: str, bandwidth: float, latency: float) -> Non
             Cluster(name=name + "2", hosts=(Host(name=name + "2", devices=3),)),
         ),
         links=(
-            Link(
-                ends=(name, name + "2"),
-                transport="ethernet",
-                bandwidth_bytes_per_s=bandwidth,
-                latency_s=latency,
-            ),
+            Link(ends=(name, name + "2"), transport="ethernet", bandwidth_bytes_per_s=bandwidth, latency_s=latency),
         ),
     )
     assert Topology.from_yaml_text(topology.to_yaml()) == topology
@@ -150,8 +137,7 @@ def test_bandwidths(text: str, bytes_per_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("2 ms", 2e-3), ("50us", 50e-6), ("300 ns", 300e-9), ("0", 0.0), ("0.25", 0.25), ("1 s", 1.0)],
+    ("text", "seconds"), [("2 ms", 2e-3), ("50us", 50e-6), ("300 ns", 300e-9), ("0", 0.0), ("0.25", 0.25), ("1 s", 1.0)]
 )
 def test_latencies(text: str, seconds: float) -> None:
     assert Topology.from_yaml_text(GOOD.replace("50 us", text)).links[0].latency_s == seconds

@@ -330,8 +330,7 @@ def test_a_configure_model_that_needs_ranks_is_told_that_there_are_none(capsys):
 
 
 @pytest.mark.parametrize(
-    ("devices", "count"),
-    [("2", 2), ("0,1", 2), ("0,", 1), ("[0,1,3]", 3), ("auto", 8), ("-1", 8)],
+    ("devices", "count"), [("2", 2), ("0,1", 2), ("0,", 1), ("[0,1,3]", 3), ("auto", 8), ("-1", 8)]
 )
 def test_devices_are_counted_as_lightning_counts_them(capsys, monkeypatch, devices, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

@@ -53,10 +53,7 @@ def case_without_a_length_the_last_batch_steps_too(run: Run):
     return weights(module)
 
 
-@each(
-    by_epoch=({0: 1, 1: 2, 2: 4}, [4, 2, 1]),
-    from_a_later_epoch=({2: 2}, [4, 4, 2]),
-)
+@each(by_epoch=({0: 1, 1: 2, 2: 4}, [4, 2, 1]), from_a_later_epoch=({2: 2}, [4, 4, 2]))
 def case_a_scheduler_changes_the_number(run: Run, value: Any):
     scheduling, steps = value
     calls = Calls(

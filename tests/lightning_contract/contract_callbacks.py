@@ -6,13 +6,7 @@ import pytest
 import torch
 from contract import TWO, Run, each, refused
 from contract_models import Calls, Net, batches, same, weights
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    EMAWeightAveraging,
-    LambdaCallback,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, LambdaCallback, WeightAveraging
 
 
 def case_the_module_brings_callbacks(run: Run):

@@ -225,10 +225,7 @@ def case_the_module_reaches_its_data_module(run: Run):
     assert module.found == 3
 
 
-@each(
-    training_without_length=lambda: (Stream, True),
-    a_random_sampler=lambda: (Rows, False),
-)
+@each(training_without_length=lambda: (Stream, True), a_random_sampler=lambda: (Rows, False))
 def case_other_samplers_are_left_alone(run: Run, make: Any):
     kind, streams = make()
     data = kind(4)

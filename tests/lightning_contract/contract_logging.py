@@ -80,10 +80,7 @@ def case_takes(run: Run, make: Any):
 
 
 @each(
-    a_word=lambda: "word",
-    a_list=lambda: [1.0],
-    a_dict=lambda: {"inner": 1.0},
-    a_tensor_of_many=lambda: torch.ones(3),
+    a_word=lambda: "word", a_list=lambda: [1.0], a_dict=lambda: {"inner": 1.0}, a_tensor_of_many=lambda: torch.ones(3)
 )
 def case_refuses(run: Run, make: Any):
     class Takes(Net):

@@ -147,10 +147,7 @@ def case_several_save_side_by_side(run: Run):
     assert len(run.files("a/*.ckpt")) == len(run.files("b/*.ckpt")) == 1
 
 
-@each(
-    without_a_logger=(False, "checkpoints"),
-    with_a_logger=(True, "lightning_logs/version_0/checkpoints"),
-)
+@each(without_a_logger=(False, "checkpoints"), with_a_logger=(True, "lightning_logs/version_0/checkpoints"))
 def case_finds_its_folder(run: Run, value: Any):
     logger, folder = value
     trainer = run.fit(Net(), batches(1), logger=logger, enable_checkpointing=True)

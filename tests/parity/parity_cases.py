@@ -65,12 +65,7 @@ def baseline_of(fit: Fit) -> Fit:
     assert fit.layout is not None
     if family.draws or (fit.precision == "bf16-true" and fit.layout.pipeline_parallel_size > 1):
         layout = replace(
-            fit.layout,
-            pipeline_parallel_size=1,
-            schedule="1f1b",
-            num_chunks=1,
-            partition=None,
-            sharding="none",
+            fit.layout, pipeline_parallel_size=1, schedule="1f1b", num_chunks=1, partition=None, sharding="none"
         )
         return replace(fit, layout=layout)
     if family.microbatch_is_batch:

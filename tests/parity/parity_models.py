@@ -479,11 +479,7 @@ FAMILIES = {
     "qwen2": Family(build=build_hf("qwen2"), data=make_full_texts),
     "gemma3": Family(
         build=build_hf(
-            "gemma3_text",
-            head_dim=8,
-            sliding_window=4,
-            query_pre_attn_scalar=8,
-            layer_types=alternating_attention,
+            "gemma3_text", head_dim=8, sliding_window=4, query_pre_attn_scalar=8, layer_types=alternating_attention
         ),
         data=make_ragged_texts,
     ),
@@ -504,7 +500,4 @@ FAMILIES = {
     "checkpoint_dropout": Family(build=lambda n: Stack(n, checkpointing="around", dropout=0.3), draws=True),
 }
 
-REFUSED = {
-    "skip": Family(build=SkipNet),
-    "router_loss": Family(build=RouterLoss),
-}
+REFUSED = {"skip": Family(build=SkipNet), "router_loss": Family(build=RouterLoss)}

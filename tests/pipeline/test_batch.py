@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
-from lightning_holmes.pipeline.batch import (
-    BatchSplitter,
-    merge_outputs,
-    microbatch_bounds,
-    signature,
-    weighted_mean,
-)
+from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, microbatch_bounds, signature, weighted_mean
 from lightning_holmes.pipeline.checksum import Checksum
 
 Pair = namedtuple("Pair", ["x", "y"])

@@ -156,10 +156,7 @@ def test_no_layout_has_more_stages_of_one_fabric(layout: tuple[list[tuple[int, s
     hosts, pipeline, tensor = layout
     topology = on_fabrics(hosts)
     placement = make_placement(
-        topology,
-        world_size=topology.num_devices,
-        pipeline_parallel_size=pipeline,
-        tensor_parallel_size=tensor,
+        topology, world_size=topology.num_devices, pipeline_parallel_size=pipeline, tensor_parallel_size=tensor
     )
     names = [(host.name, frozenset(nic.fabric for nic in host.nics)) for _, host in topology.places()]
     for stage in range(pipeline):

@@ -5,14 +5,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from published import (
-    ZERO3_ROWS,
-    fit_efficiencies,
-    hybrid_costs,
-    predict_published,
-    predict_row,
-    through_one_card,
-)
+from published import ZERO3_ROWS, fit_efficiencies, hybrid_costs, predict_published, predict_row, through_one_card
 from published_h100 import LLAMA_ROWS, predict_llama
 
 from lightning_holmes.plan.device_type import DEVICE_TYPES

@@ -15,11 +15,7 @@ from lightning_holmes.plan.simulator import Route, StepCosts, simulate
 
 def run(name: str, costs: StepCosts, microbatches: int, *, ranks: int, chunks: int = 1, forward_only: bool = False):
     schedule = make_schedule(
-        name,
-        pipeline_parallel_size=ranks,
-        num_microbatches=microbatches,
-        num_chunks=chunks,
-        forward_only=forward_only,
+        name, pipeline_parallel_size=ranks, num_microbatches=microbatches, num_chunks=chunks, forward_only=forward_only
     )
     return simulate(schedule, costs)
 

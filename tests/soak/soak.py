@@ -22,24 +22,10 @@ if __name__ == "__main__":
     sys.path[:0] = [str(tests), str(tests / "strategy")]
 
 from agent import Expected, Report, Run, expected_of
-from faults import (
-    KINDS,
-    KINDS_OF_HOSTS,
-    KINDS_OF_LINKS,
-    Case,
-    Layout,
-    draw,
-    draw_elastic,
-    draw_on_network,
-    lasting,
-)
+from faults import KINDS, KINDS_OF_HOSTS, KINDS_OF_LINKS, Case, Layout, draw, draw_elastic, draw_on_network, lasting
 from soak_hosts import Hosts
 
-_DRAWN = {
-    "hosts": (draw, lasting),
-    "network": (draw_on_network, None),
-    "elastic": (draw_elastic, None),
-}
+_DRAWN = {"hosts": (draw, lasting), "network": (draw_on_network, None), "elastic": (draw_elastic, None)}
 _expected: dict[tuple[str, int], Expected] = {}
 
 

@@ -3,13 +3,7 @@
 from pathlib import Path
 
 import pytest
-from faults import (
-    ELASTIC,
-    LAYOUTS,
-    Case,
-    Fault,
-    draw,
-)
+from faults import ELASTIC, LAYOUTS, Case, Fault, draw
 from soak import soak
 
 pytestmark = [pytest.mark.xdist_group("soak"), pytest.mark.usefixtures("testbed_works")]

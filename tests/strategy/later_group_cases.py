@@ -127,11 +127,7 @@ TARGETS: dict[str, Make] = {
         pipeline_parallel_size=1, num_microbatches=2, save_distributed_checkpoint=False
     ),
 }
-RESUMED = {
-    "plain": ("disk",),
-    "file": ("no node", "plain"),
-    "folder": ("a stage's node each",),
-}
+RESUMED = {"plain": ("disk",), "file": ("no node", "plain"), "folder": ("a stage's node each",)}
 """By source of the checkpoint, the layouts in which it is resumed."""
 REFUSED = ("disk", "finetuning", "early")
 """The target, change and time that are refused. The refusal comes in mid-run, maybe on one worker only, and ends the other

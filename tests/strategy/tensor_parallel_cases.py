@@ -8,12 +8,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_holmes import HolmesStrategy

@@ -104,14 +104,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 MEASURED = {"schedule": "auto", "gradient_sync": "auto"}
 
 
-@pytest.mark.parametrize(
-    ("layout", "later"),
-    [
-        ("node", "thawed once"),
-        ("disk", "frozen"),
-        ("shards", "a group"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "later"), [("node", "thawed once"), ("disk", "frozen"), ("shards", "a group")])
 def test_a_job_that_is_started_again_goes_on_with_it(
     layout: str, later: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

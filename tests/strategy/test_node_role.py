@@ -47,13 +47,7 @@ def node(port: int) -> Callable[[], int]:
 
 def rank_0(count: int = 1) -> OptimizerNodes:
     return OptimizerNodes(
-        count,
-        num_hosts=1,
-        master=None,
-        is_rank_0=True,
-        ask_rank_0=lambda ask: ask(),
-        timeout=None,
-        topology=TOPOLOGY,
+        count, num_hosts=1, master=None, is_rank_0=True, ask_rank_0=lambda ask: ask(), timeout=None, topology=TOPOLOGY
     )
 
 

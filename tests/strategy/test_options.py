@@ -9,12 +9,7 @@ import pytest
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError
 
-SWITCHES = (
-    "broadcast_batch",
-    "async_checkpoint",
-    "master_weights",
-    "save_distributed_checkpoint",
-)
+SWITCHES = ("broadcast_batch", "async_checkpoint", "master_weights", "save_distributed_checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,4 @@ from testbed.errors import TestbedError, TestbedUnavailable
 from testbed.layout import TestbedOptions
 from testbed.processes import HostResult
 
-__all__ = [
-    "HostResult",
-    "NicBytes",
-    "Testbed",
-    "TestbedError",
-    "TestbedOptions",
-    "TestbedUnavailable",
-    "find_problem",
-]
+__all__ = ["HostResult", "NicBytes", "Testbed", "TestbedError", "TestbedOptions", "TestbedUnavailable", "find_problem"]

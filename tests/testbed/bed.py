@@ -30,14 +30,7 @@ from lightning_holmes.errors import ConfigurationError
 from testbed import made_up_sysfs, netlink, state
 from testbed.cgroup import CpuGroup, find_cpu_hierarchy
 from testbed.errors import TestbedError, TestbedUnavailable
-from testbed.layout import (
-    PREFIX,
-    HostLayout,
-    Layout,
-    TestbedOptions,
-    make_layout,
-    namespace_prefix,
-)
+from testbed.layout import PREFIX, HostLayout, Layout, TestbedOptions, make_layout, namespace_prefix
 from testbed.processes import HostCommand, HostResult, run_commands
 
 _GRACE_S = 30.0

@@ -103,14 +103,7 @@ def reducer_of(pipeline: Any) -> LayeredReducer:
     )
     shards.lay_out(by_elements=True)
     return LayeredReducer(
-        shards,
-        ALONE,
-        Placement(((0,),)),
-        CPU,
-        stages=pipeline.stages,
-        shared=[],
-        queue=queue,
-        collective=None,
+        shards, ALONE, Placement(((0,),)), CPU, stages=pipeline.stages, shared=[], queue=queue, collective=None
     )
 
 

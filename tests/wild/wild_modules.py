@@ -1483,10 +1483,7 @@ class CheckpointAcross(Wild):
         return checkpoint_sequential(self.net, 2, batch[0], use_reentrant=False).pow(2).mean()
 
 
-@case(
-    "checkpoint_sequential with 2 chunks a rank",
-    options={"schedule": "interleaved_1f1b", "num_chunks": 2},
-)
+@case("checkpoint_sequential with 2 chunks a rank", options={"schedule": "interleaved_1f1b", "num_chunks": 2})
 class CheckpointChunks(CheckpointAcross):
     pass
 

@@ -42,10 +42,7 @@ def costs(
     clusters = tuple(Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(card,)),)) for name in ("east", "west"))
     network = Network(Topology(clusters=clusters), local_bytes_per_s=1e12)
     model = ModelCost(
-        microbatch_samples=1,
-        layers=(LAYER,) * layers,
-        after=LayerCost(forward=head, backward=2 * head),
-        **changes,
+        microbatch_samples=1, layers=(LAYER,) * layers, after=LayerCost(forward=head, backward=2 * head), **changes
     )
     device = DeviceType(name="host", peak_flops_per_s=1.0, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0)
     return CostModel(model, network, devices=(device,) * 2, training=Training(batch_samples=batch), host_speeds=speeds)
@@ -59,10 +56,7 @@ def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said
     assert "8, 4 layers, self_adapting" in note and "by count a step would take 1.4" in note
     assert any("by hand" in note for note in choice.notes)
     proportional = dataclasses.replace(options, partition="proportional")
-    assert plan_by_costs(proportional, costs(speeds=(2.0, 1.0)), LAYOUT).partition.layer_counts == (
-        8,
-        4,
-    )
+    assert plan_by_costs(proportional, costs(speeds=(2.0, 1.0)), LAYOUT).partition.layer_counts == (8, 4)
 
 
 def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:

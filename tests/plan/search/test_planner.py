@@ -73,10 +73,7 @@ def cost_model(model: ModelCost, topology: Topology, batch: int, *, device=A100,
     network = Network(topology, local_bytes_per_s=device.local_bytes_per_s)
     training = {"gradient_ratio": 2.0, "state_ratio": 6.0, **training}
     return CostModel(
-        model,
-        network,
-        devices=(device,) * len(topology.clusters),
-        training=Training(batch_samples=batch, **training),
+        model, network, devices=(device,) * len(topology.clusters), training=Training(batch_samples=batch, **training)
     )
 
 
