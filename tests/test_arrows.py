@@ -162,11 +162,3 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
 def test_the_package_follows_the_arrows() -> None:
     assert (ROOT / "__init__.py").is_file()
     assert problems(ROOT) == []
-
-
-def test_the_table_itself_has_one_direction() -> None:
-    ladder = ["errors", "cluster", "plan", "comm", "pipeline", "checkpoint", "strategy", "cli"]
-    for index, part in enumerate(ladder):
-        assert not ALLOWED[part] & set(ladder[index + 1 :])
-    assert "optim" not in ALLOWED["pipeline"] and "pipeline" not in ALLOWED["optim"]
-    assert not (ALLOWED["models"] | ALLOWED["data"]) & BESIDE_STRATEGY
