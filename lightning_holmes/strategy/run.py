@@ -381,7 +381,7 @@ class Run:
             if watch is not None:
                 undo.callback(setattr, watch.heartbeat, "where", watch.heartbeat.where)
                 watch.heartbeat.where = self._where
-            undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel))
+            undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel, lifted=self.lifted))
         if self.context.snapshots is not None:
             undo.enter_context(self.context.snapshots.attached())
         monitor = self.options.make_monitor()

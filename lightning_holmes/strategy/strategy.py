@@ -594,7 +594,9 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce over ``group``, by default over the replicas: within a replica all ranks have the same values."""
         self._refuse_in_parts("reduce")
-        return lightning_collectives.reduce(tensor, self._replicas if group is None else group, reduce_op)
+        tensor = _copied(tensor)
+        with self._lifted():
+            return lightning_collectives.reduce(tensor, self._replicas if group is None else group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather over ``group``; if it is None or WORLD (a LightningModule's default), over the replicas. The first dimension of the result
@@ -602,7 +604,9 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         self._refuse_in_parts("all_gather")
         group = self._replicas if group in (None, dist.group.WORLD) else group
         alone = group is None and self._job is not None and self.world_size > 1
-        return lightning_collectives.all_gather(tensor, group, alone=alone, sync_grads=sync_grads)
+        tensor = _copied(tensor)
+        with self._lifted():
+            return lightning_collectives.all_gather(tensor, group, alone=alone, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         self._refuse_in_parts("reduce_boolean_decision")
@@ -690,3 +694,8 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         ours = self._checkpoints
         if ours is not None:
             ours.load_optimizers(checkpoint, self._training)
+
+
+def _copied(value: Any) -> Any:
+    """A tensor that a hook passes to a collective may be a parameter or a view of one, which is whole only until the ranks meet."""
+    return value.clone() if isinstance(value, Tensor) else value

@@ -3,6 +3,7 @@
 Baseline: plain Lightning on the same batches, equal values on rank 0.
 """
 
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import HolmesError
@@ -84,7 +86,30 @@ class Samples(Net):
         return self.layers(batch[0]).sum(1) * 0 + torch.rand(())
 
 
-CASES = {"saves": Saves, "data": Data, "logs": Logs, "samples": Samples}
+class Meets(Net):
+    """Reads parameters on rank 0 only, before all ranks come to a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.found  # each rank's own, which is no state of the module
+        type(self).found = []
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        total, strategy = torch.tensor(0.0), self.trainer.strategy
+        for collective in (self.all_gather, strategy.reduce, lambda _: self.mean.compute()):
+            if self.trainer.is_global_zero:
+                total = torch.stack([p.detach().sum() for p in self.parameters()]).sum()
+            self.found.extend(torch.as_tensor(collective(total)).flatten()[:1].tolist())
+        self.found.extend(self.all_gather(self.layers[0][0].bias.detach()).flatten().tolist()[:4])
+
+
+CASES = {"saves": Saves, "data": Data, "logs": Logs, "samples": Samples, "meets": Meets}
 
 
 def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
@@ -113,7 +138,9 @@ def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
 
 
 def run_all(folder: str) -> dict[str, Any]:
-    return {name: run(name, HolmesStrategy(pipeline_parallel_size=2), 2, f"{folder}/{name}") for name in CASES}
+    found = {name: run(name, HolmesStrategy(pipeline_parallel_size=2), 2, f"{folder}/{name}") for name in CASES}
+    sharded = HolmesStrategy(pipeline_parallel_size=1, sharding="parameters")
+    return found | {"meets in shards": run("meets", sharded, 2, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +154,14 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
     plain = run(name, "auto", 1, str(tmp_path))
     assert plain and staged[name] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.xdist_group("later_state")
+def test_ranks_that_read_alone_come_to_a_collective_with_all_others(staged: dict[str, Any], tmp_path: Path) -> None:
+    """Two replicas have other samples, and reduce to the mean: of these the number of values counts."""
+    plain = run("meets", "auto", 1, str(tmp_path))
+    assert staged["meets"] == pytest.approx(plain, rel=1e-5)
+    assert len(staged["meets in shards"]) == len(plain) // 2 and all(map(isfinite, staged["meets in shards"]))
 
 
 @pytest.mark.xdist_group("later_state")
