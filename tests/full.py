@@ -41,7 +41,7 @@ SAMPLED = {
     "lightning_contract/test_contract.py::test_holds*": 10,
     "wild/test_wild_modules.py::test_exact_or_refused*": 3,
     "wild/test_wild_in_shards.py::test_exact_or_refused_in_shards*": 6,
-    "optim/test_node_store.py::*": 4,
+    "optim/test_node_session.py::test_on_disk_it_is*": 4,
     "strategy/test_tripwires.py::*": 3,
     "strategy/test_hooks.py::*": 2,
     "strategy/test_step_state.py::*": 2,
