@@ -36,6 +36,9 @@ class ParameterExchange(Protocol):
         it is the batch's first or last one. No other stage's backward runs between the last one and ``reduce(stage)``,
         so gradients that it has finished may be reduced while it runs."""
 
+    def backward_ended(self, stage: int) -> None:
+        """Note that the last backward through ``stage`` has ended; what it hands on has not been sent yet."""
+
     def reduce(self, stage: int) -> None:
         """Start to bring the gradients of ``stage`` to the ranks that own them: all its microbatches are done."""
 
@@ -57,6 +60,9 @@ class LocalExchange:
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
         """Do nothing: gradients go to ``p.grad``, and no other process has any."""
+
+    def backward_ended(self, stage: int) -> None:
+        """Do nothing."""
 
     def reduce(self, stage: int) -> None:
         """Do nothing: gradients stay in ``p.grad``."""

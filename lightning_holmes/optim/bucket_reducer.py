@@ -2,8 +2,12 @@
 
 Autograd adds gradients into the buckets directly if the dtypes match; others (bf16, fp16) are added in fp32 after each backward. A
 bucket's reduction starts as soon as the last backward of a window has computed the gradients of all its parameters, and runs in the queue
-while the rest of the backward goes on. Buckets are reduced in order, the same on all replicas: a bucket that is ready waits for those before
-it. Gradients that pipeline ranks share are summed over these ranks first, and so their buckets come last.
+while the rest of the backward goes on. Gradients that pipeline ranks share are summed over these ranks first, and so their buckets come last.
+
+[Note: order] Communicators of NCCL may wait for each other for ever unless all ranks use them in one order that some schedule without
+communicators could have. Therefore a bucket that is ready waits for those before it, and all buckets of a stage are launched within the action of
+its last backward, also those that this replica's batch does not fill: before what the stage sends next. Sums over pipeline ranks are launched at
+REDUCE_GRADIENTS, after the sends that the other stages need to come to it.
 
 The bucket of a parameter that autograd reaches twice in a backward (a module in two segments of reentrant activation checkpointing)
 may be launched too early. Gradients that come later are kept aside and announced to all replicas with the flags of what was reached, and
@@ -122,6 +126,14 @@ class BucketReducer(UnitReducer):
         if last:
             self._passing = stage
 
+    def backward_ended(self, stage: int) -> None:
+        """Launch the buckets of ``stage`` that its last backward has not filled: all its gradients are complete, also of parameters that the
+        backward did not reach."""
+        self._passing = None
+        if self._live:
+            for name in self._missing:
+                self._pass(name, stage)
+
     def add(self, name: str, gradient: Tensor) -> None:
         """Accumulate a gradient that ``torch.autograd.grad`` has returned, and count it for the readiness of its bucket."""
         self._accumulate(name, gradient)
@@ -129,12 +141,7 @@ class BucketReducer(UnitReducer):
         self._passed(name)
 
     def reduce(self, stage: int) -> None:
-        """End the backwards of ``stage``: all its gradients are complete, also of parameters that its last backward did not reach. After the
-        last of this rank's stages all remaining buckets are reduced. All replicas must call."""
-        self._passing = None
-        if self._live:
-            for name in self._missing:
-                self._pass(name, stage)
+        """After the last of this rank's stages, start the reductions that have not started. All replicas must call."""
         self._unreduced.discard(stage)
         if not self._unreduced and self._is_last and self._copies_checked:
             self._start_rest()

@@ -182,6 +182,9 @@ class UnitReducer:
     def _passed(self, name: str) -> None:
         """Note that a gradient of a parameter has been accumulated."""
 
+    def backward_ended(self, stage: int) -> None:
+        """Do nothing: the schedule's action reduces the stage."""
+
     def _sum_flags(self, *, late: bool = False) -> bool:
         """Find the parameters that got a gradient on any replica, and return whether any has ``late``. All ranks must call.
 

@@ -323,6 +323,10 @@ class StageShards(ShardMemory):
         """Refuse: there is no backward."""
         raise AssertionError(f"a backward of stage {stage} where nothing is trained")
 
+    def backward_ended(self, stage: int) -> None:
+        """Refuse: there is no backward."""
+        raise AssertionError(f"a backward of stage {stage} where nothing is trained")
+
     def reduce(self, stage: int) -> None:
         """Refuse: nothing is reduced."""
         raise AssertionError(f"a reduction of stage {stage} where nothing is trained")

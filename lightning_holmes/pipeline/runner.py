@@ -231,6 +231,8 @@ class _Batch:
                 sums = self.kept_gradients[microbatch]
                 sums[key] = sums[key] + value.grad if key in sums else value.grad
         run.beside.clear()
+        if not splits:
+            self._end_backward(stage)
         observer.add("backward_input" if splits else "backward", start, stage, microbatch)
         if stage == 0:
             del self.runs[stage, microbatch]
@@ -255,6 +257,7 @@ class _Batch:
         self._count_backward(action.stage)
         with naming_parameters(self.module.module, half.places, self._place(action)):
             half.weight(self.exchange.add)
+        self._end_backward(action.stage)
         self.observer.add("backward_weight", start, action.stage, action.microbatch)
 
     def _count_backward(self, stage: int) -> None:
@@ -262,6 +265,10 @@ class _Batch:
         the stage's first or last."""
         left = self.backwards_left[stage] = self.backwards_left[stage] - 1
         self.exchange.backward(stage, first=left == self.schedule.num_microbatches - 1, last=left == 0)
+
+    def _end_backward(self, stage: int) -> None:
+        if self.backwards_left[stage] == 0:
+            self.exchange.backward_ended(stage)
 
     def _place(self, action: Action) -> str:
         return f"{self.request.step_name}, stage {action.stage}, microbatch {action.microbatch}"

@@ -86,12 +86,16 @@ def run(
     *,
     last: bool = True,
     zero: nn.Module | None = None,
+    before_reduce: Callable[[], None] | None = None,
 ) -> None:
     """Run a batch of a stage, with a backward for each loss."""
     reducer.begin(last=last)
     for place, loss in enumerate(losses):
         reducer.backward(0, first=place == 0, last=place == len(losses) - 1)
         loss().backward()
+    reducer.backward_ended(0)
+    if before_reduce is not None:
+        before_reduce()
     reducer.reduce(0)
     reducer.end()
     assert all(p.grad is None for p in reducer.parameters.values())
@@ -304,8 +308,10 @@ def test_what_the_last_backward_does_not_reach_holds_up_the_order_until_its_end(
     module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     module["c"] = nn.Linear(2, 2, bias=False)
     reducer, twins = made(module)
-    run(reducer, twice(lambda: module["a"](module["c"](torch.ones(1, 2))).sum()))
-    assert twins.order == [("c.weight",), ("b.weight",), ("a.weight",)]
+    seen: list[tuple[str, ...]] = []
+    loss = lambda: module["a"](module["c"](torch.ones(1, 2))).sum()  # noqa: E731
+    run(reducer, twice(loss), before_reduce=lambda: seen.extend(twins.order))
+    assert seen == twins.order == [("c.weight",), ("b.weight",), ("a.weight",)], "the stage's send came between"
     assert module["b"].weight.grad is None and module["a"].weight.grad is not None
 
 
@@ -317,6 +323,7 @@ def test_several_stages_of_a_rank_must_all_have_passed() -> None:
         assert twins.order == []
         reducer.backward(stage, first=True, last=True)
         module(torch.ones(1, 2)).sum().backward()
+        reducer.backward_ended(stage)
         reducer.reduce(stage)
     assert twins.order == [("weight",)]
 

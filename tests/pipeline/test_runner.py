@@ -18,7 +18,7 @@ from lightning_holmes.pipeline.observer import StepObserver
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.plan.partition import make_partition
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, make_schedule
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, Op, make_schedule
 
 NUM_MICROBATCHES = 3
 
@@ -35,10 +35,11 @@ class Net(LightningModule):
 
 
 class Recorder(StepObserver):
-    """Records the actions that a rank performed."""
+    """Records the actions that a rank performed, and those at whose end a stage had no backward left."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
+        self.ended: list[Action | None] = []
 
     def performed(self, action: Action) -> None:
         self.actions.append(action)
@@ -62,11 +63,14 @@ class Arriving:
 
 
 class Exchange(LocalExchange):
-    """Delivers parameters late."""
+    """Delivers parameters late, and notes the actions during which backwards ended."""
 
-    def __init__(self, driver: StepDriver) -> None:
+    def __init__(self, driver: StepDriver, ended: list[Action | None]) -> None:
         super().__init__(driver.module)
-        self._driver = driver
+        self._driver, self.ended = driver, ended
+
+    def backward_ended(self, stage: int) -> None:
+        self.ended.append(self._driver.runner.current_action)
 
     def unshard(self, stage: int) -> Any:
         return Arriving(list(self._driver.pipeline.parameters_of(stage).values()))
@@ -104,7 +108,7 @@ def run(drivers: Sequence[StepDriver], batch: Tensor, *, trains: bool) -> list[R
                 seed=1,
                 context=nullcontext,
                 loss_scales=scales if trains else None,
-                exchange=Exchange(driver),
+                exchange=Exchange(driver, recorder.ended),
                 observer=recorder,
             )
         )
@@ -137,8 +141,11 @@ def test_what_runs_is_the_schedule(name: str, size: int, chunks: int, trains: bo
         num_chunks=chunks,
         forward_only=not trains,
     )
-    for recorder, actions in zip(recorders, schedule.actions, strict=True):
+    for rank, (recorder, actions) in enumerate(zip(recorders, schedule.actions, strict=True)):
         assert recorder.actions == list(actions)
+        last = {a.stage: a for a in actions if a.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
+        assert recorder.ended == sorted(last.values(), key=actions.index), "a send came before the stage's sums"
+        assert not trains or set(last) == set(schedule.stages_of(rank))
 
 
 @pytest.mark.parametrize(
@@ -219,6 +226,6 @@ def test_an_error_shows_the_schedule_with_the_action_that_failed() -> None:
         staged.layers[2].register_forward_pre_hook(fail_at_the_second_microbatch)
         with pytest.raises(ValueError, match="a fault") as caught:
             run(pipeline.drivers, batch, trains=True)
-    (note,) = caught.value.__notes__
+    *_, note = caught.value.__notes__
     assert "of pipeline rank 1, in the forward of stage 1, microbatch 1" in note
     assert "F1.0" in note and note.count(">>> F1.1 <<<") == 1
