@@ -50,6 +50,7 @@ _COME_S = 1800.0  # a node may be started later than rank 0
 # rank 0 waits for this share of the time for which other ranks wait for it, so that its error reaches them
 _SHARE = 0.8
 _ANSWER_S = 5.0
+_BREAK_S = 10.0  # seconds in which the connections to a node that has failed break
 _END_S = 2.0
 
 
@@ -266,7 +267,11 @@ def _watch(store: Any, nodes: Sequence[str], is_over: threading.Event) -> None:
         while not is_over.wait(2 * BEAT_S) and not store.check([END]):
             for number, (before, since) in beats.items():
                 if store.check([f"node/{number}/failure"]):
-                    return  # connections break, and tell it
+                    _, said = read(store, f"node/{number}/failure")
+                    if not is_over.wait(_BREAK_S):  # mostly connections break, and tell it; not if a card is down
+                        print(f"this rank ends: {said}", file=sys.stderr, flush=True)
+                        os._exit(1)
+                    return
                 now = store.add(f"node/{number}/beats", 0)
                 if now != before:
                     beats[number] = now, time.monotonic()

@@ -36,7 +36,8 @@ def _begin(culprit: int) -> FailureWatch:
 
         def leave_with_culprit(code: int) -> None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                if code:
+                    os.kill(pid, signal.SIGKILL)
             leave(code)
 
         os._exit = leave_with_culprit

@@ -226,6 +226,7 @@ def test_an_error_shows_the_schedule_with_the_action_that_failed() -> None:
         staged.layers[2].register_forward_pre_hook(fail_at_the_second_microbatch)
         with pytest.raises(ValueError, match="a fault") as caught:
             run(pipeline.drivers, batch, trains=True)
-    *_, note = caught.value.__notes__
+    microbatch, *_, note = caught.value.__notes__
+    assert "microbatch 1 of 3" in microbatch
     assert "of pipeline rank 1, in the forward of stage 1, microbatch 1" in note
     assert "F1.0" in note and note.count(">>> F1.1 <<<") == 1

@@ -323,7 +323,7 @@ def run_beside_a_node(
     variables = os.environ | {
         "HOLMES_NODE_SECRET": "known to both",
         "HOLMES_NODE_PORT": str(free_port()),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*map(str, Path(__file__).parents[:2]), os.environ.get("PYTHONPATH", "")]),
     }
     node = [
         *forked_python(),

@@ -206,7 +206,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
     if os.environ["RANK"] == str(options.get("waits_for_cut")):
         write_when_the_link_is_cut()
-    waits = options.get("waits") if os.environ["RANK"] == "1" else None
+    waits = options.get("waits")
+    if waits and os.environ["RANK"] != ("0" if waits[0] == "pushing" else "1"):  # worker 0 names the nodes' actions
+        waits = None
     if waits and waits[0] == "writing":
         write_when_the_link_is_cut(waits[1], 2 * KILLED_AT // SAVED_EVERY - 1, "waiting")
     if waits and waits[0] == "pushing":

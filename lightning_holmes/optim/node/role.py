@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_holmes.cluster.hardware import probe_host
 from lightning_holmes.cluster.interfaces import source_address
+from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.errors import ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.link import pack, unpack
 from lightning_holmes.optim.node.node_options import NodeOptions
@@ -84,8 +85,10 @@ def read(store: Any, key: str) -> Any:
 class _Node:
     """One node of a job, from its joining to its end."""
 
-    def __init__(self, store: Any, number: int, **options: Any) -> None:
+    def __init__(self, store: Any, number: int, cards: Mapping[str, str], **options: Any) -> None:
         self._store, self._number, self._options = store, number, options
+        self._interfaces = cards  # by the address of each fast card
+        self._cards = CardWatch({})
         self._failed: str | None = None
         self._answered = time.monotonic()
         self._open: set[threading.Thread] = set()
@@ -100,6 +103,10 @@ class _Node:
                 if time.monotonic() - self._answered > BEAT_S:
                     self._store.add(f"node/{self._number}/beats", 1)
                     self._answered = time.monotonic()
+                    lost = self._cards.lost()
+                    if lost is not None:
+                        self._fail("ConnectionLostError", f"optimizer node {self._number}: {lost}")
+                        break
                 if self._store.check([f"node/{self._number}/session/{self._num_sessions}"]):
                     self._begin()
                 elif self._store.check([END]):
@@ -128,6 +135,10 @@ class _Node:
     def _begin(self) -> None:
         told = read(self._store, f"node/{self._number}/session/{self._num_sessions}")
         self._num_sessions += 1
+        used = {self._interfaces[address] for address in told["addresses"] if address in self._interfaces}
+        self._cards = CardWatch(
+            {name: f"the fast card {name} of host {socket.gethostname()} went down" for name in sorted(used)}
+        )
         thread = threading.Thread(target=self._run, args=(told,), name="holmes-node-session", daemon=True)
         self._open.add(thread)
         thread.start()
@@ -139,13 +150,16 @@ class _Node:
             kind = type(error).__name__
             said = str(error) if isinstance(error, HolmesError) else f"{kind}: {error}"
             name = f"optimizer node {self._number}, {told['place']}"
-            said = said if said.startswith(name) else f"{name}: {said}"
-            with contextlib.suppress(Exception):  # rank 0 may be gone
-                write(self._store, f"node/{self._number}/failure", (kind, said))
-            with contextlib.suppress(OSError):  # the disk of its log may be full
-                print(f"{said}; this node ends", flush=True)
-            self._failed = said
+            self._fail(kind, said if said.startswith(name) else f"{name}: {said}")
         self._open.discard(threading.current_thread())
+
+    def _fail(self, kind: str, said: str) -> None:
+        """Tell the workers why this node ends."""
+        with contextlib.suppress(Exception):  # rank 0 may be gone
+            write(self._store, f"node/{self._number}/failure", (kind, said))
+        with contextlib.suppress(OSError):  # the disk of its log may be full
+            print(f"{said}; this node ends", flush=True)
+        self._failed = said
 
 
 def join(
@@ -181,16 +195,20 @@ def join(
         else:
             time.sleep(1.0)
     number = store.add("nodes", 1) - 1 if number < 0 else number
+    ports = [port for port in probe_host().rdma if port.up]
     about = {
         "address": source_address(socket.gethostbyname(host)),
         "host": os.environ.get("HOLMES_HOST_NAME") or socket.gethostname(),
         "pid": os.getpid(),
         "cluster": os.environ.get("HOLMES_CLUSTER"),
-        "ports": [(port.kind, address) for port in probe_host().rdma if port.up for address in port.addresses],
+        "ports": [(port.kind, address) for port in ports for address in port.addresses],
         "versions": versions(),
     }
     write(store, f"node/{number}", about)
-    return _Node(store, number, may_import=may_import, options=options, expected=expected).serve()
+    cards = {
+        address.partition("/")[0]: port.interface for port in ports if port.interface for address in port.addresses
+    }
+    return _Node(store, number, cards, may_import=may_import, options=options, expected=expected).serve()
 
 
 def main(arguments: list[str]) -> int:
