@@ -181,9 +181,10 @@ class Connection:
                 exception.args = (f"{exception}. {stall}",)
             if isinstance(exception, HolmesError) or not is_lost(exception):
                 raise
-            if where is None:
-                raise
-            words = describe_loss(f"on rank {self.rank} in {where()}", exception)
+            group = "the group of all ranks" if where is None else where()
+            words = describe_loss(f"on rank {self.rank} in {group}", exception)
+            if where is None:  # nothing has been sent yet
+                words += ". Before the first step, `lightning-holmes topology` under torchrun tries every connection between the hosts"
             raise ConnectionLostError(f"{words}. {stall}" if stall else words) from exception
 
     def report(self, exception: BaseException, explaining: Callable[[], AbstractContextManager[None]]) -> None:
