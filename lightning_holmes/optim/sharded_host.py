@@ -100,6 +100,9 @@ class ShardedHost(LocalHost):
         self._pieces: list[Piece] = []
         self._holders: dict[str, int] = {}
         self._tensors: dict[Piece, nn.Parameter] = {}
+        self._versions: dict[
+            int, int
+        ] = {}  # of the units' values after the last step, where only this package writes to them
         parameters = memory.parameters
         self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
         self._filler = None if self._scale is None else self._make_filler()
@@ -125,7 +128,7 @@ class ShardedHost(LocalHost):
         for number, name in enumerate(n for n in self._group_of if n not in in_bucket):
             size = dtensor.local_part(self._memory.parameters[name]).numel()
             pieces.append(Piece(name=name, start=0, stop=size, rank=number % self._size, unit=FROZEN, offset=0))
-        self._pieces, self._holders = pieces, {}
+        self._pieces, self._holders, self._versions = pieces, {}, {}
         self._tensors = {piece: self._make_tensor(piece) for piece in pieces if piece.rank == self._rank}
         self._generation = self._memory.generation
         for key in [k for k in self.optimizer.state if isinstance(k, Tensor)]:
@@ -273,18 +276,24 @@ class ShardedHost(LocalHost):
                 for piece, tensor in self._tensors.items():
                     if piece.unit != FROZEN:
                         self._flat(piece).copy_(tensor.detach().view(-1))
-        if not self._memory.is_whole:  # nothing reads them any more
+        if not self._memory.is_whole:
+            self._versions = {p.unit: tensor_version(self._flat(p)) for p in self._tensors if p.unit != FROZEN}
+            # nothing reads the gradients any more
             for tensor in self._tensors.values():
                 tensor.grad = None
         self._memory.start()
 
     def _adopt_values(self) -> None:
-        """Update the master weights of elements that were written to since the last step (by a checkpoint, an average)."""
+        """Update the master weights of elements that were written to since the last step (by a checkpoint, an average, a hook).
+
+        Whole parameters are compared each time, since a write through ``.data`` has no version."""
         with torch.no_grad():
             for piece, tensor in self._tensors.items():
                 if piece.unit == FROZEN:
                     continue
                 now, master = self._flat(piece), tensor.detach().view(-1)
+                if self._versions.get(piece.unit) == tensor_version(now):
+                    continue
                 torch.where(master.to(now.dtype) == now, master, now.float(), out=master)
 
     def settle(self) -> None:

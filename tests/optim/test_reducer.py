@@ -149,6 +149,29 @@ def test_the_sharded_host_steps_pieces_and_gives_the_same_weights() -> None:
     rank.close()
 
 
+def test_masters_of_shards_are_compared_with_them_only_after_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Tensor] = []
+    where = torch.where
+    monkeypatch.setattr(torch, "where", lambda *a, out: compared.append(out) or where(*a, out=out))
+    monkeypatch.setattr(ReplicatedMemory, "is_whole", False)
+    rank = Rank(flat=True, master_weights=True)
+    host: Any = rank.host
+
+    def step() -> int:
+        compared.clear()
+        rank.batch(torch.randn(6, 3), last=True)
+        rank.optimizer.step()
+        return len(compared)
+
+    assert [step(), step(), step()] == [len(host._tensors), 0, 0]
+    piece, master = next(iter(host._tensors.items()))
+    host._memory.values(piece).fill_(3.0)  # as a checkpoint or an average does
+    assert step() == sum(other.unit == piece.unit for other in host._tensors)
+    written = torch.full_like(master, 3.0) - 0.1 * host._memory.gradient(piece).view(master.shape)
+    torch.testing.assert_close(master.detach(), written)
+    rank.close()
+
+
 def test_what_overflows_is_named_under_detect_anomaly(rank: Rank) -> None:
     with (
         torch.autograd.set_detect_anomaly(True, check_nan=False),
