@@ -12,8 +12,8 @@ Broadcasts take all ranks of a pipeline (gathers of shards: all ranks), but a ho
 So there are rounds: each rank says whether it wants something, then what, and everything wanted is brought to all ranks. At the end of a
 hook, and before the hook calls a collective of the strategy, a rank takes part in rounds until no rank wants anything.
 
-Not watched: Lightning's own callbacks, except for pruning, which ranks all parameters; data hooks; code that runs before the
-strategy is set up. If the user has no hooks, nothing is wrapped.
+In ``on_exception`` ranks do not meet, and a read of what this rank lacks is refused. Not watched: Lightning's own callbacks, except
+for pruning, which ranks all parameters; data hooks; code that runs before the strategy is set up. If the user has no hooks, nothing is wrapped.
 
     with Tripwires(trainer, pipeline, job, rank_of=plan.rank_of, groups=parameter_groups) as tripwires:
         ...
@@ -49,7 +49,9 @@ from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 
 TOPIC_WISHES, TOPIC_GRADIENTS = 12, 13
-_UNWATCHED = ("on_exception", "on_load_checkpoint", "on_before_batch_transfer", "on_after_batch_transfer")
+_FAILED = "on_exception"
+"""The hook in which ranks do not meet: what a rank lacks is refused there."""
+_UNWATCHED = ("on_load_checkpoint", "on_before_batch_transfer", "on_after_batch_transfer")
 _BASES = (pl.LightningModule, pl.Callback)
 _WATCHED = {
     *(n for base in _BASES for n in dir(base) if n.startswith("on_") and callable(getattr(base, n))),
@@ -250,7 +252,8 @@ class Tripwires(Replacements):
 
     @contextmanager
     def _inside(self, owner: Any, name: str, *, meets: bool) -> Iterator[None]:
-        self._before()
+        if name != _FAILED:
+            self._before()
         outer = self._hook
         hidden, waiting, shards = self._hidden(), self._waiting(), self._shards()
         several = self._job.placement.pipeline_parallel_size > 1
@@ -267,7 +270,7 @@ class Tripwires(Replacements):
             shards=shards,
             waiting=waiting,
             is_split=is_split,
-            meets=meets and (is_split or shards is not None) and not self._job.connection.failed,
+            meets=meets and name != _FAILED and (is_split or shards is not None) and not self._job.connection.failed,
             # for these, compat/finetuning.py shows the groups, and keeps changes
             shows_groups=not isinstance(owner, pl.callbacks.BaseFinetuning),
             hides_states=hides_states,
@@ -335,6 +338,11 @@ class Tripwires(Replacements):
         lacking = [n for n in names if not {(kind, n), (kind, _ALL)} & hook.brought] if is_apart else []
         if not lacking:
             return
+        if hook.name.endswith(f".{_FAILED}"):
+            raise UnsupportedModuleError(
+                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages or lives in shards, and they do not "
+                f"meet any more when one has failed: go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)"
+            )
         if not hook.meets:
             raise UnsupportedModuleError(
                 f"{hook.name} reads {what}, which takes all ranks where the module is split into stages or lives in shards, but not "

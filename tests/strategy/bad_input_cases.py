@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_holmes.strategy.agreement
+from lightning_holmes.errors import UnsupportedModuleError
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -354,6 +355,17 @@ class FailingCallback(pl.Callback):
         pl_module.fail("callback", batch_idx, 1)
 
 
+class ReadsAtTheEnd(pl.Callback):
+    """Reads the module after a failure, as one that saves it would."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        try:
+            found = {name: value.clone() for name, value in pl_module.state_dict().items()}
+            print("READ", sum(float(value.sum()) for value in found.values()), flush=True)
+        except UnsupportedModuleError as refusal:
+            print(f"REFUSED {refusal}", flush=True)
+
+
 class FailingData(Dataset[Any]):
     def __init__(self, where: str) -> None:
         self.where = where
@@ -374,7 +386,7 @@ def fail(payload: dict[str, Any]) -> None:
     where = payload["where"].removesuffix(" of one replica")
     setting = Setting(Path(payload["folder"]), {"pipeline_parallel_size": 2, "num_microbatches": 2})
     keep = ModelCheckpoint(Path(payload["folder"]) / "saved", save_on_exception=True)
-    trainer = setting.trainer(callbacks=[FailingCallback(), keep], enable_checkpointing=True)
+    trainer = setting.trainer(callbacks=[FailingCallback(), ReadsAtTheEnd(), keep], enable_checkpointing=True)
     model = build(Failing, where)
     print("BEGINS", time.time(), flush=True)
     trainer.fit(model, DataLoader(FailingData(where), 8), DataLoader(samples(), 8))

@@ -87,6 +87,14 @@ def test_a_failure_of_one_rank_ends_all(where: str, failures: Any) -> None:
 
 
 @pytest.mark.xdist_group("strategy_bad_input")
+def test_no_hook_reads_what_a_rank_lacks_after_a_failure(failures: Any) -> None:
+    outputs = [worker.output for workers, _ in failures.values() for worker in workers]
+    assert not [output for output in outputs if "READ nan" in output]
+    refused = [output for output in outputs if "REFUSED ReadsAtTheEnd.on_exception reads" in output]
+    assert len(refused) >= len(FAILURES) and all("go on from a checkpoint" in output for output in refused)
+
+
+@pytest.mark.xdist_group("strategy_bad_input")
 @pytest.mark.parametrize("where", FAILURES)
 def test_one_rank_shows_the_traceback_and_each_other_a_line(where: str, failures: Any) -> None:
     workers, _ = failures[where]
