@@ -6,6 +6,7 @@ process had run the whole step.
 """
 
 import inspect
+import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -133,6 +134,9 @@ class LogRecorder:
             value = dtensor.whole(value.detach()).clone().reshape(())
             if isinstance(value, Placeholder):
                 value.refuse()
+        elif not isinstance(value, numbers.Number):
+            kind = type(value).__name__
+            raise ValueError(f"`self.log({name}, {value})` was called, but `{kind}` values cannot be logged")
         call = LogCall(name=name, value=value, arguments=arguments, position=position, microbatch=self._microbatch)
         self.calls.append(call)
 

@@ -165,3 +165,15 @@ def synchronised(_: Any) -> str:
     except HolmesError as refusal:
         return str(refusal)
     return ""
+
+
+class LogsNone(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("foo", None)  # type: ignore[arg-type]
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_cannot_be_logged_is_named_as_by_lightning() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="holmes", logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"`self.log\(foo, None\)` was called, but `NoneType` values cannot be logged"):
+        trainer.fit(LogsNone(), DataLoader(TensorDataset(torch.randn(8, 4)), 4))
