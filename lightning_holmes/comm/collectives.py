@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.comm.lost import naming
+from lightning_holmes.comm.queue import use_here
 
 COMPRESSIONS = {"bf16": torch.bfloat16}
 """The dtypes to which what crosses between clusters can be rounded, by the names of HolmesStrategy's ``compression``."""
@@ -210,8 +211,7 @@ class Named:
             self.collective.gather(tensor)
 
     def _using(self, tensor: Tensor) -> AbstractContextManager[None]:
-        if tensor.is_cuda:  # this stream may still use its memory when an exception has let go of it before the wait
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        use_here(tensor)
         return self.groups.naming(self.group)
 
 

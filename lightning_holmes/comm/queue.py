@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from lightning_holmes.comm.label import labelled
 
@@ -50,6 +51,13 @@ class CommQueue(Protocol):
 
     def close(self) -> None:
         """End the queue: nothing may be started any more. Does not wait for work that runs."""
+
+
+def use_here(tensor: Tensor) -> None:
+    """Keep the memory of a tensor that was made in another stream until the current stream is done with it: an exception may let go of the tensor
+    before the work is waited for. For functions that run in a queue."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def make_comm_queue(device: torch.device) -> CommQueue:

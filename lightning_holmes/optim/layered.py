@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups
-from lightning_holmes.comm.queue import CommQueue, Work
+from lightning_holmes.comm.queue import CommQueue, Work, use_here
 from lightning_holmes.errors import AbsentValueError
 from lightning_holmes.optim.reducer import UnitReducer
 from lightning_holmes.optim.stage_buffers import NUM_BUFFERS, StageBuffers, allocate
@@ -151,9 +151,7 @@ class LayeredReducer(UnitReducer):
 
     def _sum(self, units: Sequence[Unit], buffers: Sequence[Tensor]) -> None:
         for unit, buffer in zip(units, buffers, strict=True):
-            # nothing else keeps the memory of gradients that several stages share until the queue's stream is done with it
-            if buffer.is_cuda:
-                buffer.record_stream(torch.cuda.current_stream(buffer.device))
+            use_here(buffer)  # nothing else keeps the gradients that several stages share
             if self.collective is not None:
                 self.collective.scatter(buffer)
             share = buffer.view(self.shards.size, -1)[self.shards.rank]

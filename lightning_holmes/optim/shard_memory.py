@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.queue import Work
+from lightning_holmes.comm.queue import Work, use_here
 from lightning_holmes.optim.arriving import Arrival
 from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, cut_by_parameters
@@ -185,6 +185,7 @@ class ReplicatedMemory(ShardMemory):
             if even:
                 collective.gather(values)
                 return
+            use_here(values)
             for first, end, rank in runs:
                 dist.broadcast(values[first:end], group=group, group_src=rank)
 

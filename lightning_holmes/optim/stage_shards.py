@@ -30,7 +30,7 @@ from lightning_holmes.comm.absent import Absence, Source
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.placeholder import placeholder
-from lightning_holmes.comm.queue import CommQueue, Work
+from lightning_holmes.comm.queue import CommQueue, Work, use_here
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.stage_buffers import StageBuffers, allocate
 from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, deal_parameters, holders_of, side_by_side
@@ -268,6 +268,7 @@ class StageShards(ShardMemory):
     def _start(self, units: Sequence[Unit], buffers: Sequence[Tensor]) -> Work:
         def bring() -> None:
             for unit, buffer in zip(units, buffers, strict=True):
+                use_here(buffer)
                 buffer.view(self.size, -1)[self.rank].copy_(unit.values)
                 if self.collective is not None:
                     self.collective.gather(buffer)

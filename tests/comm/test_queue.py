@@ -2,11 +2,13 @@
 
 import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_holmes.comm.collectives import Named
 from lightning_holmes.comm.queue import CommQueue, StreamQueue, ThreadQueue
 
 
@@ -65,3 +67,17 @@ def test_the_stream_that_computes_waits_although_another_one_reads_first(
     work.wait()
     queue.close()
     assert main.waits == side.waits and len(main.waits) == 1
+
+
+@pytest.mark.parametrize("half", ["sum", "scatter", "gather"])
+def test_a_collective_keeps_the_memory_that_its_stream_uses(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else memory that an exception lets go of before the wait would be given to others while the stream still writes to it."""
+    used: list[Stream] = []
+    mine = Stream(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: mine)
+    bucket: Any = SimpleNamespace(is_cuda=True, device=mine.device, record_stream=used.append)
+    done: list[str] = []
+    collective: Any = SimpleNamespace(**{half: lambda tensor: done.append(half)})
+    groups: Any = SimpleNamespace(naming=lambda group: contextlib.nullcontext())
+    getattr(Named(collective, groups, groups), half)(bucket)
+    assert used == [mine] and done == [half]
