@@ -12,40 +12,27 @@ time, not samples: layers that know which dimension is time (``batch_first``) sh
     merges["tokens"]                            # "sum": the whole batch's value is the sum of its parts'
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
 
-from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.attributes import changes, snapshot, value_at
 from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, weighted_mean
-from lightning_holmes.pipeline.object_state import is_plain
-from lightning_holmes.pipeline.replay import MERGES, log_arguments, merge_values, usual_merge
-from lightning_holmes.pipeline.runner import loss_of
-from lightning_holmes.pipeline.seeds import preserved_random_state, seed_all
-from lightning_holmes.pipeline.shadow import shadow_copy
-from lightning_holmes.pipeline.whole_steps import refusing_collectives
-from lightning_holmes.torch_private import is_batch_norm, is_dropout
+from lightning_holmes.pipeline.replay import MERGES, merge_values, usual_merge
+from lightning_holmes.pipeline.seeds import preserved_random_state
+from lightning_holmes.pipeline.trial import Lengths, Outcome, Trial
+from lightning_holmes.torch_private import is_batch_norm
 
 _SAMPLES = 4
 _TOLERANCE = 1e-4
-_GRADIENT_TOLERANCE, _GRADIENT_TOLERANCE_16 = 1e-3, 5e-2
-"""Of the norm of gradients, in fp32 and in 16 bits, whose matrix products are rounded differently for other batch sizes."""
-_GRADIENT_ELEMENTS = 1 << 20
-_Lengths = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +63,7 @@ def find_batch_dependence(
     trains = step_name == "training_step"
     name = type(module).__name__
     norms = [n for n, m in module.named_modules() if is_batch_norm(m) and m.training] if trains else []
-    trial = _Trial(module, step_name, arguments, context)
+    trial = Trial(module, step_name, arguments, context)
     parts = _parts(module, batch, splitter)
     found, moved = _Differences(), []
     if parts is not None:
@@ -175,22 +162,6 @@ def _parts(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """What runs of a step over some samples have given.
-
-    ``output``: what the step returned. ``gradients``: those of some small parameters, with ``gradient_tolerance``. ``logged``: by name and count of the call, the value and
-    its ``reduce_fx``. ``kept``: what has changed on the module, by path; only numbers, texts, tensors and containers of these.
-    """
-
-    loss: Tensor
-    output: Any
-    gradients: Sequence[Tensor] = ()
-    gradient_tolerance: float = _GRADIENT_TOLERANCE
-    logged: Mapping[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
-    kept: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Differences:
     """Where a step over samples together and steps over their halves differ."""
 
@@ -208,7 +179,7 @@ class _Differences:
         return self.loss is None and not (self.gradient or self.logged or self.kept or self.output)
 
 
-def _find_differences(trial: "_Trial", small: Any, halves: list[Any], weights: list[float]) -> _Differences:
+def _find_differences(trial: Trial, small: Any, halves: list[Any], weights: list[float]) -> _Differences:
     """Compare a step over the samples together with steps over their halves.
 
     Copying the module takes longer than such a step, so at first there are two copies: one for the samples together,
@@ -245,7 +216,7 @@ def _find_differences(trial: "_Trial", small: Any, halves: list[Any], weights: l
     )
 
 
-def _compare(together: _Outcome, parts: Sequence[_Outcome], weights: Sequence[float]) -> _Differences:
+def _compare(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> _Differences:
     apart = weighted_mean([part.loss for part in parts], list(weights))
     logged, merges = _compare_logged(together, parts, weights)
     last = parts[-1].kept
@@ -259,7 +230,7 @@ def _compare(together: _Outcome, parts: Sequence[_Outcome], weights: Sequence[fl
     )
 
 
-def _compare_output(together: _Outcome, parts: Sequence[_Outcome], weights: Sequence[float]) -> str:
+def _compare_output(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> str:
     """Why the step's output cannot be put together from its parts, or a number in it is no mean over them; "" if neither is so."""
     sizes = [round(weight) for weight in weights]
     try:
@@ -278,7 +249,7 @@ def _agree(together: Tensor, apart: Tensor) -> bool:
     return float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)) <= _TOLERANCE
 
 
-def _gradient_difference(together: _Outcome, parts: Sequence[_Outcome], weights: Sequence[float]) -> float:
+def _gradient_difference(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> float:
     """The distance of the gradients, relative to their norm; 0 if it is within rounding."""
     total = sum(weights)
     if not together.gradients or not total or any(len(part.gradients) != len(together.gradients) for part in parts):
@@ -293,7 +264,7 @@ def _gradient_difference(together: _Outcome, parts: Sequence[_Outcome], weights:
 
 
 def _compare_logged(
-    together: _Outcome, parts: Sequence[_Outcome], weights: Sequence[float]
+    together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]
 ) -> tuple[list[str], dict[str, str]]:
     """The names of logged values that no way of putting their parts together gives, and that way for those where it is not the usual one."""
     differing, merges = [], {}
@@ -334,7 +305,7 @@ def _alike(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def _moved_buffers(trial: "_Trial", small: Any, halves: list[Any]) -> list[str]:
+def _moved_buffers(trial: Trial, small: Any, halves: list[Any]) -> list[str]:
     """The names of buffers that have other values after a step over the samples together than after steps over their
     halves in turn."""
     if not trial.has_buffers:
@@ -369,156 +340,10 @@ def _cut_along_time(name: str, step_name: str, layer: str) -> BatchDependence:
     )
 
 
-def _read_as_time(lengths: _Lengths, shorter: _Lengths) -> str | None:
+def _read_as_time(lengths: Lengths, shorter: Lengths) -> str | None:
     """The name of a layer for which the dimension that was split is time; None if there is none."""
     for name, (time, samples) in lengths.items():
         other_time, other_samples = shorter.get(name, (time, samples))
         if time != other_time and samples == other_samples:
             return name
     return None
-
-
-class _Trial:
-    """Runs a step on copies of a module, without dropout and with batch normalisation's running statistics."""
-
-    def __init__(
-        self,
-        module: pl.LightningModule,
-        step_name: str,
-        arguments: tuple[Any, ...],
-        context: Callable[[], Any] | None,
-    ) -> None:
-        self._module = module
-        self._step_name = step_name
-        self._arguments = arguments
-        self._context = context
-
-    @staticmethod
-    def device_of(batch: Any) -> torch.device:
-        return next((t.device for t in tree.tensors_of(batch)), torch.device("cpu"))
-
-    @property
-    def has_buffers(self) -> bool:
-        return next(self._module.buffers(), None) is not None
-
-    def outcome(self, copy: pl.LightningModule, batches: Sequence[Any], seed: int) -> list[_Outcome]:
-        """The outcome of steps over ``batches`` in turn; what is kept on the copy is that after all of them."""
-        found = []
-        before = snapshot(copy)
-        for batch in batches:
-            logged: dict[tuple[str, int], tuple[Any, Any]] = {}
-            vars(copy)["log"] = functools.partial(_note, logged)
-            with torch.enable_grad():
-                output = self._run(copy, batch, seed)
-                loss = loss_of(output, self._step_name)
-                gradients = _gradients(copy, loss)
-            tolerance = _GRADIENT_TOLERANCE if self._computes_in_fp32(copy) else _GRADIENT_TOLERANCE_16
-            found.append(
-                _Outcome(
-                    loss=loss.detach().double(),
-                    output=output,
-                    gradients=gradients,
-                    gradient_tolerance=tolerance,
-                    logged=logged,
-                )
-            )
-        vars(copy)["log"] = lambda *_, **__: None
-        kept = {}
-        for owner, path in changes(before, snapshot(copy)):
-            value = value_at(copy, owner, path)
-            if is_plain(value) and not isinstance(copy.get_submodule(owner), Metric):
-                kept[".".join(filter(None, (owner, *path)))] = value
-        return [*found[:-1], replace(found[-1], kept=kept)]
-
-    def _computes_in_fp32(self, copy: pl.LightningModule) -> bool:
-        with self._context() if self._context is not None else nullcontext():
-            low = torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda"))
-        return not low and all(p.element_size() >= 4 for p in copy.parameters())
-
-    def buffers_after(self, batches: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The buffers before and after a step over each of ``batches`` in turn.
-
-        Their values are perturbed first, because a buffer that has converged (a power iteration) would hardly change.
-        """
-        copy = self.copy()
-        for buffer in copy.buffers():
-            if buffer.is_floating_point() and buffer.is_contiguous():
-                push = torch.arange(buffer.numel(), dtype=buffer.dtype, device=buffer.device).cos().view_as(buffer)
-                with torch.no_grad():
-                    buffer.mul_(1 + push / 8)
-        before = {name: buffer.clone() for name, buffer in copy.named_buffers()}
-        with torch.no_grad():
-            for batch in batches:
-                self._run(copy, batch, 1)
-        return before, dict(copy.named_buffers())
-
-    def lengths(self, batch: Any) -> _Lengths:
-        """By layer name, the lengths (time, samples) of the first tensor argument of layers with ``batch_first``."""
-        found: _Lengths = {}
-        if not any(map(_knows_time, self._module.modules())):
-            return found
-
-        def note(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            sequence = next((t for t in tree.tensors_of((args, kwargs))), None)
-            if sequence is not None and sequence.ndim > 2:
-                first, second, *_ = sequence.shape
-                found.setdefault(name, (second, first) if layer.batch_first else (first, second))
-
-        copy = self.copy()
-        for name, layer in copy.named_modules():
-            if _knows_time(layer):
-                layer.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
-        with torch.no_grad():
-            self._run(copy, batch, 1)
-        return found
-
-    def copy(self) -> pl.LightningModule:
-        copy = shadow_copy(self._module)
-        if self._step_name != "training_step":
-            copy.eval()
-        for submodule in copy.modules():
-            if is_dropout(submodule) or is_batch_norm(submodule):
-                submodule.eval()
-        set_trainer(copy, trainer_of(self._module))
-        vars(copy)["log"] = lambda *_, **__: None
-        return copy
-
-    def _run(self, copy: pl.LightningModule, batch: Any, seed: int) -> Any:
-        seed_all(seed, self.device_of(batch))
-        step = getattr(copy, self._step_name)
-        alone = refusing_collectives(copy, f"{type(copy).__name__}.{self._step_name}")
-        eager = torch.compiler.set_stance("force_eager")
-        with alone, eager, self._context() if self._context is not None else nullcontext():
-            return step(tree.map_all_tensors(Tensor.clone, batch), *self._arguments)
-
-
-def _note(logged: dict[tuple[str, int], tuple[Any, Any]], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Stand in for ``self.log``: note a number or tensor; metrics put themselves together."""
-    if isinstance(value, (int, float, Tensor)) and (not isinstance(value, Tensor) or value.numel() == 1):
-        nth = sum(1 for known, _ in logged if known == name)
-        reduce_fx = log_arguments(name, value, *args, **kwargs).get("reduce_fx", "mean")
-        logged[name, nth] = torch.as_tensor(value).detach().double().reshape(()), reduce_fx
-
-
-def _gradients(copy: pl.LightningModule, loss: Tensor) -> list[Tensor]:
-    """The gradients of small parameters, so many that they take little memory; empty if there are none to be had."""
-    chosen, elements = [], 0
-    for parameter in sorted((p for p in copy.parameters() if p.requires_grad), key=lambda p: p.numel()):
-        elements += parameter.numel()
-        if elements > _GRADIENT_ELEMENTS:
-            break
-        chosen.append(parameter)
-    if not chosen or not loss.requires_grad:
-        return []
-    try:
-        found = torch.autograd.grad(loss, chosen, allow_unused=True)
-    except RuntimeError:  # reentrant checkpointing, which the run refuses itself
-        return []
-    parts = [dtensor.local_part(gradient) for gradient in found if gradient is not None]
-    return [part.detach().double() for part in parts if part.layout is torch.strided]
-
-
-def _knows_time(layer: nn.Module) -> bool:
-    """Whether a layer takes sequences of samples and declares their order by ``batch_first``: torch's recurrent
-    layers and attention do."""
-    return isinstance(getattr(layer, "batch_first", None), bool)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from launch import launch
 from lightning.pytorch.utilities import CombinedLoader
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -85,17 +86,7 @@ def run(names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in names:
         strategy = HolmesStrategy(pipeline_parallel_size=2)
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy=strategy,
-            max_epochs=2,
-            limit_val_batches=0 if name == "pairs" else 2,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(strategy, devices=2, max_epochs=2, limit_val_batches=0 if name == "pairs" else 2)
         module, loader = made(name, trainer.global_rank)
         trainer.fit(module, loader, None if name == "pairs" else loader)
         found[name] = module.losses, dict(module.state_dict()), strategy.plan.num_microbatches
@@ -114,15 +105,7 @@ def runs() -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_trains_as_in_plain_lightning(name: str, runs: Any) -> None:
     module, loader = made(name, 0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        limit_val_batches=0 if name == "pairs" else 2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(max_epochs=2, limit_val_batches=0 if name == "pairs" else 2)
     trainer.fit(module, loader, None if name == "pairs" else loader)
     for losses, state, num_microbatches in (result[name] for result in runs):
         assert losses == pytest.approx(module.losses, rel=1e-5)
@@ -133,9 +116,7 @@ def test_it_trains_as_in_plain_lightning(name: str, runs: Any) -> None:
 def test_a_step_that_fails_over_a_part_says_so() -> None:
     module, loader = made("too few", 0)
     strategy = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=2)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False
-    )
+    trainer = quiet_trainer(strategy, devices=1, max_epochs=1)
     with pytest.raises(ValueError, match="too few") as failed:
         trainer.fit(module, loader)
     assert "ran over microbatch 0 of 2" in "".join(failed.value.__notes__)
@@ -157,9 +138,7 @@ class Norms(Net):
 
 def synchronised(_: Any) -> str:
     strategy = HolmesStrategy(pipeline_parallel_size=1)
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, sync_batchnorm=True, max_epochs=1, logger=False
-    )
+    trainer = quiet_trainer(strategy, devices=2, sync_batchnorm=True, max_epochs=1)
     try:
         trainer.fit(Norms(), DataLoader(TensorDataset(torch.randn(8, 4)), 4))
     except HolmesError as refusal:
@@ -174,6 +153,6 @@ class LogsNone(Net):
 
 
 def test_what_cannot_be_logged_is_named_as_by_lightning() -> None:
-    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="holmes", logger=False, enable_checkpointing=False)
+    trainer = quiet_trainer("holmes", devices=1)
     with pytest.raises(ValueError, match=r"`self.log\(foo, None\)` was called, but `NoneType` values cannot be logged"):
         trainer.fit(LogsNone(), DataLoader(TensorDataset(torch.randn(8, 4)), 4))

@@ -13,6 +13,7 @@ import torch
 from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -116,17 +117,14 @@ def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     module, loader = CASES[name](), DataLoader(TensorDataset(torch.randn(24, 4)), 4)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        strategy,
         devices=devices,
-        strategy=strategy,
         max_epochs=2,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)] if name == "saves" else [],
         enable_checkpointing=name == "saves",
         logger=CSVLogger(folder) if name == "logs" else False,
         num_sanity_val_steps=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     try:
         trainer.fit(module, loader, loader if name == "samples" else None)

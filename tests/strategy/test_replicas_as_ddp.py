@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from launch import launch
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,17 +56,8 @@ def fit(payload: dict[str, Any]) -> list[Any]:
         pl.seed_everything(3, verbose=False)
         module, data = Codes(), TensorDataset(torch.randn(32, 4))
         strategy = "ddp" if payload["holmes"] is None else HolmesStrategy(**payload["holmes"])
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=payload["size"],
-            strategy=strategy,
-            max_epochs=2,
-            val_check_interval=2,
-            accumulate_grad_batches=accumulated,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+        trainer = quiet_trainer(
+            strategy, devices=payload["size"], max_epochs=2, val_check_interval=2, accumulate_grad_batches=accumulated
         )
         loader = DataLoader(data, batch_size=4)
         trainer.fit(module, loader, loader)

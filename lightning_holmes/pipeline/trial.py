@@ -1,0 +1,198 @@
+"""Trial: runs of a step on copies of a module, without dropout, of which nothing stays: what they give is compared.
+
+trial = Trial(module, "training_step", (0,), context=None)
+(together,) = trial.outcome(trial.copy(), [small], seed=1)
+first, second = trial.outcome(trial.copy(), halves, seed=1)      # in turn, on one copy
+together.loss, together.gradients, together.logged, together.kept
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_holmes.comm import dtensor
+from lightning_holmes.lightning_package import pl
+from lightning_holmes.lightning_private import set_trainer, trainer_of
+from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.attributes import changes, snapshot, value_at
+from lightning_holmes.pipeline.object_state import is_plain
+from lightning_holmes.pipeline.replay import log_arguments
+from lightning_holmes.pipeline.runner import loss_of
+from lightning_holmes.pipeline.seeds import seed_all
+from lightning_holmes.pipeline.shadow import shadow_copy
+from lightning_holmes.pipeline.whole_steps import refusing_collectives
+from lightning_holmes.torch_private import is_batch_norm, is_dropout
+
+_GRADIENT_TOLERANCE, _GRADIENT_TOLERANCE_16 = 1e-3, 5e-2
+"""Of the norm of gradients, in fp32 and in 16 bits, whose matrix products are rounded differently for other batch sizes."""
+_GRADIENT_ELEMENTS = 1 << 20
+Lengths = dict[str, tuple[int, int]]
+"""By the name of a layer that declares ``batch_first``: the lengths (time, samples) of its first argument."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What runs of a step over some samples have given.
+
+    ``output``: what the step returned. ``gradients``: those of some small parameters, with ``gradient_tolerance``. ``logged``: by name and count of the call, the value and
+    its ``reduce_fx``. ``kept``: what has changed on the module, by path; only numbers, texts, tensors and containers of these.
+    """
+
+    loss: Tensor
+    output: Any
+    gradients: Sequence[Tensor] = ()
+    gradient_tolerance: float = _GRADIENT_TOLERANCE
+    logged: Mapping[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Trial:
+    """Runs a step on copies of a module, without dropout and with batch normalisation's running statistics."""
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        step_name: str,
+        arguments: tuple[Any, ...],
+        context: Callable[[], Any] | None,
+    ) -> None:
+        self._module = module
+        self._step_name = step_name
+        self._arguments = arguments
+        self._context = context
+
+    @staticmethod
+    def device_of(batch: Any) -> torch.device:
+        return next((t.device for t in tree.tensors_of(batch)), torch.device("cpu"))
+
+    @property
+    def has_buffers(self) -> bool:
+        return next(self._module.buffers(), None) is not None
+
+    def outcome(self, copy: pl.LightningModule, batches: Sequence[Any], seed: int) -> list[Outcome]:
+        """The outcome of steps over ``batches`` in turn; what is kept on the copy is that after all of them."""
+        found = []
+        before = snapshot(copy)
+        for batch in batches:
+            logged: dict[tuple[str, int], tuple[Any, Any]] = {}
+            vars(copy)["log"] = functools.partial(_note, logged)
+            with torch.enable_grad():
+                output = self._run(copy, batch, seed)
+                loss = loss_of(output, self._step_name)
+                gradients = _gradients(copy, loss)
+            tolerance = _GRADIENT_TOLERANCE if self._computes_in_fp32(copy) else _GRADIENT_TOLERANCE_16
+            found.append(
+                Outcome(
+                    loss=loss.detach().double(),
+                    output=output,
+                    gradients=gradients,
+                    gradient_tolerance=tolerance,
+                    logged=logged,
+                )
+            )
+        vars(copy)["log"] = lambda *_, **__: None
+        kept = {}
+        for owner, path in changes(before, snapshot(copy)):
+            value = value_at(copy, owner, path)
+            if is_plain(value) and not isinstance(copy.get_submodule(owner), Metric):
+                kept[".".join(filter(None, (owner, *path)))] = value
+        return [*found[:-1], replace(found[-1], kept=kept)]
+
+    def _computes_in_fp32(self, copy: pl.LightningModule) -> bool:
+        with self._context() if self._context is not None else nullcontext():
+            low = torch.is_autocast_enabled("cpu") or (torch.cuda.is_available() and torch.is_autocast_enabled("cuda"))
+        return not low and all(p.element_size() >= 4 for p in copy.parameters())
+
+    def buffers_after(self, batches: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The buffers before and after a step over each of ``batches`` in turn.
+
+        Their values are perturbed first, because a buffer that has converged (a power iteration) would hardly change.
+        """
+        copy = self.copy()
+        for buffer in copy.buffers():
+            if buffer.is_floating_point() and buffer.is_contiguous():
+                push = torch.arange(buffer.numel(), dtype=buffer.dtype, device=buffer.device).cos().view_as(buffer)
+                with torch.no_grad():
+                    buffer.mul_(1 + push / 8)
+        before = {name: buffer.clone() for name, buffer in copy.named_buffers()}
+        with torch.no_grad():
+            for batch in batches:
+                self._run(copy, batch, 1)
+        return before, dict(copy.named_buffers())
+
+    def lengths(self, batch: Any) -> Lengths:
+        """By layer name, the lengths (time, samples) of the first tensor argument of layers with ``batch_first``."""
+        found: Lengths = {}
+        if not any(map(_knows_time, self._module.modules())):
+            return found
+
+        def note(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            sequence = next((t for t in tree.tensors_of((args, kwargs))), None)
+            if sequence is not None and sequence.ndim > 2:
+                first, second, *_ = sequence.shape
+                found.setdefault(name, (second, first) if layer.batch_first else (first, second))
+
+        copy = self.copy()
+        for name, layer in copy.named_modules():
+            if _knows_time(layer):
+                layer.register_forward_pre_hook(functools.partial(note, name), with_kwargs=True)
+        with torch.no_grad():
+            self._run(copy, batch, 1)
+        return found
+
+    def copy(self) -> pl.LightningModule:
+        copy = shadow_copy(self._module)
+        if self._step_name != "training_step":
+            copy.eval()
+        for submodule in copy.modules():
+            if is_dropout(submodule) or is_batch_norm(submodule):
+                submodule.eval()
+        set_trainer(copy, trainer_of(self._module))
+        vars(copy)["log"] = lambda *_, **__: None
+        return copy
+
+    def _run(self, copy: pl.LightningModule, batch: Any, seed: int) -> Any:
+        seed_all(seed, self.device_of(batch))
+        step = getattr(copy, self._step_name)
+        alone = refusing_collectives(copy, f"{type(copy).__name__}.{self._step_name}")
+        eager = torch.compiler.set_stance("force_eager")
+        with alone, eager, self._context() if self._context is not None else nullcontext():
+            return step(tree.map_all_tensors(Tensor.clone, batch), *self._arguments)
+
+
+def _note(logged: dict[tuple[str, int], tuple[Any, Any]], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand in for ``self.log``: note a number or tensor; metrics put themselves together."""
+    if isinstance(value, (int, float, Tensor)) and (not isinstance(value, Tensor) or value.numel() == 1):
+        nth = sum(1 for known, _ in logged if known == name)
+        reduce_fx = log_arguments(name, value, *args, **kwargs).get("reduce_fx", "mean")
+        logged[name, nth] = torch.as_tensor(value).detach().double().reshape(()), reduce_fx
+
+
+def _gradients(copy: pl.LightningModule, loss: Tensor) -> list[Tensor]:
+    """The gradients of small parameters, so many that they take little memory; empty if there are none to be had."""
+    chosen, elements = [], 0
+    for parameter in sorted((p for p in copy.parameters() if p.requires_grad), key=lambda p: p.numel()):
+        elements += parameter.numel()
+        if elements > _GRADIENT_ELEMENTS:
+            break
+        chosen.append(parameter)
+    if not chosen or not loss.requires_grad:
+        return []
+    try:
+        found = torch.autograd.grad(loss, chosen, allow_unused=True)
+    except RuntimeError:  # reentrant checkpointing, which the run refuses itself
+        return []
+    parts = [dtensor.local_part(gradient) for gradient in found if gradient is not None]
+    return [part.detach().double() for part in parts if part.layout is torch.strided]
+
+
+def _knows_time(layer: nn.Module) -> bool:
+    """Whether a layer takes sequences of samples and declares their order by ``batch_first``: torch's recurrent
+    layers and attention do."""
+    return isinstance(getattr(layer, "batch_first", None), bool)
