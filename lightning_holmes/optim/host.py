@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.mesh import ProcessGroups
+from lightning_holmes.errors import AnomalyError
 from lightning_holmes.optim.bucket_reducer import BucketReducer
-from lightning_holmes.optim.finite import check_finite
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.loss_scale import LossScale
 from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.torch_private import clamp_all, multiply_all
+
+_SHOWN = 5  # names in a message
 
 
 class OptimizerHost:
@@ -110,8 +112,27 @@ class LocalHost(OptimizerHost):
         if self._scale is not None:
             self._scale.agree(tensor for _, tensor in self._owned())
         elif torch.is_anomaly_enabled():
-            gradients = ((name, dtensor.local_part(p.grad)) for name, p in self._owned() if p.grad is not None)
-            check_finite(gradients, self._place)
+            self._check_finite()
+
+    def _check_finite(self) -> None:
+        """Refuse infinities and NaN in reduced gradients.
+
+        torch's anomaly mode checks for NaN after each operator; it does not detect an infinity, which becomes NaN in clipping or a
+        later step, where its origin is no longer known.
+
+        Raises:
+            AnomalyError: with the names of the parameters.
+        """
+        gradients = ((name, dtensor.local_part(p.grad)) for name, p in self._owned() if p.grad is not None)
+        values = ((name, g.coalesce().values() if g.is_sparse else g) for name, g in gradients)
+        found = {name: gradient for name, gradient in values if not gradient.isfinite().all()}
+        if found:
+            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            kind = "NaN" if any(gradient.isnan().any() for gradient in found.values()) else "infinite"
+            raise AnomalyError(
+                f"detect_anomaly: {kind} in the summed gradients of {', '.join(list(found)[:_SHOWN])}{more} ({self._place}), though no "
+                f"operator of the backward gave NaN: look for what overflows there, or for a hook that changes them"
+            )
 
     def _assign(self, *, last: bool) -> None:
         self._reducer.show(self._reducer.reached())
