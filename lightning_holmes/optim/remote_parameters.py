@@ -301,7 +301,9 @@ class RemoteParameters(StageShards):
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter and its states: parameters are distributed round-robin."""
-        return list(self.parameters).index(name) % self.num_replicas
+        if not self._holders:
+            self._holders = {name: number % self.num_replicas for number, name in enumerate(self.parameters)}
+        return self._holders[name]
 
     def put(self, write: Callable[[], None]) -> None:
         super().put(write)

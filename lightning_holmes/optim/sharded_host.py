@@ -391,7 +391,7 @@ class ShardedHost(LocalHost):
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter's state: one that holds much of it. With DTensors, whose local parts may
         differ in size between the ranks of a tensor group, its index decides instead, so that these ranks agree."""
-        if self._holders.keys() != self._group_of.keys():
+        if not self._holders:
             numbers = enumerate(self._group_of)
             if any(dtensor.is_dtensor(p) for p in self._memory.parameters.values()):
                 self._holders = {name: number % self._size for number, name in numbers}

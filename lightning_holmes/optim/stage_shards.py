@@ -165,7 +165,6 @@ class StageShards(ShardMemory):
             self._pieces += cut_by_elements([unit], self.size, first=index)
         else:
             self._pieces += deal_parameters(unit, self.size, index=index)
-        self._holders = {}
         unit.values = self._new_shard(unit.numel, self.parameters[names[0]])
         return unit
 
@@ -175,7 +174,7 @@ class StageShards(ShardMemory):
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter to a checkpoint folder."""
-        if self._holders.keys() != self.parameters.keys():
+        if not self._holders:
             self._holders = holders_of(self.parameters, self._pieces, self.size)
         return self._holders[name]
 
@@ -197,10 +196,11 @@ class StageShards(ShardMemory):
     def _bring_into(
         self, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], names: Collection[str]
     ) -> None:
+        wanted = set(names)
         for unit in units:
-            if not set(names).isdisjoint(unit.names):
+            if not wanted.isdisjoint(unit.names):
                 for name, view in self._whole(unit).items():
-                    if name in names:
+                    if name in wanted:
                         dtensor.replace_local(parameters[name], view)
 
     def twin(self, parameters: Mapping[str, nn.Parameter]) -> "StageShards":
@@ -368,7 +368,8 @@ class StageShards(ShardMemory):
     def hold(self, names: Collection[str]) -> list[Unit]:
         """Make the units that contain ``names`` whole, in newly allocated memory, so that views of it stay valid, and return them.
         All replicas must call."""
-        units = [unit for unit in self.units if not set(names).isdisjoint(unit.names)]
+        wanted = set(names)
+        units = [unit for unit in self.units if not wanted.isdisjoint(unit.names)]
         for unit in units:
             self.bring_into(self.parameters, unit.names)
         return units
