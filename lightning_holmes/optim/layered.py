@@ -187,4 +187,4 @@ class LayeredReducer(UnitReducer):
     def close(self) -> None:
         super().close()
         self._trained.clear()
-        del self._buffers  # a host outlives the run, for its states
+        self._buffers = StageBuffers({}, self._device)  # a host outlives the run, for its states
