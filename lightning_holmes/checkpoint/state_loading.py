@@ -1,6 +1,7 @@
 """Load saved states into a module and an optimizer of which this rank holds a part; only that part is read."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,7 +42,10 @@ def load_module_state(
     if only is not None:
         names_of = {key: first_names.get(id(value)) for key, value in expected.items()}
         elsewhere |= {key for key, name in names_of.items() if (name not in only if only else name is not None)}
-    # load hooks may know old names, and the module's own load_state_dict may rename entries
+    if overrides_loading(module):
+        _load_as_overridden(module, saved, strict=strict, elsewhere=elsewhere)
+        return
+    # load hooks may know old names
     may_rename = renames(module)
     names = [key for key in saved if key in expected or may_rename or strict]
     missing = [key for key in expected if key not in saved]
@@ -59,6 +63,36 @@ def load_module_state(
         raise CheckpointError(_another_model(type(module).__name__, missing, unexpected))
 
 
+def overrides_loading(module: nn.Module) -> bool:
+    """Whether a module has a ``load_state_dict`` of its own, which may rename entries, ignore ``strict`` or return nothing."""
+    return type(module).load_state_dict is not nn.Module.load_state_dict
+
+
+def _load_as_overridden(
+    module: nn.Module, saved: Mapping[str, Any], *, strict: bool, elsewhere: Collection[str]
+) -> None:
+    """Call the module's own ``load_state_dict`` with the whole state, as Lightning does; what it hands on to torch's is loaded without
+    the entries ``elsewhere``, by their names then."""
+    load = nn.Module.load_state_dict
+
+    def load_here(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if self is not module:
+            return load(self, state_dict, strict=strict, assign=assign)
+        here = {key: value for key, value in state_dict.items() if key not in elsewhere}
+        found = load(self, here, strict=False, assign=assign)
+        found.missing_keys[:] = [key for key in found.missing_keys if key not in elsewhere]
+        if strict and (found.missing_keys or found.unexpected_keys):
+            raise CheckpointError(_another_model(type(module).__name__, found.missing_keys, found.unexpected_keys))
+        return found
+
+    nn.Module.load_state_dict = load_here  # type: ignore[method-assign]
+    try:
+        with _explaining(module):
+            module.load_state_dict(dict(saved), strict=strict)
+    finally:
+        nn.Module.load_state_dict = load  # type: ignore[method-assign]
+
+
 def renames(module: nn.Module) -> bool:
     """Whether a module has load hooks, which may load an entry under another name."""
     return any(map(has_load_hooks, module.modules()))
@@ -70,6 +104,9 @@ def load_whole_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the state is another model's.
     """
+    if overrides_loading(module):
+        _load_as_overridden(module, saved, strict=True, elsewhere=())
+        return
     missing, unexpected = _load(module, saved)
     if missing or unexpected:
         raise CheckpointError(_another_model(type(module).__name__, missing, unexpected))
@@ -77,14 +114,22 @@ def load_whole_state(module: nn.Module, saved: Mapping[str, Any]) -> None:
 
 def _load(module: nn.Module, saved: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Load ``saved``; return the names that ``saved`` lacks and those that the module lacks."""
-    try:
+    with _explaining(module):
         missing, unexpected = module.load_state_dict(saved, strict=False)
+    return missing, unexpected
+
+
+@contextmanager
+def _explaining(module: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
     except RuntimeError as error:  # torch lists all entries whose shapes differ, one per line
         differences = [line.strip().rstrip(".") for line in str(error).splitlines()[1:]]
         text = f"the checkpoint is of another model than this {type(module).__name__}: "
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise CheckpointError(text + ("; ".join(differences[:_SHOWN]) or str(error)) + more) from error
-    return missing, unexpected
 
 
 def load_optimizer_state(
