@@ -15,7 +15,7 @@ SMALL = "--hidden-size 64 --num-layers 2 --num-heads 2 --sequence-length 32 --ba
 
 @pytest.mark.usefixtures("testbed_works")
 @pytest.mark.xdist_group("testbed")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_small_benchmark_measures_steps_and_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

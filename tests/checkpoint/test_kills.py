@@ -36,7 +36,7 @@ class Tiny(pl.LightningModule):
         self.log("first", self.w0[0])
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_checkpoint_survives_kills(tmp_path: Path) -> None:
     """The writer is forked from this process and killed at a random moment of a save; then ``ckpt_path="last"`` finds
     the checkpoint, all of it can be read, and the writer goes on from it. Every tenth time a Trainer reads it."""

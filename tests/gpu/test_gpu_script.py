@@ -13,7 +13,7 @@ PARTS = ("parity", "checkpoint", "faults", "step_time", "mfu", "syncs", "memory"
 pytestmark = [pytest.mark.versions, pytest.mark.xdist_group("gpu script")]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_script_for_a_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     parts = [part for part in PARTS if part != "mfu"]  # which is step_time with another model
     done = subprocess.run(

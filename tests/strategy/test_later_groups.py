@@ -14,7 +14,7 @@ import torch
 from later_group_cases import REFUSED, RESUMED, SCALED, WHEN, resume_all, run_scaled, save_all, work
 from launch import forked_executable, launch, launch_raw
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("later_groups")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("later_groups")]
 Records = dict[str, list[Any]]
 
 

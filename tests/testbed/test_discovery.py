@@ -10,7 +10,7 @@ from launch import forked_executable, forked_python
 from lightning_holmes.cluster.topology import Link, LinkSpeed, Topology
 from testbed import Testbed, TestbedOptions
 
-pytestmark = [pytest.mark.usefixtures("testbed_works"), pytest.mark.xdist_group("testbed"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.usefixtures("testbed_works"), pytest.mark.xdist_group("testbed"), pytest.mark.timeout(900)]
 
 TEXT = """
 clusters:

@@ -28,7 +28,7 @@ from testbed import HostResult, Testbed, TestbedOptions
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),
     pytest.mark.xdist_group("testbed_faults"),
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(900),
 ]
 PATIENCE = "last_call_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=5"
 """torchrun's rendezvous settings: how long the first host waits for the second, which may start that much later if

@@ -20,7 +20,7 @@ from testbed import HostResult, Testbed, TestbedOptions
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),
     pytest.mark.xdist_group("testbed_faults"),
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(900),
 ]
 WORKERS, NODE = ("a0", "a1"), "node0"
 NOTICED_S = 30.0

@@ -17,7 +17,7 @@ from testbed import Testbed, TestbedOptions, netlink
 from testbed.cgroup import CpuGroup, find_cpu_hierarchy
 from testbed.state import bed_folder
 
-pytestmark = [pytest.mark.usefixtures("testbed_works"), pytest.mark.xdist_group("testbed"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.usefixtures("testbed_works"), pytest.mark.xdist_group("testbed"), pytest.mark.timeout(900)]
 
 TEXT = """
 clusters:

@@ -21,7 +21,7 @@ from testbed import Testbed, TestbedOptions
 pytestmark = [
     pytest.mark.usefixtures("testbed_works"),
     pytest.mark.xdist_group("testbed_training"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(900),
 ]
 WORKER = Path(__file__).with_name("training_worker.py")
 FAST, SLOW = 125e6, 12.5e6  # 1 Gbit/s and 100 Mbit/s
