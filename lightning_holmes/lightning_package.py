@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from lightning_holmes.errors import ConfigurationError
 
 _LIGHTNING, _PYTORCH_LIGHTNING = "lightning", "pytorch_lightning"
+PACKAGES = (_LIGHTNING, _PYTORCH_LIGHTNING, "lightning_fabric")
+"""The first part of the names of Lightning's own modules, whichever package is used."""
 
 
 def _importing_files() -> Iterator[str]:
@@ -65,7 +67,7 @@ else:
     import pytorch_lightning.cli
     import pytorch_lightning.trainer.connectors.accelerator_connector
 
-__all__ = ["USED", "fabric", "introduce", "pl", "refuse_other_trainer"]
+__all__ = ["PACKAGES", "USED", "fabric", "introduce", "pl", "refuse_other_trainer"]
 
 _OTHER = _PYTORCH_LIGHTNING if USED == _LIGHTNING else "lightning.pytorch"
 

@@ -122,6 +122,7 @@ class RemoteParameters(StageShards):
             unit.is_trained |= not set(with_states).isdisjoint(names)
             self._add(unit, is_new=False)
         self._make_buffers()
+        self._host_memory.reserve([(u.numel, u.dtype) for u in units] for units in self._of_stage.values())
         self._has_masters = master_weights
         units = dict(enumerate(self.units))
         num_bytes = {i: unit.numel * unit.dtype.itemsize for i, unit in units.items()}
@@ -152,10 +153,6 @@ class RemoteParameters(StageShards):
             of_nodes = [[names[i] for i in sorted(places) if places[i] == place] for place in range(self._num_nodes)]
             found += [(stage, ranks, of_node) for of_node in of_nodes if of_node]
         return found
-
-    def _make_buffers(self) -> None:
-        super()._make_buffers()
-        self._host_memory.reserve([(u.numel, u.dtype) for u in units] for units in self._of_stage.values())
 
     def _new_shard(self, numel: int, like: Tensor) -> Tensor:
         return torch.zeros(0, dtype=like.dtype)

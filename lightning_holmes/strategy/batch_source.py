@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_holmes.comm.p2p import P2P
-from lightning_holmes.lightning_package import USED, pl
+from lightning_holmes.lightning_package import PACKAGES, pl
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.steps import TOPIC_BATCH
 from lightning_holmes.strategy.compat.resumable_sampler import ResumableSampler
@@ -80,7 +80,7 @@ def _reads_by_index(loader: Any, replica: tuple[int, int]) -> bool:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches: Any = loader.batch_sampler
-    if batches is not None and type(batches).__module__.partition(".")[0] not in ("torch", USED.partition(".")[0]):
+    if batches is not None and type(batches).__module__.partition(".")[0] not in ("torch", *PACKAGES):
         return False
     sampler = getattr(batches, "sampler", loader.sampler)
     if isinstance(sampler, ResumableSampler):

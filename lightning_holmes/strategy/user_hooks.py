@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_holmes.lightning_package import pl
+from lightning_holmes.lightning_package import PACKAGES, pl
 from lightning_holmes.torch_private import step_hooks
 
 GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
@@ -33,7 +33,7 @@ BATCH_HOOKS = {
     "predict_step": ("on_predict_batch_end", "on_predict_batch_start"),
 }
 """Hooks that are called with each batch, by the name of the step."""
-_LIBRARIES = ("lightning.", "pytorch_lightning.", "lightning_holmes.")
+_LIBRARIES = (*(f"{package}." for package in PACKAGES), "lightning_holmes.")
 
 
 def users_callbacks(callbacks: Iterable["pl.Callback"]) -> list["pl.Callback"]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.comm.p2p import P2P
-from lightning_holmes.lightning_package import pl
+from lightning_holmes.lightning_package import PACKAGES, pl
 from lightning_holmes.lightning_private import average_model, averaging_functions
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -265,7 +265,7 @@ def refusal_of_averages(callbacks: Iterable[pl.Callback]) -> str:
         kind = type(callback).__name__
         for name in (*_HOOKS, "update_parameters", "transfer_weights"):
             method = getattr(type(callback), name, None)
-            if method is not None and not method.__module__.startswith(("lightning.", "pytorch_lightning.")):
+            if method is not None and method.__module__.partition(".")[0] not in PACKAGES:
                 return f"{kind}.{name} is not Lightning's, and may read whole parameters (override should_update only)"
         for function, is_multiple in averaging_functions(callback) if average_model(callback) is not None else ():
             if not _is_elementwise(function, is_multiple):

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import PACKAGES
 
-_OWN = {"lightning", "pytorch_lightning", __name__.partition(".")[0]}
+_OWN = {*PACKAGES, __name__.partition(".")[0]}
 
 
 class HiddenState(MutableMapping[Any, Any]):
