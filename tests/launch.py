@@ -10,6 +10,7 @@ the command of forked_python() replaces the interpreter.
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
@@ -304,6 +305,7 @@ def _become_worker(folder: str, rank: int, env: dict[str, str]) -> None:
     """In the forked process: set its own environment, log and random numbers, and call the payload's function."""
     log = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     _take_over(log, log, env)
+    faulthandler.enable()  # a crash in C code leaves Python's stacks in the log
     target, payload = pickle.loads(Path(folder, "payload").read_bytes())
     module, name = target.split(":")
     function = getattr(importlib.import_module(module), name)
