@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import signal
+import time
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +199,8 @@ def test_a_snapshot_that_is_left_of_long_ago_does_not_beat_the_checkpoint_of_a_r
     save_folder(folder.snapshot(0, 3), {("state_dict", "w"): torch.zeros(4)})
     requeued = tmp_path / "hpc_ckpt_1.ckpt"
     requeued.touch()
+    later = time.time() + 10.0  # a file system's clock may not tell the two files apart
+    os.utime(requeued, (later, later))
 
     def chosen(ckpt_path: Any = None) -> str:
         given: Any = None, SimpleNamespace(whole=None)
