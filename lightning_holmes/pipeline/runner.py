@@ -43,9 +43,8 @@ class PipelineRunner:
         self.current_action: Action | None = None
         """The action that is performed now, or that has raised; None between steps."""
         self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
-        self._has_run: set[tuple[str, bool]] = (
-            set()
-        )  # steps, as name and whether they train, of which a batch has passed
+        # steps, as name and whether they train, of which a batch has passed
+        self._has_run: set[tuple[str, bool]] = set()
         self.without_checkpoints: set[Hashable] = set()
 
     def run(self, request: StepRequest, microbatches: Microbatches) -> Generator[None, None, None]:

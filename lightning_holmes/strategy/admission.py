@@ -37,9 +37,7 @@ def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipelin
             f"{num_replicas} replicas; leave sync_batchnorm out, or use GroupNorm or LayerNorm"
         )
     for callback in trainer.callbacks if is_pipeline else ():  # type: ignore[attr-defined]
-        if isinstance(callback, pl.callbacks.StochasticWeightAveraging) and any(
-            is_batch_norm(m) for m in module.modules()
-        ):
+        if isinstance(callback, pl.callbacks.StochasticWeightAveraging) and norms:
             raise UnsupportedModuleError(
                 f"the callback {type(callback).__name__} runs an epoch without backward for batch normalisation, which a "
                 f"pipeline cannot; use GroupNorm or LayerNorm, or pipeline_parallel_size=1"

@@ -6,10 +6,10 @@ and the others take it. That is right only if all ranks read the same indices: a
 the others have read, and is refused where batches are compared (pipeline/steps.py).
 
     source = BatchSource(p2p, always=False)
-    source.broadcasts("training_step", batch, loaders, index=0, replica=(0, 2))   # all ranks of the pipeline must call
+    source.broadcasts("training_step", batch, lambda: loaders, index=0, replica=(0, 2))   # all ranks of the pipeline must call
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -35,11 +35,18 @@ class BatchSource:
         self._decided: dict[tuple[str, int], bool] = {}
 
     def broadcasts(
-        self, step_name: str, batch: Any, loaders: Sequence[Any], *, index: int, replica: tuple[int, int]
+        self,
+        step_name: str,
+        batch: Any,
+        find_loaders: Callable[[], Sequence[Any]],
+        *,
+        index: int,
+        replica: tuple[int, int],
     ) -> bool:
         """Return whether the ranks take the first rank's batch. All ranks of the pipeline must call.
 
         Args:
+            find_loaders: returns the loaders of the step's loop; called at the first batch only.
             index: the loader's index among several evaluation loaders.
             replica: this rank's replica, and the number of replicas.
         """
@@ -47,6 +54,7 @@ class BatchSource:
             return self._always
         key = step_name, index
         if key not in self._decided:
+            loaders = find_loaders()
             by_index = bool(loaders) and all(_reads_by_index(each, replica) for each in loaders)
             self._decided[key] = self._differ(self._p2p, batch, by_index)
             if self._decided[key] and self._p2p.rank == 0:

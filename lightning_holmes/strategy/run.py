@@ -498,7 +498,7 @@ class Run:
             broadcasts=self._source.broadcasts(
                 step_name,
                 batch,
-                self._loaders_of(step_name),
+                functools.partial(self._loaders_of, step_name),
                 index=arguments[1] if step_name != "training_step" and len(arguments) > 1 else 0,
                 replica=(self.job.groups.data_parallel_rank, self.job.placement.data_parallel_size),
             ),
@@ -567,8 +567,9 @@ class Run:
 
     def synchronise_module_state(self) -> None:
         """Bring the state that steps have left on the module, and metrics, to every rank of the pipeline; all ranks must call."""
-        with self.job.explaining():
-            self._state.synchronise()
+        if not self.job.connection.failed:
+            with self.job.explaining():
+                self._state.synchronise()
 
 
 class Evaluation(Run):

@@ -636,9 +636,8 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         """Return the module's state: for a checkpoint folder, the part that this rank writes; for one file, all of it on rank 0, and all ranks
         must call."""
         ours = self._checkpoints
-        if ours is not None and self._run is not None and self._run.is_open and not self._joined.connection.failed:
-            self._run.synchronise_module_state()  # for on_save_checkpoint
         with self._lifted():
+            self.synchronise_module_state()  # for on_save_checkpoint
             return super().lightning_module_state_dict() if ours is None else ours.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -131,9 +131,7 @@ def _trace(
         found, failure = None, ""
         try:
             if not known.reason:
-                trace = functools.partial(_trace_over, module, sample, layers=layers, context=step_context)
-                found, failure = trace(small) if small is not batch else (None, "")
-                found = found or trace(batch, is_whole=True)[0]
+                found, failure = _trace_sample(module, sample, small, layers=layers, context=step_context)
                 if failure and wanted == "auto":
                     known = replace(known, dependence=f"{step_name} fails over a part of it ({failure})")
         except Exception as error:
@@ -170,19 +168,26 @@ def _trace(
     return known
 
 
-def _trace_over(
-    module: "pl.LightningModule", sample: StepSample, batch: Any, *, is_whole: bool = False, layers: Any, context: Any
-) -> tuple[ModuleStructure | None, str]:
-    """Trace a step over ``batch``. Where it fails over a part of the sample's batch, return None and why; over all of it, raise."""
-    batch = tree.map_all_tensors(Tensor.clone, batch)  # a step may change its batch in place
-    try:
-        return trace_step(module, sample.step_name, (batch, *sample.arguments), layers=layers, context=context), ""
-    except HolmesError:
-        raise
-    except Exception as error:
-        if is_whole:
+def _trace_sample(
+    module: "pl.LightningModule", sample: StepSample, small: Any, *, layers: str, context: Callable[[], Any]
+) -> tuple[ModuleStructure, str]:
+    """Trace a step over ``small``, a part of the sample's batch, or over all of it where the step fails over the part; return why it does, too."""
+    failure = ""
+    if small is not sample.batch:
+        try:
+            return _trace_over(module, sample, small, layers, context), ""
+        except HolmesError:
             raise
-        return None, one_line(error)
+        except Exception as error:
+            failure = one_line(error)
+    return _trace_over(module, sample, sample.batch, layers, context), failure
+
+
+def _trace_over(
+    module: "pl.LightningModule", sample: StepSample, batch: Any, layers: str, context: Callable[[], Any]
+) -> ModuleStructure:
+    batch = tree.map_all_tensors(Tensor.clone, batch)  # a step may change its batch in place
+    return trace_step(module, sample.step_name, (batch, *sample.arguments), layers=layers, context=context)
 
 
 def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:
