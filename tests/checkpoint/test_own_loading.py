@@ -6,31 +6,19 @@ Baseline: plain Lightning resumed from the same file; losses equal to 1e-5.
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from quiet import quiet_trainer
-from torch import Tensor, nn
+from tanh_net import KeepsLosses
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import CheckpointError
 
 
-class Net(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layers(batch[0]).square().mean()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
+class Net(KeepsLosses):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.05)
 

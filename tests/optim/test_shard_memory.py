@@ -33,9 +33,6 @@ class HeldLane:
                 function()
                 queue.done.append(number)
 
-            def seconds(self) -> float | None:
-                return None
-
         return Work()
 
     def close(self) -> None:

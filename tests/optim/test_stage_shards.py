@@ -23,9 +23,6 @@ class Done:
     def wait(self) -> None:
         pass
 
-    def seconds(self) -> float | None:
-        return 0.0
-
 
 class InlineQueue:
     """A queue that does everything at once and records the requests."""

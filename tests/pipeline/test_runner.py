@@ -58,9 +58,6 @@ class Arriving:
         for parameter, value in zip(self._parameters, self._values, strict=True):
             parameter.data.copy_(value)
 
-    def seconds(self) -> float | None:
-        return None
-
 
 class Exchange(LocalExchange):
     """Delivers parameters late, and notes the actions during which backwards ended."""

@@ -5,12 +5,12 @@ Baseline: plain Lightning on the first stage's data. Tolerance: 1e-5 relative.
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from launch import launch
 from lightning.pytorch.utilities import CombinedLoader
 from quiet import quiet_trainer
+from tanh_net import KeepsLosses
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -19,23 +19,9 @@ from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import HolmesError
 
 
-class Net(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layers(batch[0]).square().mean()
-
+class Net(KeepsLosses):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", self.layers(batch[0]).mean())
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Pairs(Net):

@@ -7,14 +7,14 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from quiet import quiet_trainer
-from torch import Tensor, nn
+from tanh_net import TanhNet
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -22,17 +22,10 @@ from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import HolmesError
 
 
-class Net(pl.LightningModule):
+class Net(TanhNet):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
         self.found: list[Any] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layers(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Saves(Net):
