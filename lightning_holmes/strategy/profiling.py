@@ -8,6 +8,7 @@ every start on the same hosts finds the same costs.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,12 +29,12 @@ from lightning_holmes.plan.rounding import rounded
 from lightning_holmes.strategy.plan_request import PlanRequest
 
 _PROBE_S = 0.03
-_SHARED_PROBE_S = 0.3  # on CPUs of several hosts, which may have a share of a core: over several of its periods of a tenth of a second
+_SHARED_PROBE_S = 0.9  # on CPUs of several hosts, which may have a share of a core: over several of its periods of a tenth of a second
 LARGEST_RUN = 50_000_000
 """The largest number of parameters of a module that may be run whole on one rank for its profile."""
 # A rank whose speed is at least this fraction of a faster rank's counts as equally fast: a short measurement is no more accurate, least of
 # all on CPUs that other processes use, too.
-_ALIKE = {"cpu": 0.85, "cuda": 0.97}
+_ALIKE = {"cpu": 0.8, "cuda": 0.97}
 # A rank's time in a step outside of microbatches and the optimizer (the trainer's loops, data, logs, checks), in times of a tiny
 # operator: about 15 ms if one takes 3 us. From the timelines of small runs on an idle link.
 _STEP_OPERATORS = 5000
@@ -99,7 +100,7 @@ def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str 
     speeds: list[DeviceSpeed] = all_gather_values(speed)
     if request.rank != 0:
         return None
-    operator_s = rounded(max(s.operator_s for s in speeds))
+    operator_s = rounded(statistics.median(s.operator_s for s in speeds))  # one slow reading does not decide
     found = _profiled(request, structure, operator_s=operator_s)
     if isinstance(found, str):
         return found
@@ -174,7 +175,7 @@ def carried_byte_s(operator_s: float) -> float:
 def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
     """Return the measured speeds, in which speeds that a measurement cannot distinguish are replaced by their group's mean; groups are formed from
     the fastest down."""
-    threshold = _ALIKE.get(device_type, 0.85)
+    threshold = _ALIKE.get(device_type, _ALIKE["cpu"])
     order = sorted(range(len(speeds)), key=lambda rank: -speeds[rank])
     result = list(speeds)
     while order:
