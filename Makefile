@@ -59,8 +59,8 @@ demo: install ## train a small GPT on 4 processes laid out as two clusters (abou
 test: install ## every promise by at least one fit, in a few minutes; tests/full.py says what is left out
 	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark and not full'
 
-test-all: install ## before a larger change: all tests but those of speed; large products of cases pairwise
-	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'not benchmark'
+test-all: test ## all tests but those of speed: `make test`, then the rest; large products of cases pairwise
+	$(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'full and not benchmark'
 
 # What touches private names of torch and Lightning, and small fits of each kind.
 on_versions = $(1)/bin/python -m pytest -n $(WORKERS) --dist=loadgroup -m 'versions and not benchmark'

@@ -345,6 +345,20 @@ def syncs(script: Script) -> None:
             )
 
 
+def sockets(script: Script) -> None:
+    """Four ranks on the card, whose host names differ, so that NCCL goes through sockets: losses as plain Lightning's, and the timeline."""
+    case = small(script, steps=6)
+    timelines = script.out / "timelines"
+    holmes = LAYOUTS["2 stages x 2 replicas"][1] or {}
+    (plain,) = script.result("monitored", {"case": case, "timelines": str(timelines)}, seconds=20)
+    payload = {"case": case | {"holmes": holmes | {"monitor": True}}, "timelines": str(timelines)}
+    found = script.result("monitored", payload, world_size=4, seconds=30)
+    losses = max(abs(a - b) / abs(b) for one in found for a, b in zip(one["losses"], plain["losses"], strict=True))
+    written = sorted(str(path.relative_to(script.out)) for path in timelines.rglob("*.json"))
+    what, step_s = "2 stages x 2 replicas through sockets", statistics.median(found[0]["seconds"])
+    script.row(what, ok=losses <= 1e-4 and bool(written), losses=losses, step_s=step_s, timelines=written)
+
+
 # memory
 
 
@@ -425,9 +439,10 @@ PARTS: dict[str, tuple[Callable[[Script], None], float]] = {
     "checkpoint": (checkpoint, 40),
     "faults": (faults, 40),
     "step_time": (step_time, 60),
-    "mfu": (mfu, 80),
+    "mfu": (mfu, 70),
     "syncs": (syncs, 30),
     "memory": (memory, 30),
-    "node": (node, 70),
+    "node": (node, 60),
+    "sockets": (sockets, 20),
 }
 """The parts in their order, and the seconds that each may take: 480 in all."""

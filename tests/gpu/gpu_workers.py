@@ -277,6 +277,14 @@ def host_syncs(payload: dict[str, Any]) -> list[str]:
     return waits.places
 
 
+def monitored(payload: dict[str, Any]) -> dict[str, Any]:
+    """Fit with a timeline, which is written below ``folder``; return the losses and the seconds of steps."""
+    case, steps = payload["case"], Steps(losses=True, device=payload["case"]["device"])
+    root = payload["timelines"]
+    make_trainer(case, OfReplica(case, tokens_of(case)), steps, default_root_dir=root).fit(build(case))
+    return {"losses": steps.losses, "seconds": steps.seconds()}
+
+
 # memory
 
 

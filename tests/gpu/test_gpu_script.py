@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("gpu_script.py")
-PARTS = ("parity", "checkpoint", "faults", "step_time", "mfu", "syncs", "memory", "node")
+PARTS = ("parity", "checkpoint", "faults", "step_time", "mfu", "syncs", "memory", "node", "sockets")
 pytestmark = [pytest.mark.versions, pytest.mark.xdist_group("gpu script")]
 
 
