@@ -23,6 +23,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import RESERVED
 from lightning_holmes.pipeline.object_state import (
     CONTAINERS,
+    PLAIN,
     Path,
     each_value,
     is_looked_into,
@@ -36,6 +37,7 @@ TOPIC_STATE = 2
 
 _UNCHANGED = object()
 _SMALL_BYTES = 1 << 16
+_HASHED = {bool, int, str, bytes, type(None)}
 Key = tuple[str, Path]
 """A module's name, and the path of a value below it; a buffer's whole name has an empty path."""
 
@@ -109,7 +111,11 @@ class ModuleState:
             if isinstance(module, Metric):
                 continue
             for key, value in vars(module).items():
-                if key not in RESERVED:
+                if key in RESERVED:
+                    continue
+                if type(value) in PLAIN:
+                    found[name, (key,)] = value
+                else:
                     found |= {(name, path): inner for path, inner in each_value(value, (key,), seen)}
         return found
 
@@ -224,6 +230,8 @@ def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dic
 
 def _fingerprint(value: Any) -> Hashable:
     """A hashable value that differs once ``value`` has changed."""
+    if type(value) in _HASHED:
+        return type(value).__name__, value
     if isinstance(value, Tensor):
         content = zlib.crc32(_bytes_of(value)) if _is_small_on_host(value) else 0
         return _Seen(value, tensor_version(value)), content

@@ -178,6 +178,7 @@ class PipelineModule:
         on this rank: by stage the tensors that it reads, and by layer those that any stage reads."""
         self.reads_beside: dict[int, list[tuple[int, int]]] = {}
         self._kept: dict[int, set[int]] = {}
+        self._layers: dict[str, int | None] = {}  # by name, the layer that holds it
         if self.structure is None or not 1 < len(self.stages) == self.num_stages:
             return
         for stage in self.stages:
@@ -230,10 +231,10 @@ class PipelineModule:
 
     def _layer_holding(self, name: str) -> int | None:
         assert self.structure is not None
-        for index, layer in enumerate(self.structure.layer_names):
-            if name.startswith(layer + "."):
-                return index
-        return None
+        if name not in self._layers:
+            held = (i for i, layer in enumerate(self.structure.layer_names) if name.startswith(f"{layer}."))
+            self._layers[name] = next(held, None)
+        return self._layers[name]
 
     def local_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules whose plain attributes this rank owns: its own layers, modules with parameters that no later
