@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_holmes.checkpoint.finding import whole_checkpoints
+from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import (
     FIND_CHECKPOINT,
@@ -45,8 +46,21 @@ class HolmesLauncher(SubprocessLauncher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether this launcher may run in a notebook: True if it does not start the script again."""
-        return self.cluster_environment.creates_processes_externally
+        """True: this launcher may run in a notebook, where alone Lightning asks.
+
+        Raises:
+            ConfigurationError: it would start processes, which cannot run a notebook's cells.
+        """
+        if self._is_alone or self.cluster_environment.creates_processes_externally:
+            return True
+        raise ConfigurationError(
+            f"devices={self.num_processes}, num_nodes={self.num_nodes} in a notebook: other processes cannot run its cells. Write "
+            f"the code into a script and start it with python or torchrun, or set devices=1, num_nodes=1 here"
+        )
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.num_processes * self.num_nodes == 1
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
@@ -55,8 +69,7 @@ class HolmesLauncher(SubprocessLauncher):
             if trainer is not None:
                 self._find_whole(trainer, changes)
             # Lightning's launcher leaves LOCAL_RANK in the environment, which the next Trainer would take as set by an external launcher
-            alone = self.num_processes * self.num_nodes == 1
-            if alone:
+            if self._is_alone:
                 return function(*args, **kwargs)
             if self.cluster_environment.creates_processes_externally:
                 set_num_threads(self.num_processes)

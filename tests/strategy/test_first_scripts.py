@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from launch import launch
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities import CombinedLoader
 from quiet import quiet_trainer
 from tanh_net import KeepsLosses
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.errors import HolmesError
+from lightning_holmes.errors import ConfigurationError, HolmesError
 
 
 class Net(KeepsLosses):
@@ -130,6 +131,15 @@ def synchronised(_: Any) -> str:
     except HolmesError as refusal:
         return str(refusal)
     return ""
+
+
+def test_a_notebook_runs_one_process_and_is_told_why_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    module, loader = made("no seed", 0)
+    quiet_trainer("holmes", devices=1, max_epochs=1).fit(module, loader)
+    assert len(module.losses) == 4
+    with pytest.raises(ConfigurationError, match=r"devices=2, num_nodes=1 in a notebook: .* into a script"):
+        quiet_trainer("holmes", devices=2)
 
 
 class LogsNone(Net):
