@@ -81,7 +81,7 @@ exhaustive: PART ?= 1/1
 exhaustive: install ## run every case of the large products (hours; PART=2/10: a tenth), and log each in runs/exhaustive.log
 	HOLMES_EXHAUSTIVE=$(PART) $(BIN)/python -m pytest -n $(WORKERS) --dist=loadgroup tests/parity tests/lightning_contract \
 		tests/checkpoint/test_kills.py tests/strategy/test_optimizer_nodes.py \
-		tests/plan/search/test_alike.py
+		tests/plan/search/test_alike.py tests/fuzz
 
 SOAK ?= --minutes 60 --steps 10000
 

@@ -1,8 +1,8 @@
 """Random generators that a module keeps for itself: ``self.rng = numpy.random.default_rng()``, ``random.Random()``.
 
 The default generators are seeded for each microbatch and layer (seeds.py). One of the module's own is not: the code before the
-layers runs once for each stage and microbatch, so that the input's draws would not be the loss's. Steps that draw from one are
-refused, when they are traced and, where that batch did not reach the draw, later.
+layers runs once for each stage and microbatch, so that the input's draws would not be the loss's. Steps of several stages or
+microbatches that draw from one are refused, when they are traced and, where that batch did not reach the draw, later.
 
     generators = find_generators(module)
     before = states_of(generators); step(); refuse_draws("training_step", generators, before)
@@ -80,7 +80,7 @@ def describe_draw(place: str, what: str, kind: type) -> str:
     return (
         f"{place} draws from {what}, a generator of its own, which the stages of a pipeline, its chunks and microbatches would advance "
         f"differently: draw from the default generator ({default}'s own functions), which is seeded for each microbatch, or use "
-        f"pipeline_parallel_size=1 with the default sharding"
+        f"pipeline_parallel_size=1 and num_microbatches=1 with the default sharding"
     )
 
 

@@ -1,15 +1,20 @@
-"""Undo what a trial run of a step changes on the trainer.
+"""What a step may change on the trainer: undone after a trial run, and brought to all ranks of a pipeline after a real one.
 
     with preserved_trainer(trainer):
         trace_step(module, ...)           # may set trainer.should_stop, or a learning rate
 
-The trainer's attributes and the settings of its optimizers and schedulers are restored. Other objects that it refers
-to (callbacks, loggers, loops) are not copied.
+    before = settings_of(trainer); run(); changed = changed_settings(trainer, before)     # on the rank that runs a step's end
+    change_settings(trainer, changed)                                                     # on the others
+
+The trainer's attributes and the settings of its optimizers and schedulers are restored; should_stop and the settings of optimizers
+are brought to all ranks. Other objects that the trainer refers to (callbacks, loggers, loops) are not copied.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+_SENT = (type(None), bool, int, float, str)
 
 
 @contextmanager
@@ -18,9 +23,8 @@ def preserved_trainer(trainer: Any) -> Iterator[None]:
     if trainer is None:
         yield
         return
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-    holders = [vars(trainer), *groups, *map(vars, schedulers)]
+    holders = [vars(trainer), *_groups(trainer), *map(vars, schedulers)]
     saved = [{key: list(v) if type(v) is list else v for key, v in holder.items()} for holder in holders]
     try:
         yield
@@ -33,3 +37,31 @@ def preserved_trainer(trainer: Any) -> Iterator[None]:
                     holder[key][:] = value
                 elif holder.get(key) is not value:
                     holder[key] = value
+
+
+def _groups(trainer: Any) -> list[dict[str, Any]]:
+    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+
+
+def settings_of(trainer: Any) -> list[dict[str, Any]]:
+    """Return ``should_stop``, and the plain values of each parameter group."""
+    groups = ({k: v for k, v in group.items() if type(v) in _SENT} for group in _groups(trainer))
+    return [{"should_stop": trainer.should_stop}, *groups]
+
+
+def changed_settings(trainer: Any, before: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return what has changed since ``before`` was made by :func:`settings_of`, each value by its key; None if nothing has."""
+    changed = [
+        {key: value for key, value in now.items() if key not in old or old[key] != value}
+        for now, old in zip(settings_of(trainer), before, strict=True)
+    ]
+    return changed if any(changed) else None
+
+
+def change_settings(trainer: Any, changed: list[dict[str, Any]] | None) -> None:
+    """Set what :func:`changed_settings` has found on another rank, whose optimizers have the same groups."""
+    if changed is not None:
+        for key, value in changed[0].items():
+            setattr(trainer, key, value)
+        for group, values in zip(_groups(trainer), changed[1:], strict=True):
+            group.update(values)

@@ -16,11 +16,13 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.p2p import P2P, TensorSpec
 from lightning_holmes.errors import ConfigurationError, UnevenDataError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
+from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
 from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepResult
 from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
@@ -87,7 +89,7 @@ class StepDriver:
         self.is_inside_part = False
         """Whether only a part of a step is running: that of one of several pipeline ranks, or of one of several microbatches."""
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
-        self._generators = find_generators(module) if pipeline.num_stages > 1 else {}
+        self._generators = find_generators(module)
 
     @property
     def pipeline_parallel_size(self) -> int:
@@ -151,7 +153,10 @@ class StepDriver:
         self._expect_messages()
         self.is_inside_part = count > 1 or self.pipeline_parallel_size > 1
         guarded = self._metrics if count > 1 else {}
-        generators, place = states_of(self._generators), f"{type(self.module).__name__}.{request.step_name}"
+        trainer = trainer_of(self.module) if self._is_staged else None
+        settings = None if trainer is None else settings_of(trainer)
+        own = self._generators if count > 1 or self.pipeline.num_stages > 1 else {}
+        generators, place = states_of(own), f"{type(self.module).__name__}.{request.step_name}"
         several = (
             self.pipeline_parallel_size > 1
         )  # in a process that runs whole steps, or microbatches, loggers hear of all
@@ -170,11 +175,12 @@ class StepDriver:
                 yield from self.runner.run(request, run)
         finally:
             self.is_inside_part = False
-        refuse_draws(place, self._generators, generators)
+        refuse_draws(place, own, generators)
         start = observer.mark()
         for each in unseen:
             yield from self._compare_values(*each)
-        result = yield from self._share(request, run, sizes, weights, window)
+        changed = None if settings is None else changed_settings(trainer, settings)
+        result = yield from self._share(request, run, sizes, weights, window, changed)
         observer.add("wait", start)
         return result
 
@@ -316,9 +322,15 @@ class StepDriver:
         self.p2p.send_message(self.last_rank, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
 
     def _share(
-        self, request: StepRequest, run: Microbatches, sizes: list[int], weights: list[float], window: MetricWindow
+        self,
+        request: StepRequest,
+        run: Microbatches,
+        sizes: list[int],
+        weights: list[float],
+        window: MetricWindow,
+        changed: list[dict[str, Any]] | None,
     ) -> Generator[None, None, StepResult]:
-        """Collect what earlier stages logged on the last stage, and bring its results to all ranks."""
+        """Collect what earlier stages logged on the last stage, and bring its results, and what it ``changed`` on the trainer, to all ranks."""
         p2p, calls = self.p2p, list(self.recorder.calls)
         alone = not self._is_staged
         if not self.has_last_stage:
@@ -326,7 +338,8 @@ class StepDriver:
             last = self.last_rank
             while not p2p.has_message(last, TOPIC_RESULT):
                 yield
-            template, specs = p2p.receive_message(last, TOPIC_RESULT)
+            template, specs, changed = p2p.receive_message(last, TOPIC_RESULT)
+            change_settings(trainer_of(self.module), changed)
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
             p2p.broadcast(last, leaves)
             output, calls = tree.unflatten(template, leaves)
@@ -360,7 +373,7 @@ class StepDriver:
             template = tree.map_tensors(pack, (output, merged))
             specs = [TensorSpec(tuple(leaf.shape), leaf.dtype, False) for leaf in leaves]
             for rank in self._other_ranks():
-                p2p.send_message(rank, TOPIC_RESULT, (template, specs))
+                p2p.send_message(rank, TOPIC_RESULT, (template, specs, changed))
             p2p.broadcast(p2p.rank, leaves)
             p2p.finish()
         return StepResult(output=output, calls=merged)

@@ -66,6 +66,7 @@ class WeightAverages(Replacements):
         self._p2p, self._replicas, self._first = p2p, replicas, first_replica
         self._shards: StageShards | None = None
         self._averages: dict[pl.Callback, StageShards] = {}
+        self._is_abandoned = False
 
     def __enter__(self) -> Self:
         """Wrap the callbacks' hooks, so that they do not see the average's copies of other stages' parameters."""
@@ -92,14 +93,22 @@ class WeightAverages(Replacements):
             self._averages[callback] = shards.twin(parameters)
 
     def close(self) -> None:
-        """Make the averages whole again. All replicas must call, unless the run has failed."""
+        """Make the averages whole again, on every rank. All ranks must call, unless the run has failed: then :meth:`abandon` comes first."""
         for average in self._averages.values():
             average.close()
         self._averages.clear()
         self._shards = None
+        for callback in [] if self._is_abandoned else self._callbacks:  # a checkpoint may be saved after the fit
+            average = average_model(callback)
+            if average is not None:
+                weights = isinstance(callback, pl.callbacks.WeightAveraging)
+                state = (average.module if weights else average).state_dict()
+                for key, value in self._gathered(state).items():
+                    state[key].copy_(value)
 
     def abandon(self) -> None:
-        """Leave the averages in shards, after the run has failed."""
+        """Leave the averages as they are, after the run has failed."""
+        self._is_abandoned = True
         for average in self._averages.values():
             average.abandon()
 

@@ -1,0 +1,73 @@
+"""Cases of the fuzzer by their seeds, and the smallest cases of the faults that it has found.
+
+Baseline: plain Lightning, DDP where replicas divide the batch. Tolerances: fuzz.TOLERANCES, 2e-6 for most cases, which compute
+in double precision (logged values are single). `python tests/fuzz/fuzz.py SEED` repeats a case.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from covering import EXHAUSTIVE
+from fuzz import cures_in, differences, examine, line_of, parse
+from runs import Pool
+from traits import AXES, draw, settle
+
+FOUND = (
+    "later=stops, stages=2",  # a step that stops the trainer after the layers
+    "later=rate, stages=2, microbatches=1",
+    "random=torch, microbatches=2",  # a generator of its own, one stage, several microbatches
+    "habit=averaging, checkpoint=end, stages=2",  # a checkpoint of the averages after the fit
+)
+"""Smallest cases of faults that are mended."""
+
+
+def seeds() -> list[int]:
+    """Return 30 seeds, or under `make exhaustive` this part of 500."""
+    if not EXHAUSTIVE:
+        return list(range(30))
+    part, parts = map(int, EXHAUSTIVE.split("/"))
+    return list(range(500))[part - 1 :: parts]
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Pool]:
+    with Pool() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.xdist_group(f"fuzz {seed % 2}")) for seed in seeds()]
+)
+def test_equal_or_refused(seed: int, jobs: Pool) -> None:
+    case = draw(seed)
+    outcome = examine(jobs, case)
+    assert not outcome.fails, (
+        f"python tests/fuzz/fuzz.py --shrink {seed}\n{line_of(case)}\n{outcome.verdict}: {outcome.why}"
+    )
+
+
+@pytest.mark.xdist_group("fuzz 0")
+@pytest.mark.parametrize("line", FOUND)
+def test_mended(line: str, jobs: Pool) -> None:
+    outcome = examine(jobs, settle(parse(line), splits=True))
+    assert not outcome.fails, f"{outcome.verdict}: {outcome.why}"
+
+
+def test_a_difference_is_seen() -> None:
+    one, other = {"/loss": torch.tensor(1.0).double()}, {"/loss": torch.tensor(1.001).double()}
+    assert differences(one, other, "double") and not differences(one, dict(one), "double")
+    assert differences(one, {}, "double") == ["/loss: only in plain Lightning"]
+
+
+def test_cures_are_read_from_a_refusal() -> None:
+    case = {"stages": "2", "sharding": "parameters"}
+    why = 'sharding="parameters": the step reads it; use sharding="none", num_chunks=1, pipeline_parallel_size=1'
+    assert cures_in(why, case) == [{"stages": "1"}, {"chunks": "1"}, {"sharding": "none"}]
+
+
+def test_a_case_settles_and_can_be_written_down() -> None:
+    for seed in range(300):
+        case = draw(seed)
+        assert settle(case) == case and parse(line_of(case)) == case
+        assert all(value in AXES[axis][1:] for axis, value in case.items())
