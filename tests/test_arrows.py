@@ -50,13 +50,12 @@ STRATEGY: tuple[set[str], ...] = (
         "building",
         "compat",
         "lightning_collectives",
-        "optimizer_nodes",
         "module_shards",
     }
     | {"lost_values", "removed_arguments", "loaded_state", "switches"}
     | {"samples", "snapshots", "tracing", "user_hooks"},
     {"options", "launcher"},
-    {"connection", "job_layout", "job", "sharding", "gradients"},
+    {"connection", "optimizer_nodes", "job_layout", "job", "sharding", "gradients"},
     {"plan_request", "profiling", "runtime_plan", "planning", "tripwires"},
     {"run", "fit"},
     {"checkpointing"},

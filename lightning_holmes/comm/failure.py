@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from lightning_holmes.comm import heartbeat
@@ -41,17 +41,19 @@ _LAST_ANSWER_S = 30.0  # how long a run that ended well waits for the store to a
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The rank that failed first, its exception in words, the rank that has told it, and where the failed rank was."""
+    """The rank that failed first, its exception in words, the rank that has told it, where the failed rank was, and its name if it is an
+    optimizer node."""
 
     rank: int
     words: str
     told_by: int
     place: str = ""
+    name: str | None = None
 
-    def line(self, rank: int) -> str:
-        """The line that ``rank`` shows when it ends because of this failure."""
+    def line(self, who: str) -> str:
+        """The line that ``who`` shows when it ends because of this failure."""
         place = f" {self.place}" if self.place else ""
-        return f"[rank {rank}] ends, because rank {self.rank} failed{place}: {self.words.splitlines()[0]}"
+        return f"[{who}] ends, because {self.name or f'rank {self.rank}'} failed{place}: {self.words.splitlines()[0]}"
 
 
 class FailureWatch:
@@ -62,27 +64,39 @@ class FailureWatch:
         rank: this global rank.
         world_size: the number of ranks.
         timeout_s: the timeout of transfers; None: none.
+        num_nodes: how many of the ranks, the last ones, are optimizer nodes. Such a watch does not say who is late.
 
     Attributes:
         heartbeat: says where this rank is; its ``where`` can be set.
         cards: watches the fast cards of this rank; if one stays down, the run ends.
         asked_to_end: on rank 0: another rank has asked to end the run (:meth:`ask_to_end`).
+        cause: the failure of the run that was first, as far as it is known.
+        ends_process: whether this process ends if another rank has failed, and does not end by itself.
         on_absence: returns whether the last step that this rank has begun is that of a batch; called in a thread.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, timeout_s: float | None = None, *, num_nodes: int = 0
+    ) -> None:
         self._store: Any = store.clone() if hasattr(store, "clone") else store
         # ranks start the same runs in the same order, so every rank's own count gives the same number
         self._prefix = f"holmes/run/{self._store.add(f'holmes/runs/{rank}', 1)}"
         self._rank, self._world_size = rank, world_size
-        self.heartbeat = Heartbeat(self._store, self._prefix, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        self._nodes = {world_size - num_nodes + n: f"optimizer node {n}" for n in range(num_nodes)}
+        self._name = self._nodes.get(rank, f"rank {rank}")
+        self.heartbeat = Heartbeat(
+            self._store, self._prefix, rank=rank, world_size=world_size, timeout_s=timeout_s, name=self._name
+        )
+        if num_nodes:
+            self.heartbeat.patience = float("inf")
         self.cards: CardWatch | None = None
         self.asked_to_end = False
         self.on_absence: Callable[[int], bool] = lambda batch: False
         self._wake, self._stop, self._gone, self._told = (threading.Event() for _ in range(4))
         self._posts: dict[str, str] = {}  # what the training thread wants to be written
         self._mine: Failure | None = None
-        self._cause: Failure | None = None
+        self.cause: Failure | None = None
+        self.ends_process = True
         self._absent: tuple[int, int, str] | None = None
         self._is_first = self._well = self._released = False
         self._news = self._exchanges = 0
@@ -107,7 +121,7 @@ class FailureWatch:
             self._wake.set()
             self._told.wait(2 * _NOTICE_S)
         self._end(timeout_s=5.0 if self._reachable else 0.0)
-        return self._cause
+        return self.cause
 
     def explain(self, exception: BaseException) -> BaseException:
         """Return ``exception``, or its cause if it is only a lost connection: RemoteError if another rank has reported
@@ -118,17 +132,17 @@ class FailureWatch:
         timed_out = "imed out" in str(exception)
         self.heartbeat.ask(late=timed_out)
         self._wake.set()
-        while self._cause is None and time.monotonic() < end and self._reachable:
+        while self.cause is None and time.monotonic() < end and self._reachable:
             if self.heartbeat.answered.wait(0.05):
                 if self.heartbeat.silent or timed_out:
                     break
                 time.sleep(0.05)
-        cause = self._cause
+        cause = self.cause
         if cause is None:
             return exception
         kind, _, words = cause.words.partition(": ")
         if cause.rank != self._rank:
-            return RemoteError(f"rank {cause.rank} failed first: {cause.words}")
+            return RemoteError(f"{cause.name or f'rank {cause.rank}'} failed first: {cause.words}")
         return UnevenDataError(words) if kind == UnevenDataError.__name__ else exception
 
     def stall(self) -> str:
@@ -144,8 +158,8 @@ class FailureWatch:
         self._posts["absent"] = json.dumps([self._rank, batch, words])
         self._wake.set()
 
-    def stop(self) -> None:
-        """End the watch after a run that ended well.
+    def stop(self, *, at_exit: bool = True) -> None:
+        """End the watch after a run that ended well. Rank 0 waits for the others at the process's exit, or now.
 
         Wait for a store that is silent because its link was cut a moment ago: a thread whose request returns while the
         interpreter ends is unwound through torch's code, which aborts the process (exit code -6).
@@ -153,8 +167,11 @@ class FailureWatch:
         self._well = True
         self._end(timeout_s=_LAST_ANSWER_S)
         if self._rank == 0:
+            last = self._store, self._key("left"), self._world_size - 1, self._gone
+            if not at_exit:
+                return _see_off(*last) if self.cause is None and self.ends_process else None
             atexit.unregister(_see_off)  # that of an earlier run
-            atexit.register(_see_off, self._store, self._key("left"), self._world_size - 1, self._gone)
+            atexit.register(_see_off, *last)
 
     def _end(self, timeout_s: float) -> None:
         self._stop.set()
@@ -182,8 +199,8 @@ class FailureWatch:
                     self.heartbeat.tick()
                     self._look_for_losses()
                 self._exchange()
-                if self._cause is not None and not self._well:
-                    return self._end_by(self._cause)
+                if self.cause is not None and not self._well:
+                    return self._end_by(self.cause)
             if self._well and not self._gone.is_set():
                 self.heartbeat.leave()
                 self._leave()
@@ -204,7 +221,7 @@ class FailureWatch:
         news = self._store.add(self._key("news"), 0)
         if news != self._news:
             self._news = news
-            self._cause = self._cause or self._read_cause()
+            self.cause = self.cause or self._read_cause()
             self.asked_to_end = self.asked_to_end or (self._rank == 0 and self._store.check([self._key("end")]))
             if self._store.check([self._key("absent")]):
                 self._absent = tuple(json.loads(self._store.get(self._key("absent"))))
@@ -220,10 +237,10 @@ class FailureWatch:
 
     def _put_first(self, failure: Failure) -> None:
         """Make ``failure`` the run's, unless another one was first."""
-        mine = json.dumps(astuple(failure))
+        mine = json.dumps(astuple(replace(failure, name=self._nodes.get(failure.rank))))
         self._is_first = bytes(self._store.compare_set(self._key("failure"), "", mine)).decode() == mine
         self._store.add(self._key("news"), 1)
-        self._cause = self._read_cause()
+        self.cause = self._read_cause()
 
     def _read_cause(self) -> Failure | None:
         if not self._store.check([self._key("failure")]):
@@ -252,7 +269,7 @@ class FailureWatch:
         self._told.set()
         if self._mine is None:
             breaks = cause.rank == cause.told_by and not self._is_first  # that rank ends, and with it connections
-            self._end_process(cause.line(self._rank), _GRACE_S if breaks else _SHORT_GRACE_S)
+            self._end_process(cause.line(self._name), _GRACE_S if breaks else _SHORT_GRACE_S)
 
     def _fail(self, error: Exception) -> None:
         """Report an error of the watch itself: all ranks end, and this one prints the error. A run that is ending anyway goes on to its end."""
@@ -261,7 +278,7 @@ class FailureWatch:
             return
         with contextlib.suppress(Exception):
             self._put_first(Failure(self._rank, one_line(error), self._rank))
-        line = f"[rank {self._rank}] ends, because its watch for failures failed: {one_line(error)}"
+        line = f"[{self._name}] ends, because its watch for failures failed: {one_line(error)}"
         self._end_process(line, _SHORT_GRACE_S)
 
     def _leave(self) -> None:
@@ -274,7 +291,7 @@ class FailureWatch:
 
     def _end_process(self, line: str, grace_s: float) -> None:
         """Print ``line`` and end the process, unless the run ends by itself within a moment, as it mostly does when connections break."""
-        if not self._stop.wait(grace_s):
+        if not self._stop.wait(grace_s) and self.ends_process:
             print(line, file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -284,9 +301,9 @@ class FailureWatch:
         """Note whether the other thread's requests are answered; end this rank if they are not for long. Return whether to go on."""
         self._seconds_silent = 0 if self._exchanges != self._answered_at else self._seconds_silent + 1
         self._answered_at = self._exchanges
-        if self._seconds_silent < heartbeat.SILENT_TICKS or not self._thread.is_alive() or self._cause is not None:
+        if self._seconds_silent < heartbeat.SILENT_TICKS or not self._thread.is_alive() or self.cause is not None:
             return True
-        self._end_process(f"[rank {self._rank}] ends, because {self._lost_store()}", 0.0)
+        self._end_process(f"[{self._name}] ends, because {self._lost_store()}", 0.0)
         return False
 
     def _lose_store(self) -> None:
@@ -296,8 +313,8 @@ class FailureWatch:
         self._gone.set()
         self._wake.set()
         self._told.set()
-        if self._cause is None and not self._released:
-            self._end_process(f"[rank {self._rank}] ends, because {self._lost_store()}", _GRACE_S)
+        if self.cause is None and not self._released:
+            self._end_process(f"[{self._name}] ends, because {self._lost_store()}", _GRACE_S)
 
     def _lost_store(self) -> str:
         at = "" if self._kept_at is None else f" at {self._kept_at[0]}:{self._kept_at[1]}"

@@ -43,7 +43,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class _Beat:
-    """What a rank says. ``number`` grows with each beat; -1: its run has ended well.
+    """What a rank says, or an optimizer node. ``number`` grows with each beat; -1: its run has ended well.
 
     ``in_step``: it performs the actions of a step. ``waits``: its training thread waits for other ranks, in ``stack``.
     """
@@ -56,9 +56,10 @@ class _Beat:
     place: str
     waits: bool
     stack: list[str]
+    name: str
 
-    def describe(self, rank: int) -> str:
-        return f"rank {rank} on host {self.host}{self.place and ', ' + self.place + ','}"
+    def describe(self) -> str:
+        return f"{self.name} on host {self.host}{self.place and ', ' + self.place + ','}"
 
 
 class Heartbeat:
@@ -68,16 +69,20 @@ class Heartbeat:
         store: the job's store; used only in the thread that calls :meth:`tick`.
         prefix: the prefix of this run's keys in the store.
         timeout_s: of transfers; None: none.
+        name: what others call it; None: the rank.
 
     Attributes:
         where: returns where the training thread is, in words, and whether it performs the actions of a step.
         late: for whom this rank waits, in words, as far as it is known; empty: it does not wait for long.
         silent: the ranks of which nothing has been heard, in the last census.
         lost: a neighbour that is lost, and why.
+        patience: the seconds of waiting after which this rank finds out for whom.
         answered: set once a census that was asked for has ended.
     """
 
-    def __init__(self, store: Any, prefix: str, *, rank: int, world_size: int, timeout_s: float | None) -> None:
+    def __init__(
+        self, store: Any, prefix: str, *, rank: int, world_size: int, timeout_s: float | None, name: str | None = None
+    ) -> None:
         self.where: Callable[[], tuple[str, bool]] = lambda: ("", False)
         self.late = ""
         self.silent: frozenset[int] = frozenset()
@@ -85,8 +90,9 @@ class Heartbeat:
         self.answered = threading.Event()
         self._store, self._prefix = store, f"{prefix}/beat"
         self._rank, self._world_size = rank, world_size
+        self._name = name or f"rank {rank}"
         self._timeout_ticks = float("inf") if timeout_s is None else timeout_s
-        self._patience = min(_PATIENCE_S, self._timeout_ticks / 2)
+        self.patience = min(_PATIENCE_S, self._timeout_ticks / 2)
         self._neighbours = {(rank + step) % world_size for step in (1, -1)} - {rank}
         self._heard: dict[int, tuple[int, int]] = {}  # by neighbour: its last number, and for how many ticks
         self._thread = threading.get_ident()
@@ -103,10 +109,10 @@ class Heartbeat:
         self._say()
         for neighbour in self._neighbours:
             self._listen(neighbour)
-        if self._census is not None and self.number - self._census[0] >= min(_CENSUS_TICKS, self._patience / 2):
+        if self._census is not None and self.number - self._census[0] >= min(_CENSUS_TICKS, self.patience / 2):
             self._conclude(self._census[1], self._read_all())
             self._census = None
-        elif self._census is None and (self._asked or 0 <= self._waited - self._patience < 1):
+        elif self._census is None and (self._asked or 0 <= self._waited - self.patience < 1):
             self._census = self.number, self._read_all()
 
     def ask(self, *, late: bool) -> None:
@@ -117,7 +123,7 @@ class Heartbeat:
     def leave(self) -> None:
         """Say that this rank's run has ended well."""
         self.number = -1
-        self._set(_Beat(-1, self._host, self._machine, os.getpid(), False, "", False, []))
+        self._say_at(-1, "", False, False, [])
 
     def _say(self) -> None:
         frame = sys._current_frames().get(self._thread)
@@ -132,9 +138,10 @@ class Heartbeat:
         if not waits or is_busy:
             self.late = ""
         self.number += 1
-        self._set(_Beat(self.number, self._host, self._machine, os.getpid(), in_step, place, waits, stack))
+        self._say_at(self.number, place, in_step, waits, stack)
 
-    def _set(self, beat: _Beat) -> None:
+    def _say_at(self, number: int, place: str, in_step: bool, waits: bool, stack: list[str]) -> None:
+        beat = _Beat(number, self._host, self._machine, os.getpid(), in_step, place, waits, stack, self._name)
         self._store.set(f"{self._prefix}/{self._rank}", json.dumps([getattr(beat, n) for n in _Beat.__slots__]))
 
     def _read(self, rank: int) -> _Beat | None:
@@ -160,18 +167,18 @@ class Heartbeat:
             return
         state = _state_of(beat.pid) if beat.machine == self._machine else None
         why = f"its process {state}" if state else "its process has ended or is stopped, or its host is cut off"
-        heard = f"nothing has been heard of {beat.describe(neighbour)} for {ticks} s: {why}"
+        heard = f"nothing has been heard of {beat.describe()} for {ticks} s: {why}"
         ends_run = state == "is stopped" or (state is None and beat.in_step) or ticks >= self._timeout_ticks
         if state == "has ended" or (ticks >= SILENT_TICKS and ends_run):
             self.lost = neighbour, heard
         elif ticks == SILENT_TICKS:
-            print(f"[rank {self._rank}] {heard}", file=sys.stderr, flush=True)
+            print(f"[{self._name}] {heard}", file=sys.stderr, flush=True)
 
     def _conclude(self, before: dict[int, _Beat], now: dict[int, _Beat]) -> None:
         """Name the ranks that are silent or late, by two readings of what all ranks say."""
         others = {rank: beat for rank, beat in now.items() if rank != self._rank and beat.number >= 0}
         self.silent = frozenset(r for r, beat in others.items() if r in before and before[r].number == beat.number)
-        if self._waited >= self._patience or (self._asked and (self._asks_late or self.silent)):
+        if self._waited >= self.patience or (self._asked and (self._asks_late or self.silent)):
             self.late = _describe(now, self.silent)
         if self._asked:
             self._asked = False
@@ -195,12 +202,10 @@ def _describe(beats: dict[int, _Beat], silent: frozenset[int]) -> str:
         beat = beats[rank]
         stack = " < ".join(beat.stack)
         if rank in silent:
-            told.append(
-                f"nothing is heard of {beat.describe(rank)} its process is stopped or gone, or its host is cut off"
-            )
+            told.append(f"nothing is heard of {beat.describe()} its process is stopped or gone, or its host is cut off")
         else:
             does = "does not come: it is in" if rank in late else "waits for others in"
-            told.append(f"{beat.describe(rank)} {does} {stack}")
+            told.append(f"{beat.describe()} {does} {stack}")
     left = len(shown) - _SHOWN
     return "; ".join(told) + (f"; and {left} more" if left > 0 else "")
 

@@ -29,7 +29,7 @@ from lightning_holmes.optim.host import OptimizerHost
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
-from lightning_holmes.optim.node.link import Action, Stream
+from lightning_holmes.optim.node.link import Action
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.unit import Unit
 
@@ -86,10 +86,10 @@ class RemoteReducer(LayeredReducer):
             for unit, flags, host in zip(units, touched, hosts or buffers, strict=True):
                 link, number = self.shards.link_of(unit)
                 transfers.append(self.shards.order(link, Action.GRADIENT, unit=number, number=window, flag=is_last))
-                transfers.append(link.send(flags, Stream.PUSH))
+                transfers.append(link.send(flags))
                 if tree.size > 1 or flags.any():
                     tree.sum(host)
-                    transfers.append(link.send(tree.share(host), Stream.PUSH))
+                    transfers.append(link.send(tree.share(host)))
             for transfer in transfers:
                 transfer.wait()
 
@@ -321,7 +321,7 @@ class RemoteHost(OptimizerHost):
         def run() -> None:
             order = parameters.order(link, Action.STATES, unit=number, message=wanted)
             if parameters.replica in wanted:
-                found.update(link.told())
+                found.update(link.hear().message)
             order.wait()
 
         parameters.commands.start(run).wait()

@@ -14,7 +14,6 @@ worker keeps no shard of it: for P bytes of parameters it receives P bytes for e
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -28,14 +27,14 @@ from lightning_holmes.comm.lost import naming
 from lightning_holmes.comm.queue import ThreadQueue
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.host_memory import HostMemory
-from lightning_holmes.optim.node.description import UnitLayout
-from lightning_holmes.optim.node.link import Action, Link, Stream, Transfer
+from lightning_holmes.optim.node.link import FETCHED, Action, Link, Transfer
 from lightning_holmes.optim.stage_buffers import allocate
 from lightning_holmes.optim.stage_shards import StageShards
-from lightning_holmes.optim.unit import Piece, Unit, sum_dtype
+from lightning_holmes.optim.unit import Piece, Unit
 from lightning_holmes.plan.node_routes import place_units
 
 _LOW = (torch.bfloat16, torch.float16)
+_TOLD = ("names", "shapes", "starts", "numel", "dtype", "is_trained", "has_masters")  # what nodes know of a unit
 _HOST = torch.device("cpu")
 _GATHER = 7  # gloo's tag: gradients are summed in the same group at the same time
 
@@ -130,17 +129,8 @@ class RemoteParameters(StageShards):
         found: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._num_nodes)]
         for index in sorted(units, key=lambda i: _place(units[i].stage)):
             unit = units[index]
-            layout = UnitLayout(
-                names=unit.names,
-                shapes=unit.shapes,
-                starts=unit.starts,
-                numel=unit.numel,
-                dtype=torch.float32 if master_weights and unit.is_trained and unit.dtype in _LOW else unit.dtype,
-                sent_dtype=unit.dtype,
-                gradient_dtype=sum_dtype(unit.dtype),
-                is_trained=unit.is_trained,
-            )
-            found[self._node_of[index]][index] = asdict(layout)
+            unit.has_masters = master_weights and unit.is_trained and unit.dtype in _LOW
+            found[self._node_of[index]][index] = {key: getattr(unit, key) for key in _TOLD}
         return found
 
     def grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
@@ -211,7 +201,7 @@ class RemoteParameters(StageShards):
         def run() -> None:
             for order in [self.order(link, action, everyone=everyone, **arguments) for link in self.links]:
                 order.wait()
-            answers.extend(link.told() for link in self.links)
+            answers.extend(link.hear().message for link in self.links)
 
         self.commands.start(run).wait()
         return answers
@@ -246,7 +236,7 @@ class RemoteParameters(StageShards):
         def run() -> None:
             order = self.order(link, Action.KEEP, unit=index, number=self.version + 1)
             if self.replica == 0:
-                link.send(buffer, Stream.PUSH).wait()
+                link.send(buffer).wait()
             order.wait()
 
         self.commands.start(run).wait()
@@ -262,7 +252,7 @@ class RemoteParameters(StageShards):
                 for unit, host in zip(units, hosts, strict=True):
                     link, index = self.link_of(unit)
                     transfers.append(self.order(link, Action.FETCH, unit=index, number=version))
-                    transfers.append(link.receive(self.tree.share(host), Stream.PULL))
+                    transfers.append(link.receive(self.tree.share(host), FETCHED + index))
                 for transfer in transfers:
                     transfer.wait()
                 for host in hosts:
@@ -279,7 +269,7 @@ class RemoteParameters(StageShards):
         def run() -> None:
             order = self.order(link, Action.VALUES, unit=index, number=self.version, message=sorted(replicas))
             if self.replica in replicas:
-                link.receive(host, Stream.PUSH).wait()
+                link.receive(host).wait()
             order.wait()
 
         self.commands.start(run).wait()

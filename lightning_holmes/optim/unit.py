@@ -29,6 +29,7 @@ class Unit:
         stage: the stage that reads the parameters; None: several stages do, or a small one.
         ranks: the pipeline ranks that share the parameters; () if only one holds them.
         is_trained: whether a parameter had requires_grad when they were laid out, or later.
+        has_masters: whether their owner holds and steps them in fp32, and they are rounded from that.
         values: the parameters, (numel,), or (numel / replicas,) if each replica holds its share; empty while they lie elsewhere.
         gradient: their gradients, of the same size, or None before the first reduction; elements without a parameter are zero.
     """
@@ -42,6 +43,7 @@ class Unit:
     stage: int | None = None
     ranks: tuple[int, ...] = ()
     is_trained: bool = True
+    has_masters: bool = False
     values: Tensor = field(default_factory=lambda: _NOTHING)
     gradient: Tensor | None = None
 

@@ -54,6 +54,7 @@ class Connection:
             collectives any more.
         told: which rank had failed before, and why, if this rank has ended because of it; else empty.
         watch: communicates with the other ranks outside of collectives; None between runs and after a failure.
+        node_watch: watches the job's optimizer nodes and is watched by them, until the end of the job; None without any.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Connection:
         self.user = UserSettings()
         self.failed, self.told = False, ""
         self.watch: FailureWatch | None = None
+        self.node_watch: FailureWatch | None = None
         self._environment = environment
         self._cards: CardWatch | None = None
 
@@ -88,6 +90,8 @@ class Connection:
             ConfigurationError: the settings of this host do not allow it; the other ranks are notified.
         """
         self.failed, self.told = False, ""
+        if self.node_watch is not None:
+            self.node_watch.ends_process = True
         if self.world_size == 1:
             return
         self.user = UserSettings.read()
@@ -199,6 +203,8 @@ class Connection:
                 said = explained
             except Exception:
                 pass
+        if self.node_watch is not None:
+            self.node_watch.ends_process = False  # it ends by itself, and may save before
         if self.watch is None:
             return
         self.told = str(said) if isinstance(said, RemoteError) else ""
@@ -213,7 +219,7 @@ class Connection:
                 print(line, file=sys.stderr, flush=True)
         elif first is not None and first.rank != self.rank:
             own, others = one_line(said), first.words.splitlines()[0]
-            line = first.line(self.rank)
+            line = first.line(f"rank {self.rank}")
             if own == others and isinstance(said, HolmesError) and self.num_nodes == 1:
                 line = f"[rank {self.rank}] ends with the same {type(said).__name__} as rank {first.rank}"
             elif own != others and not isinstance(said, RemoteError):

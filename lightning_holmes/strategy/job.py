@@ -65,17 +65,7 @@ class Job:
     def optimizer_nodes(self, count: int) -> OptimizerNodes:
         """Return the job's optimizer nodes, which are started at the first call. All ranks must call, with the same count."""
         if self._nodes is None:
-            connection = self.connection
-            self._nodes = OptimizerNodes(
-                count,
-                num_hosts=connection.num_nodes,
-                master=connection.master,
-                is_rank_0=connection.rank == 0,
-                ask_rank_0=connection.ask_rank_0,
-                timeout=connection.options.timeout,
-                topology=self.topology,
-                hosts=connection.options.optimizer_hosts,
-            )
+            self._nodes = OptimizerNodes(count, self.connection, self.topology)
         return self._nodes
 
     @property

@@ -3,107 +3,95 @@
 Rank 0 keeps the store in which they meet, and starts the nodes on its own host, or, if HOLMES_NODE_SECRET is set, waits for nodes that are
 started elsewhere by `lightning-holmes optimizer-node` with the same secret.
 
-    nodes = OptimizerNodes(1, num_hosts=1, is_rank_0=True, master=None, ask_rank_0=ask, timeout=None, topology=topology)   # every rank
+    nodes = OptimizerNodes(1, connection, topology)              # every rank
     by_rank = nodes.share(clusters)                              # every rank, in each fit
     links = nodes.open(about, clusters=clusters, ...)
 """
 
 import contextlib
+import functools
 import os
 import secrets
 import socket
 import subprocess
 import sys
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_holmes import errors
 from lightning_holmes.cluster.interfaces import source_address
-from lightning_holmes.cluster.topology import OptimizerHost, Topology
-from lightning_holmes.comm.job_store import answer_within
+from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.link import Link
 from lightning_holmes.optim.node.role import (
-    BEAT_S,
     DEFAULT_PORT,
     END,
     LEFT,
     PORT,
+    RANKS,
     SECRET,
-    SILENT_S,
     open_store,
     read,
     versions,
     write,
 )
 from lightning_holmes.plan.node_routes import cluster_of, near_addresses, share_nodes
+from lightning_holmes.strategy.connection import Connection
 
 _START_S = 120.0  # a node imports torch and this package
 _COME_S = 1800.0  # a node may be started later than rank 0
 # rank 0 waits for this share of the time for which other ranks wait for it, so that its error reaches them
 _SHARE = 0.8
-_ANSWER_S = 5.0
-_BREAK_S = 10.0  # seconds in which the connections to a node that has failed break
 _END_S = 2.0
 
 
 class OptimizerNodes:
-    """``count`` optimizer nodes of a job of ``num_hosts`` hosts. All ranks must make one, together; the nodes then begin to start.
+    """``count`` optimizer nodes of a job. All ranks must make one, together; the nodes then begin to start.
 
     Args:
-        master: the address at which rank 0 waits for nodes of other hosts; None: for nodes of this host only.
-        ask_rank_0: calls its argument on rank 0, and returns its result, or raises its error, on every rank.
-        timeout: how long to wait for a node; None: without limit.
+        connection: to the other ranks.
         topology: the topology of the workers.
-        hosts: the hosts of a topology file that are optimizer nodes.
 
     Raises:
         ConfigurationError: the ranks are on several hosts, and there is no secret for nodes that are started elsewhere.
     """
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        num_hosts: int,
-        master: str | None,
-        is_rank_0: bool,
-        ask_rank_0: Callable[[Callable[[], Any]], Any],
-        timeout: timedelta | None,
-        topology: Topology,
-        hosts: Sequence[OptimizerHost] = (),
-    ) -> None:
+    def __init__(self, count: int, connection: Connection, topology: Topology) -> None:
         given = os.environ.get(SECRET)
-        if num_hosts > 1 and given is None:
+        if connection.num_nodes > 1 and given is None:
             raise ConfigurationError(
-                f"optimizer_nodes={count} with num_nodes={num_hosts}: nodes are started by themselves on one host only; set {SECRET} "
+                f"optimizer_nodes={count} with num_nodes={connection.num_nodes}: nodes are started by themselves on one host only; set {SECRET} "
                 f"to a secret of this job on all hosts, and start each node by `lightning-holmes optimizer-node -- SCRIPT`"
             )
-        self._count, self._timeout, self._ask_rank_0 = count, timeout, ask_rank_0
-        self._topology, self._hosts = topology, hosts
+        self._count, self._connection, self._topology = count, connection, topology
+        self._timeout = connection.options.timeout
         self._nodes: list[dict[str, Any]] = []
         self._num_fits = 0
         self._store: Any = None
-        self._is_over = threading.Event()
-        weakref.finalize(self, self._is_over.set)
         self.processes: list[subprocess.Popen[bytes]] = []
         """The nodes that rank 0 has started itself."""
-        if is_rank_0:
-            self._host, port = ("127.0.0.1", 0) if given is None else (master or "127.0.0.1", _port())
+        if connection.rank == 0:
+            self._host, port = ("127.0.0.1", 0) if given is None else (connection.master or "127.0.0.1", _port())
             self._secret = given or secrets.token_hex(32)
             listener = _listen(self._host, port)
             self._port = listener.getsockname()[1]
             self._store = open_store(self._host, self._port, self._secret, listen=listener.detach())
-            weakref.finalize(self, _end, self._store, count)
+            write(self._store, RANKS, (connection.world_size, count))
+            self._watch()
             if given is None:
                 self.processes += [self._start(number) for number in range(count)]
+
+    def _watch(self) -> None:
+        """Watch the nodes, and be watched by them, until this object is not needed any more."""
+        connection, count = self._connection, self._count
+        watch = FailureWatch(self._store, connection.rank, connection.world_size + count, num_nodes=count)
+        connection.node_watch = watch
+        weakref.finalize(self, _end, watch, self._store, count if connection.rank == 0 else 0)
 
     def _start(self, number: int) -> "subprocess.Popen[bytes]":
         python = os.environ.get("PYTHON_EXEC", sys.executable)  # as torchrun
@@ -163,13 +151,11 @@ class OptimizerNodes:
 
     def _meet(self) -> None:
         if not self._nodes:
-            found = self._ask_rank_0(self._find)
+            found = self._connection.ask_rank_0(self._find)
             if self._store is None:
                 self._store = open_store(*found)
+                self._watch()
             self._nodes = [read(self._store, f"node/{number}") for number in range(self._count)]
-            names = [f"process {node['pid']} on host {node['host']}" for node in self._nodes]
-            watch = (self._store.clone(), names, self._is_over)
-            threading.Thread(target=_watch, args=watch, name="holmes-node-watch", daemon=True).start()
 
     def share(self, clusters: Sequence[str | None]) -> list[list[int]]:
         """Return for each pipeline rank the nodes that hold its stages; ``clusters``: of each pipeline rank. All ranks must call."""
@@ -181,7 +167,7 @@ class OptimizerNodes:
         return [self._cluster(self._nodes[number]) for number in numbers]
 
     def _cluster(self, node: Mapping[str, Any]) -> str | None:
-        return node["cluster"] or cluster_of(node["host"], self._hosts)
+        return node["cluster"] or cluster_of(node["host"], self._connection.options.optimizer_hosts)
 
     def _addresses(self, number: int, ranks: Sequence[int]) -> list[str]:
         """Return the address of a node for each of these global ranks: on a fast card that they share, or else where rank 0 reaches it."""
@@ -231,58 +217,29 @@ class OptimizerNodes:
                     is_node=False,
                     peer=f"optimizer node {number}",
                     timeout=self._timeout,
-                    explain=_explainer(self._store, number),
+                    explain=functools.partial(self._explain, number),
                 )
             )
         for link, own_units, number in zip(links, units, numbers, strict=True):
             sharing = sum(number in of_rank for of_rank in by_rank)
-            link.tell({**about, "place": place, "num_places": sharing, "units": dict(own_units)})
+            link.answer({**about, "place": place, "num_places": sharing, "units": dict(own_units)})
         for link in links:
-            link.told()
+            link.hear()
         return links
 
-
-def _explainer(store: Any, number: int) -> Callable[[str], Exception]:
-    """Return a function that makes the error of a lost connection to a node: the reason that the node has written, if any."""
-    key = f"node/{number}/failure"
-
-    def explain(said: str) -> Exception:
-        with contextlib.suppress(Exception):  # rank 0, which keeps the store, may be gone
-            if answer_within(lambda: store.check([key]), timeout_s=_ANSWER_S):
-                kind, text = answer_within(lambda: read(store, key), timeout_s=_ANSWER_S)
-                found = getattr(errors, kind, None)
-                return (found if isinstance(found, type) and issubclass(found, HolmesError) else HolmesError)(text)
-        return ConnectionLostError(
+    def _explain(self, number: int, said: str) -> BaseException:
+        """Return the error for a lost connection to a node: the one for which the node ends, if it has told."""
+        watch = self._connection.node_watch
+        lost = ConnectionLostError(
             f"connection lost to optimizer node {number}: its process has ended, or the network to it was cut. gloo says: {said}. The run "
             f"can go on from its last checkpoint"
         )
-
-    return explain
-
-
-def _watch(store: Any, nodes: Sequence[str], is_over: threading.Event) -> None:
-    """End this process if one of the ``nodes`` shows no sign of life, until ``is_over``: gloo waits for a link that is cut."""
-    beats = dict.fromkeys(range(len(nodes)), (-1, time.monotonic()))
-    with contextlib.suppress(RuntimeError, dist.DistError):  # rank 0, which keeps the store, is gone
-        while not is_over.wait(2 * BEAT_S) and not store.check([END]):
-            for number, (before, since) in beats.items():
-                if store.check([f"node/{number}/failure"]):
-                    _, said = read(store, f"node/{number}/failure")
-                    if not is_over.wait(_BREAK_S):  # mostly connections break, and tell it; not if a card is down
-                        print(f"this rank ends: {said}", file=sys.stderr, flush=True)
-                        os._exit(1)
-                    return
-                now = store.add(f"node/{number}/beats", 0)
-                if now != before:
-                    beats[number] = now, time.monotonic()
-                elif time.monotonic() - since > SILENT_S:
-                    said = f"optimizer node {number} has shown no sign of life for {SILENT_S:.0f} s"
-                    print(
-                        f"this rank ends: {said}: {nodes[number]} is stopped or cut off",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-                    os._exit(1)
+        found = lost if watch is None else watch.explain(lost)
+        if found is lost or watch is None or watch.cause is None or watch.cause.name is None:
+            return found
+        kind, _, text = watch.cause.words.partition(": ")
+        made: type[HolmesError] = getattr(errors, kind, HolmesError)
+        return made(text)
 
 
 def _port() -> int:
@@ -298,12 +255,15 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _end(store: Any, count: int) -> None:
-    """Tell the nodes that the job ends, as soon as the other ranks do not need them either; the store may end when they have read it."""
-    with contextlib.suppress(Exception):
-        if not store.check([END]):
-            # last_value: the exception that ends a process
-            write(store, END, {"code": int(getattr(sys, "last_value", None) is not None), "why": ""})
-        here, end = sum(store.check([f"node/{number}"]) for number in range(count)), time.monotonic() + _END_S
-        while store.add(LEFT, 0) < here and time.monotonic() < end:
-            time.sleep(0.02)
+def _end(watch: FailureWatch, store: Any, num_nodes: int) -> None:
+    """End the watch; on rank 0 the nodes are told before that the job ends. Its store may end when all have read that."""
+    if num_nodes:
+        with contextlib.suppress(Exception):
+            if not store.check([END]):
+                # last_value: the exception that ends a process
+                write(store, END, {"code": int(getattr(sys, "last_value", None) is not None), "why": ""})
+            here = sum(store.check([f"node/{number}"]) for number in range(num_nodes))
+            end = time.monotonic() + _END_S
+            while store.add(LEFT, 0) < here and time.monotonic() < end:
+                time.sleep(0.02)
+    watch.stop(at_exit=False)

@@ -152,7 +152,7 @@ def test_the_first_failure_is_the_one_that_all_show_and_is_told_once() -> None:
     found[0] = watches[0].report(explained)
     first.join(60)
     assert found[0] == found[1] == Failure(1, "ValueError: two\nlines", told_by=1)
-    assert found[0].line(0) == "[rank 0] ends, because rank 1 failed: ValueError: two"
+    assert found[0].line("rank 0") == "[rank 0] ends, because rank 1 failed: ValueError: two"
     assert watches[0].report(KeyError("again")) == found[0]
     user = ValueError("not a lost connection")
     assert watches[0].explain(user) is user

@@ -9,7 +9,6 @@ driver.close()
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +19,11 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_holmes.optim.elementwise import test_separability as separability_of
-from lightning_holmes.optim.node.description import UnitLayout, describe_optimizer
-from lightning_holmes.optim.node.link import Action, Link, Stream
+from lightning_holmes.optim.node.description import describe_optimizer
+from lightning_holmes.optim.node.link import FETCHED, Action, Link
 from lightning_holmes.optim.node.node_options import NodeOptions
 from lightning_holmes.optim.node.session import Session
+from lightning_holmes.optim.unit import Unit
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -52,23 +52,21 @@ def told_of(
     blank = {name: nn.Parameter(torch.zeros(shape if "weight" in name else shape[0])) for name in names}
     twin = OPTIMIZERS[optimizer](list(blank.values()))
     size = shape[0] * shape[1]
-    layouts = [
-        UnitLayout(
-            names=(f"weight{i}", f"bias{i}"),
-            shapes=(torch.Size(shape), torch.Size((shape[0],))),
-            starts=(0, size),
-            numel=size + shape[0],
-            dtype=torch.float32,
-            sent_dtype=sent_dtype,
-            gradient_dtype=torch.float32,
-            is_trained=True,
-        )
+    units = {
+        i: {
+            "names": (f"weight{i}", f"bias{i}"),
+            "shapes": (torch.Size(shape), torch.Size((shape[0],))),
+            "starts": (0, size),
+            "numel": size + shape[0],
+            "dtype": sent_dtype,
+            "has_masters": sent_dtype != torch.float32,
+        }
         for i in range(num_layers)
-    ]
+    }
     return {
         "module": "Net",
         "precision": "bf16-mixed",
-        "units": {i: asdict(layout) for i, layout in enumerate(layouts)},
+        "units": units,
         "optimizer": describe_optimizer(twin, [names], {})
         | {"state_bytes": separability_of(twin, torch.device("cpu")).state_bytes},
         "states": states,
@@ -97,7 +95,7 @@ class Driver:
         expected: Any = None,
     ) -> None:
         limit = None if memory is None else psutil.Process().memory_info().rss + memory
-        self.units = {i: UnitLayout(**unit) for i, unit in told["units"].items()}
+        self.units = {i: Unit(**unit, device=torch.device("cpu")) for i, unit in told["units"].items()}
         self._told, self._options = told, told["optimizer"]["groups"]
         self._shares = shares or [(0, 1)] * num_workers
         self._store = HashStore()
@@ -122,7 +120,7 @@ class Driver:
         self._thread.start()
         with ThreadPoolExecutor(num_workers) as pool:
             self.links = list(pool.map(self._connect, range(num_workers)))
-        told = threading.Thread(target=lambda: [link.told() for link in self.links], daemon=True)
+        told = threading.Thread(target=lambda: [link.hear() for link in self.links], daemon=True)
         told.start()
         while told.is_alive():
             told.join(0.01)
@@ -134,8 +132,9 @@ class Driver:
             storage._limit = sum(times * sizes[section] for section, times in NEEDED.items()) + room
         random = torch.Generator().manual_seed(1)
         for i, unit in self.units.items():
-            values = torch.randn(unit.numel, generator=random).to(unit.sent_dtype)
-            self.first.order(Action.KEEP, unit=i, number=1).also(self.first.send(values, Stream.PUSH)).wait()
+            values = torch.randn(unit.numel, generator=random).to(unit.dtype)
+            for transfer in (self.first.order(Action.KEEP, unit=i, number=1), self.first.send(values)):
+                transfer.wait()
 
     @property
     def first(self) -> Link:
@@ -150,15 +149,15 @@ class Driver:
             timeout=timedelta(seconds=60),
             explain=lambda said: self.error or RuntimeError(said),
         )
-        link.tell({**self._told, "share": self._shares[worker]})
+        link.answer({**self._told, "share": self._shares[worker]})
         return link
 
     def ask(self, action: Action, **arguments: Any) -> Any:
         """Let the node perform an action between steps; returns its answer to the first worker."""
         order = self.first.order(action, **arguments)
-        answer = self.first.told()
+        answer = self.first.hear().message
         for link in self.links[1:] if action != Action.STATES else ():
-            link.told()
+            link.hear()
         order.wait()
         return answer
 
@@ -173,9 +172,9 @@ class Driver:
     def fetch(self, worker: int, unit: int, version: int) -> Tensor:
         """Fetch a worker's share of a unit."""
         layout, link, (_, size) = self.units[unit], self.links[worker], self._shares[worker]
-        values = torch.empty(layout.numel // size, dtype=layout.sent_dtype)
+        values = torch.empty(layout.numel // size, dtype=layout.dtype)
         order = link.order(Action.FETCH, unit=unit, number=version) if worker == 0 else None
-        link.receive(values, Stream.PULL).wait()
+        link.receive(values, FETCHED + unit).wait()
         if order is not None:
             order.wait()
         return values
@@ -187,10 +186,10 @@ class Driver:
         link = self.links[worker]
         flags = torch.tensor(touched or [True] * len(self.units[unit].names), dtype=torch.uint8)
         under_way = [link.order(Action.GRADIENT, unit=unit, number=window, flag=last)] if worker == 0 else []
-        under_way.append(link.send(flags, Stream.PUSH))
+        under_way.append(link.send(flags))
         place, size = self._shares[worker]
         if size > 1 or flags.any():
-            under_way.append(link.send(values.view(size, -1)[place], Stream.PUSH))
+            under_way.append(link.send(values.view(size, -1)[place]))
         for transfer in under_way:
             transfer.wait()
 
@@ -202,10 +201,10 @@ class Driver:
     def read(self, unit: int, version: int) -> tuple[Tensor, dict[tuple[str, str], Tensor]]:
         """Return a unit's values and states."""
         layout = self.units[unit]
-        values = torch.empty(layout.numel, dtype=layout.sent_dtype)
+        values = torch.empty(layout.numel, dtype=layout.dtype)
         self.ask(Action.SETTLE)
         order = self.first.order(Action.VALUES, unit=unit, number=version, message=[0])
-        self.first.receive(values, Stream.PUSH).wait()
+        self.first.receive(values).wait()
         order.wait()
         told = self.ask(Action.STATES, unit=unit, message={0: list(layout.names)})
         states = {(n, key): torch.as_tensor(value) for n, state in told.items() for key, value in state.items()}
@@ -239,7 +238,7 @@ class Driver:
             if clips:
                 message = {"names": names, "edits": []}
                 order = link.order(Action.NORM, number=window, message=message) if worker == 0 else None
-                edits = [("scale", 1.0 / link.told() ** 0.5)]
+                edits = [("scale", 1.0 / link.hear().message ** 0.5)]
                 if order is not None:
                     order.wait()
             self.commit(worker, window, edits)
@@ -248,7 +247,7 @@ class Driver:
         """End the session well."""
         self.first.order(Action.SETTLE, flag=True).wait()
         for link in self.links:
-            link.told()
+            link.hear()
         for link in self.links:
             link._group = None
         self._thread.join(30)

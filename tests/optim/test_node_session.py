@@ -15,9 +15,15 @@ from node_driver import OPTIMIZERS, Driver, told_of
 from torch import nn
 
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
-from lightning_holmes.optim.node.description import build_optimizer, describe_module, describe_optimizer, find_class
+from lightning_holmes.optim.node.description import (
+    build_optimizer,
+    check_plain,
+    describe_module,
+    describe_optimizer,
+    find_class,
+)
 from lightning_holmes.optim.node.disk import Disk
-from lightning_holmes.optim.node.link import Action, check_plain, pack, unpack
+from lightning_holmes.optim.node.link import Action, pack, unpack
 from lightning_holmes.optim.node.node_options import NodeOptions, parse_bytes
 
 ROOMS = {"the least": 0, "little": 60_000, "some": 300_000, "for all": 100 << 20}
@@ -206,7 +212,7 @@ def test_workers_are_summed_in_the_order_of_their_ranks(order: tuple[int, ...]) 
     for worker in order:
         link, flags = driver.links[worker], torch.tensor([1, 0], dtype=torch.uint8)
         under_way += [link.order(Action.GRADIENT, unit=0, number=1)] if worker == 0 else []
-        under_way += [link.send(flags, 4), link.send(values[worker], 4)]  # type: ignore[arg-type]
+        under_way += [link.send(flags), link.send(values[worker])]
     while under_way:
         under_way.pop().wait()
     for worker in range(3):

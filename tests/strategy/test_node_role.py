@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,9 +47,11 @@ def node(port: int) -> Callable[[], int]:
 
 
 def rank_0(count: int = 1) -> OptimizerNodes:
-    return OptimizerNodes(
-        count, num_hosts=1, master=None, is_rank_0=True, ask_rank_0=lambda ask: ask(), timeout=None, topology=TOPOLOGY
+    options = SimpleNamespace(timeout=None, optimizer_hosts=())
+    alone: Any = SimpleNamespace(
+        rank=0, world_size=1, num_nodes=1, master=None, options=options, ask_rank_0=lambda ask: ask(), node_watch=None
     )
+    return OptimizerNodes(count, alone, TOPOLOGY)
 
 
 def test_nodes_of_one_job_are_numbered_and_end_with_it(port: int) -> None:

@@ -1,6 +1,7 @@
 """Optimizer nodes give the numbers of plain Lightning, parameters and optimizer states. Tolerance 1e-5 (fp32), of the largest entry."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -263,15 +264,12 @@ def test_what_nodes_cannot_do_is_refused(why: str, reason: str, found: Records) 
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("node", "ConnectionLostError: connection lost to optimizer node 0"),
-        ("stopped", "optimizer node 0 has shown no sign of life for 20 s: process"),
-        ("one of two nodes", "ConnectionLostError: connection lost to optimizer node 0"),
-        ("node by tree", "ConnectionLostError: connection lost to optimizer node 0"),
-        ("worker", "worker 1 is gone"),
-        (
-            "disk",
-            "HolmesError: optimizer node 0, pipeline rank 0: optimizer states cannot be written to",
-        ),
+        ("node", "connection lost to optimizer node 0|optimizer node 0 failed: .* its process has ended"),
+        ("stopped", r"optimizer node 0 failed: .* nothing has been heard of .* for \d+ s: its process is stopped"),
+        ("one of two nodes", "connection lost to optimizer node 0|optimizer node 0 failed: .* its process has ended"),
+        ("node by tree", "connection lost to optimizer node 0|optimizer node 0 failed: .* its process has ended"),
+        ("worker", "worker 1 is gone|rank 1 failed: .* its process has ended"),
+        ("disk", "HolmesError: optimizer node 0, pipeline rank 0: optimizer states cannot be written to"),
     ],
 )
 def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> None:
@@ -288,7 +286,7 @@ def test_whoever_is_lost_is_named(what: str, reason: str, tmp_path: Path) -> Non
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     left = workers[:1] if what == "worker" else workers
     assert all(worker.exit_code not in (0, None) for worker in left)
-    assert any(reason in worker.output for worker in left)
+    assert any(re.search(reason, worker.output) for worker in left), "\n".join(worker.output for worker in left)
     if what != "disk":
         lost = float((tmp_path / "lost").read_text())
         assert all(began + worker.seconds - lost < 30 for worker in left)

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,51 +17,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.optim.node.link import check_plain
+from lightning_holmes.optim.unit import Unit
 from lightning_holmes.torch_private import holds_hooks
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _NOT_OPTIONS = ("params", "param_names")
 _NOT_ATTRIBUTES = ("state", "param_groups", "defaults", "step")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitLayout:
-    """The layout of a unit: parameters that lie side by side, and are sent together.
+def check_plain(value: Any, what: str) -> None:
+    """Refuse a value that cannot be sent as plain data, or contains a tensor.
 
-    Attributes:
-        names, shapes, starts: for each parameter, its name, its shape and its first element in the unit.
-        numel: the number of elements of the unit.
-        dtype: the type in which the node holds and steps the parameters.
-        sent_dtype: the type in which workers have them.
-        is_trained: whether workers send gradients for them.
-        gradient_dtype: the type of the gradients.
+    Raises:
+        ConfigurationError: names the value by ``what``.
     """
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    starts: tuple[int, ...]
-    numel: int
-    dtype: torch.dtype
-    sent_dtype: torch.dtype
-    gradient_dtype: torch.dtype
-    is_trained: bool
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether the node holds the parameters in another type than workers, which get them rounded."""
-        return self.dtype != self.sent_dtype
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return views of the parameters in ``flat``, (numel,), by name."""
-        return {
-            name: flat[start : start + torch.Size(shape).numel()].view(shape)
-            for name, start, shape in zip(self.names, self.starts, self.shapes, strict=True)
-        }
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of the values on the node."""
-        return self.numel * self.dtype.itemsize
+    if isinstance(value, Tensor):
+        raise ConfigurationError(f"{what} is a tensor, and only plain numbers are sent to optimizer nodes; use a float")
+    if type(value) in (list, tuple, set, dict):
+        for each in [*value, *value.values()] if isinstance(value, Mapping) else value:
+            check_plain(each, what)
+    elif type(value) not in _PLAIN:
+        raise ConfigurationError(
+            f"{what} = {value!r} is a {type(value).__name__}, and only plain values are sent to optimizer nodes"
+        )
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -172,26 +149,27 @@ def describe_module(module: nn.Module, *, is_whole: bool, precision: str | None 
     return {"class": type(module).__qualname__, "shapes": shapes if is_whole else None, "precision": precision}
 
 
-def check_module(expected: Mapping[str, Any], name: str, precision: str, layouts: Iterable[UnitLayout]) -> None:
+def check_module(expected: Mapping[str, Any], name: str, precision: str, units: Iterable[Unit]) -> None:
     """Refuse workers whose module, of class ``name``, or precision differs from the node's.
 
     Raises:
         ConfigurationError: names the difference.
     """
-    different = "" if name == expected["class"] else f"it is a {expected['class']} there, and a {name} on workers"
-    declared = expected["precision"]
-    same = (declared, precision) == ("16-mixed", "bf16-mixed")  # Lightning's name for it on workers without a GPU
-    if declared not in (None, precision) and not same:
-        different = different or f"its precision is {declared} there, and {precision} on workers"
-    known = expected["shapes"]
-    for layout in layouts if known is not None else ():
-        for parameter, shape in zip(layout.names, layout.shapes, strict=True):
-            if known.get(parameter) != tuple(shape):
+    declared, known = expected["precision"], expected["shapes"]
+    different = []
+    if name != expected["class"]:
+        different.append(f"it is a {expected['class']} there, and a {name} on workers")
+    # 16-mixed is bf16-mixed on workers without a GPU
+    if declared not in (None, precision) and (declared, precision) != ("16-mixed", "bf16-mixed"):
+        different.append(f"its precision is {declared} there, and {precision} on workers")
+    for unit in units if known is not None else ():
+        for parameter, shape in zip(unit.names, map(tuple, unit.shapes), strict=True):
+            if known.get(parameter) != shape:
                 there = f"of shape {known[parameter]}" if parameter in known else "missing"
-                different = different or f"{parameter} is {there} there, and of shape {tuple(shape)} on workers"
+                different.append(f"{parameter} is {there} there, and of shape {shape} on workers")
     if different:
         raise ConfigurationError(
-            f"this node was started for another module: {different}; give it the script and the arguments of the workers"
+            f"this node was started for another module: {different[0]}; give it the script and the arguments of the workers"
         )
 
 

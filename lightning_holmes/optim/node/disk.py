@@ -46,16 +46,24 @@ Needs = Mapping[str, int]
 class Memory:
     """All sections in memory, allocated when they are borrowed first; ``needs``: as for a Disk."""
 
+    on_disk = False
+
     def __init__(self, needs: Mapping[int, Needs]) -> None:
         self._needs = needs
         self._held: dict[tuple[int, str], Tensor] = {}
         self._free: dict[int, list[Tensor]] = {}  # by size: fresh memory costs a page fault for each 4 kB
+        self.fail: Callable[[BaseException], None] = lambda error: None
+        """Called with the error of a write, for which nobody waits."""
+
+    def describe(self) -> str:
+        """Describe where sections are, if not in memory."""
+        return ""
 
     @contextlib.contextmanager
     def borrow(
         self, index: int, *sections: str, fresh: Collection[str] = (), written: Collection[str] = ()
     ) -> Iterator[list[Tensor]]:
-        """Yield the buffers of some sections of a unit, uint8."""
+        """Yield the buffers of some sections of a unit, uint8; ``fresh``: their contents do not matter; ``written``: they change inside."""
         for section in sections:
             if (index, section) not in self._held:
                 size = self._needs[index][section]
@@ -64,16 +72,16 @@ class Memory:
         yield [self._held[index, section] for section in sections]
 
     def prefetch(self, index: int, *sections: str) -> None:
-        """Do nothing: all sections are here."""
+        """Start to read sections that are on the disk, if there is room without waiting."""
 
     def forget(self, index: int, section: str) -> None:
-        """Free a section."""
+        """Note that a section is not needed any more; nobody may use it."""
         buffer = self._held.pop((index, section), None)
         if buffer is not None:
             self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def rest(self) -> None:
-        """Free what the next step would use again."""
+        """Free all memory that nobody uses."""
         self._free.clear()
 
     def close(self) -> None:
@@ -98,7 +106,7 @@ class _Entry:
         return not self.users and all(transfer.done() for transfer in (*self.reads, *self.writes))
 
 
-class Disk:
+class Disk(Memory):
     """Sections in a file of ``folder``.
 
     Args:
@@ -112,9 +120,12 @@ class Disk:
         ConfigurationError: the folder cannot be written to, the disk is too small, or the limit too low for the largest unit.
     """
 
+    on_disk = True
+
     def __init__(
         self, folder: str, needs: Mapping[int, Needs], *, limit_bytes: int, beside: int, scratch: int, name: str
     ) -> None:
+        super().__init__(needs)
         largest = {key: max(_pages(unit[key]) for unit in needs.values()) for key in ("values", "gradient", "states")}
         resident = psutil.Process().memory_info().rss
         # two units are sent, one receives gradients, one is stepped
@@ -140,8 +151,6 @@ class Disk:
         self._cache: OrderedDict[tuple[int, str], _Entry] = OrderedDict()  # the least recently used first
         self._stored: set[tuple[int, str]] = set()
         self._used = 0
-        self.fail: Callable[[BaseException], None] = lambda error: None
-        """Called with the error of a write, for which nobody waits."""
 
     def _open(self) -> tuple[int, bool]:
         try:
@@ -176,7 +185,6 @@ class Disk:
         return file, is_direct
 
     def describe(self) -> str:
-        """Describe the file and the memory in words."""
         how = "past the page cache" if self._is_direct else "with the page cache dropped after each request"
         return f"{self.num_bytes / 1e9:.3g} GB in {self._folder} {how}, through {self._limit / 1e6:.0f} MB of memory"
 
@@ -184,11 +192,7 @@ class Disk:
     def borrow(
         self, index: int, *sections: str, fresh: Collection[str] = (), written: Collection[str] = ()
     ) -> Iterator[list[Tensor]]:
-        """Yield the buffers of some sections of a unit, uint8, read from the disk unless they are in memory or ``fresh``. Waits for memory.
-
-        Args:
-            written: the sections that change inside.
-        """
+        """See Memory; sections are read from the disk unless they are in memory or ``fresh``. Waits for memory."""
         with self._changed:
             while (entries := self._take(index, sections, fresh)) is None:
                 self._changed.wait()
@@ -208,14 +212,12 @@ class Disk:
                 self._changed.notify_all()
 
     def prefetch(self, index: int, *sections: str) -> None:
-        """Start to read sections that are on the disk, if there is room without waiting."""
         with self._changed:
             entries = self._take(index, [s for s in sections if (index, s) in self._stored], ())
             for entry in entries or ():
                 entry.users -= 1
 
     def forget(self, index: int, section: str) -> None:
-        """Note that a section is not needed any more; nobody may use it."""
         with self._changed:
             self._stored.discard((index, section))
             entry = self._cache.get((index, section))
@@ -305,14 +307,12 @@ class Disk:
             ) from failed
 
     def rest(self) -> None:
-        """Free all memory that nobody uses; sections are read again when they are needed."""
         with self._changed:
             self._limit, limit = 0, self._limit
             self._make_room(0)
             self._limit = limit
 
     def close(self) -> None:
-        """Free the file and the memory."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         with contextlib.suppress(OSError):
             os.close(self._fd)

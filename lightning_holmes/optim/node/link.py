@@ -3,14 +3,14 @@
 Replica 0 of the workers that hold the same stages names each action as its schedule comes to it, in one small frame; then the node
 and all these workers perform it. FETCH has a stream of its own, so that parameters come while gradients go.
 
-    link.order(Action.GRADIENT, unit=3, number=window)         # on the worker; link.hear(Stream.PUSH) on the node
-    link.send(gradient, Stream.PUSH).wait()                    # on the worker; link.receive(sum, Stream.PUSH).wait() on the node
+    link.order(Action.GRADIENT, unit=3, number=window)         # on the worker; link.hear() on the node
+    link.send(gradient).wait()                                 # on the worker; link.receive(sum).wait() on the node
 """
 
 import contextlib
 import enum
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,19 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_holmes.errors import ConfigurationError, HolmesError, UnreachableError
+from lightning_holmes.errors import HolmesError, UnreachableError
 from lightning_holmes.torch_private import gloo_device, gloo_group
 
 _ALWAYS = timedelta(days=300)
 _CONNECT = timedelta(seconds=60)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
-
-class Stream(enum.IntEnum):
-    """Actions of a stream are performed in the order in which they are named; the values are gloo's tags."""
-
-    PULL = 2
-    PUSH = 4
+# gloo's tags: orders of either stream, gradients and values, and from FETCHED on the parameters of each unit
+FETCHES, OTHERS, DATA, FETCHED = range(4)
 
 
 class Action(enum.IntEnum):
@@ -55,16 +50,13 @@ class Action(enum.IntEnum):
     VALUES = 8
     """Send the unit's parameters of version ``number`` to the workers that the message names."""
     STATES = 9
-    """Send each worker the states of the parameters that the message names for it, all of the unit, each a message."""
+    """Answer each worker with the states of the parameters that the message names for it, all of the unit."""
     LOAD = 10
     """Load states, which are the message."""
     SETTLE = 11
     """Answer when all steps that were committed are complete; ``flag``: the run has ended well, and workers may leave."""
-
-    @property
-    def stream(self) -> Stream:
-        """The stream to which the action belongs."""
-        return Stream.PULL if self is Action.FETCH else Stream.PUSH
+    ANSWER = 12
+    """The other end's answer is the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +89,7 @@ class Link:
         is_node: bool,
         peer: str,
         timeout: timedelta | None,
-        explain: Callable[[str], Exception],
+        explain: Callable[[str], BaseException],
     ) -> None:
         self.peer, self._explain = peer, explain
         self._other, self._limit = int(not is_node), timeout or _ALWAYS
@@ -107,62 +99,48 @@ class Link:
         except RuntimeError as error:
             raise UnreachableError(f"{peer} cannot be reached from {address}. gloo says: {error}") from error
 
-    def send(self, tensor: Tensor, stream: Stream) -> "Transfer":
+    def send(self, tensor: Tensor, tag: int = DATA) -> "Transfer":
         """Start to send a contiguous tensor on the host, which must not change before ``wait`` of the transfer."""
-        return self._start(self._group.send, tensor, stream + 1)
+        return self._start(self._group.send, tag, tensor)
 
-    def receive(self, tensor: Tensor, stream: Stream) -> "Transfer":
+    def receive(self, tensor: Tensor, tag: int = DATA) -> "Transfer":
         """Start to receive into a contiguous tensor on the host."""
-        return self._start(self._group.recv, tensor, stream + 1)
+        return self._start(self._group.recv, tag, tensor)
 
     def order(
         self, action: Action, *, unit: int = 0, number: int = 0, flag: bool = False, message: Any = None
     ) -> "Transfer":
         """Start to send the name of the next action, with its arguments."""
-        data = None if message is None else pack(message)
-        frame = torch.tensor([action, unit, number, flag, 0 if data is None else data.numel()])
-        last = self._start(self._group.send, frame, action.stream)
-        return last if data is None else last.also(self._start(self._group.send, data, action.stream))
+        data = [] if message is None else [pack(message)]
+        frame = torch.tensor([action, unit, number, flag, sum(map(len, data))])
+        return self._start(self._group.send, FETCHES if action is Action.FETCH else OTHERS, frame, *data)
 
-    def hear(self, stream: Stream) -> Order:
+    def hear(self, stream: int = OTHERS) -> Order:
         """Wait for the next order of a stream."""
         frame = torch.empty(5, dtype=torch.int64)
-        self._start(self._group.recv, frame, stream).wait()
+        self.receive(frame, stream).wait()
         action, unit, number, flag, size = frame.tolist()
-        message = None
-        if size:
-            data = torch.empty(size, dtype=torch.uint8)
-            self._start(self._group.recv, data, stream).wait()
-            message = unpack(data)
+        data = torch.empty(size, dtype=torch.uint8)
+        self.receive(data, stream).wait()
+        message = unpack(data) if size else None
         return Order(action=Action(action), unit=unit, number=number, flag=bool(flag), message=message)
 
-    def tell(self, message: Any) -> None:
-        """Send a message in the stream of answers."""
-        data = pack(message)
-        self.send(torch.tensor([data.numel()]), Stream.PUSH).wait()
-        self.send(data, Stream.PUSH).wait()
+    def answer(self, message: Any) -> None:
+        """Send a message for which the other end waits by ``hear().message``."""
+        self.order(Action.ANSWER, message=message).wait()
 
-    def told(self) -> Any:
-        """Wait for the other end's :meth:`tell`."""
-        size = torch.empty(1, dtype=torch.int64)
-        self.receive(size, Stream.PUSH).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
-        self.receive(data, Stream.PUSH).wait()
-        return unpack(data)
-
-    def _start(self, act: Callable[..., Any], tensor: Tensor, tag: int) -> "Transfer":
-        if not tensor.numel():
-            return Transfer(self, [])
-        with self._explaining():
-            return Transfer(self, [(act([tensor.detach()], self._other, tag), tensor)])
+    def _start(self, act: Callable[..., Any], tag: int, *tensors: Tensor) -> "Transfer":
+        with self.explaining():
+            return Transfer(self, [(act([t.detach()], self._other, tag), t) for t in tensors if t.numel()])
 
     def wait_for(self, work: Any) -> None:
-        """Wait for one of gloo's works; raises the error that explains a lost connection."""
-        with self._explaining():
+        """Wait for one of gloo's works."""
+        with self.explaining():
             work.wait(self._limit)
 
     @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
+        """Inside, replace gloo's error by the one that explains the lost connection."""
         try:
             yield
         except RuntimeError as error:
@@ -172,14 +150,10 @@ class Link:
 
 
 class Transfer:
-    """Sends or receives that are under way."""
+    """Sends or receives that are under way, with their tensors, whose memory gloo uses."""
 
     def __init__(self, link: Link, works: list[tuple[Any, Tensor]]) -> None:
-        self._link, self._works = link, works  # with the tensors, whose memory gloo uses
-
-    def also(self, other: "Transfer") -> "Transfer":
-        """Return both."""
-        return Transfer(self._link, self._works + other._works)
+        self._link, self._works = link, works
 
     def wait(self) -> None:
         """Wait until all are done."""
@@ -197,20 +171,3 @@ def pack(message: Any) -> Tensor:
 def unpack(data: Tensor) -> Any:
     """Return the message of :func:`pack`, its tensors on the host. Nothing but plain values and tensors is unpickled."""
     return torch.load(io.BytesIO(memoryview(data.numpy())), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
-
-
-def check_plain(value: Any, what: str) -> None:
-    """Refuse a value that cannot be sent as plain data, or contains a tensor.
-
-    Raises:
-        ConfigurationError: names the value by ``what``.
-    """
-    if isinstance(value, Tensor):
-        raise ConfigurationError(f"{what} is a tensor, and only plain numbers are sent to optimizer nodes; use a float")
-    if type(value) in (list, tuple, set, dict):
-        for each in [*value, *value.values()] if isinstance(value, Mapping) else value:
-            check_plain(each, what)
-    elif type(value) not in _PLAIN:
-        raise ConfigurationError(
-            f"{what} = {value!r} is a {type(value).__name__}, and only plain values are sent to optimizer nodes"
-        )

@@ -4,15 +4,17 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
+import torch
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.optim.node.description import UnitLayout, find_class, may_fuse
+from lightning_holmes.optim.node.description import find_class, may_fuse
 from lightning_holmes.optim.node.disk import ALIGNED, Disk, Memory, Needs
+from lightning_holmes.optim.unit import Unit, sum_dtype
 
 MEMORY = "HOLMES_NODE_MEMORY"
 """The environment variable that limits the memory of a node's process, if its command line does not."""
@@ -73,8 +75,8 @@ def parse_bytes(text: str) -> int:
 
 
 def make_storage(
-    layouts: Mapping[int, UnitLayout], about: Mapping[str, Any], *, num_workers: int, options: NodeOptions, name: str
-) -> Memory | Disk:
+    units: Mapping[int, Unit], about: Mapping[str, Any], *, num_workers: int, options: NodeOptions, name: str
+) -> Memory:
     """Return the storage for units: memory, or a file with limited memory.
 
     Args:
@@ -84,30 +86,31 @@ def make_storage(
     Raises:
         ConfigurationError: there is not enough memory, or not enough disk space.
     """
-    optimizer = about["optimizer"]
-    folder, limit = options.folder(about["states"], name=name), options.memory_bytes
-    needs = {i: needs_of(layout, optimizer["state_bytes"]) for i, layout in layouts.items()}
+    optimizer, limit = about["optimizer"], options.memory_bytes
+    folder = options.folder(about["states"], name=name)
     resident = psutil.Process().memory_info().rss
-    if folder is None or not layouts:
+    if folder is None or not units:
         stepped = {n for names in optimizer["names"] for n in names}
-        may_be = [replace(u, is_trained=u.is_trained or bool(stepped & {*u.names})) for u in layouts.values()]
-        wanted = resident + sum(sum(needs_of(u, optimizer["state_bytes"]).values()) for u in may_be)
+        most = {i: needs_of(unit, optimizer["state_bytes"], is_trained=True) for i, unit in units.items()}
+        may_train = [i for i, unit in units.items() if unit.is_trained or not stepped.isdisjoint(unit.names)]
+        wanted = resident + sum(sum(of.values()) if i in may_train else of["values"] for i, of in most.items())
         if limit is not None and wanted > limit:
             raise ConfigurationError(
                 f"{name}: parameters, gradients and optimizer states make {wanted / 1e6:.0f} MB of the process, more than its --memory "
                 f"{limit / 1e6:.0f}M: let them live on disk (--states FOLDER), or use more optimizer nodes"
             )
-        return Memory({i: {**needs[i], "gradient": u.numel * u.gradient_dtype.itemsize} for i, u in layouts.items()})
+        return Memory(most)
     # what an update takes beside the sections: new states, and states that are loaded, are allocated first and copied; kernels that are
     # not fused have intermediate values; gradients of another type are cast, and masters rounded
+    needs = {i: needs_of(unit, optimizer["state_bytes"], is_trained=unit.is_trained) for i, unit in units.items()}
     kind: type[Optimizer] = find_class(optimizer, may_import=False)
-    fuses = all(may_fuse(kind, group, layout.dtype) for group in optimizer["groups"] for layout in layouts.values())
+    fuses = all(may_fuse(kind, group, held_dtype(unit)) for group in optimizer["groups"] for unit in units.values())
     beside = max(
         2 * needs[i]["states"]
         + (0 if fuses else 3) * needs[i]["values"]
-        + (0 if layout.dtype == layout.gradient_dtype else needs[i]["values"])
-        + (3 * layout.numel * layout.sent_dtype.itemsize if layout.has_masters else 0)
-        for i, layout in layouts.items()
+        + (0 if held_dtype(unit) == sum_dtype(unit.dtype) else needs[i]["values"])
+        + (3 * unit.numel * unit.dtype.itemsize if unit.has_masters else 0)
+        for i, unit in units.items()
     )
     limit = limit or int(_SHARE_OF_HOST * psutil.virtual_memory().available) // options.num_on_host
     scratch = 2 * max(unit["gradient"] for unit in needs.values()) if num_workers > 1 else 0
@@ -115,8 +118,17 @@ def make_storage(
     return Disk(folder, needs, limit_bytes=limit, beside=beside, scratch=scratch, name=name)
 
 
-def needs_of(layout: UnitLayout, state_bytes: float) -> Needs:
+def held_dtype(unit: Unit) -> torch.dtype:
+    """Return the type in which a node holds and steps the parameters of a unit."""
+    return torch.float32 if unit.has_masters else unit.dtype
+
+
+def needs_of(unit: Unit, state_bytes: float, *, is_trained: bool) -> Needs:
     """Return the bytes of a unit's sections; ``state_bytes``: the bytes of the optimizer's states for each element."""
-    states = math.ceil(state_bytes * layout.numel) + 4 * ALIGNED * len(layout.names) if layout.is_trained else 0
-    gradient = layout.numel * layout.gradient_dtype.itemsize if layout.is_trained else 0
-    return {"values": layout.num_bytes, "gradient": gradient, "states": states}
+    states = math.ceil(state_bytes * unit.numel) + 4 * ALIGNED * len(unit.names)
+    gradient = unit.numel * sum_dtype(unit.dtype).itemsize
+    return {
+        "values": unit.numel * held_dtype(unit).itemsize,
+        "gradient": gradient * is_trained,
+        "states": states * is_trained,
+    }

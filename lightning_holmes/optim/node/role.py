@@ -3,7 +3,7 @@
     python -m lightning_holmes.optim.node HOST:PORT NUMBER [NODES ON THIS HOST]      # with the job's secret in HOLMES_NODE_SECRET
 
 Rank 0 keeps a store; the names of its keys begin with a digest of the secret, so that jobs do not meet each other's nodes. A node writes
-its host and addresses there, waits for sessions (session.py), and ends with rank 0, or when a session fails: then it writes why.
+its host and addresses there, and waits for sessions (session.py). Ranks and nodes watch each other there (comm/failure.py).
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lightning_holmes.cluster.hardware import probe_host
 from lightning_holmes.cluster.interfaces import source_address
 from lightning_holmes.comm.cards import CardWatch
+from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.errors import ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.link import pack, unpack
 from lightning_holmes.optim.node.node_options import NodeOptions
@@ -43,10 +44,8 @@ LEFT = "left"
 _RANK_0_S = 120.0  # seconds to wait for rank 0
 _DRAIN_S = 60.0  # seconds that workers may stay connected after rank 0 has ended
 _LOOK_S = 0.05
-BEAT_S = 1.0
-"""Seconds between two signs of life of a node in the store."""
-SILENT_S = 20.0
-"""Seconds without one after which a node, or the store, counts as lost."""
+RANKS = "ranks"
+"""The key under which rank 0 writes the number of ranks, and of optimizer nodes, of the job."""
 
 
 def versions() -> dict[str, str]:
@@ -88,25 +87,18 @@ class _Node:
     def __init__(self, store: Any, number: int, cards: Mapping[str, str], **options: Any) -> None:
         self._store, self._number, self._options = store, number, options
         self._interfaces = cards  # by the address of each fast card
-        self._cards = CardWatch({})
-        self._failed: str | None = None
-        self._answered = time.monotonic()
+        num_ranks, num_nodes = read(store, RANKS)
+        self._watch = FailureWatch(store, num_ranks + number, num_ranks + num_nodes, num_nodes=num_nodes)
+        self._watch.heartbeat.where = lambda: ("", True)  # nothing that a node does silences it
+        self._failed = False
         self._open: set[threading.Thread] = set()
         self._num_sessions = 0
 
     def serve(self) -> int:
         """Serve the job's sessions until it ends; returns the exit code."""
         end = None
-        threading.Thread(target=self._watch, name="holmes-node-watch", daemon=True).start()
-        try:
-            while self._failed is None and end is None:
-                if time.monotonic() - self._answered > BEAT_S:
-                    self._store.add(f"node/{self._number}/beats", 1)
-                    self._answered = time.monotonic()
-                    lost = self._cards.lost()
-                    if lost is not None:
-                        self._fail("ConnectionLostError", f"optimizer node {self._number}: {lost}")
-                        break
+        with contextlib.suppress(RuntimeError, dist.DistError):  # rank 0 is gone
+            while not self._failed and end is None:
                 if self._store.check([f"node/{self._number}/session/{self._num_sessions}"]):
                     self._begin()
                 elif self._store.check([END]):
@@ -114,29 +106,21 @@ class _Node:
                     self._store.add(LEFT, 1)
                 else:
                     time.sleep(_LOOK_S)
-        except (RuntimeError, dist.DistError):  # rank 0 is gone
-            pass
-        self._answered = float("inf")
         deadline = time.monotonic() + _DRAIN_S
-        while self._failed is None and self._open and time.monotonic() < deadline:
+        while not self._failed and self._open and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
+        if not self._failed:
+            self._watch.stop()
         if end is not None and end["why"]:
             print(f"optimizer node {self._number}: the job has ended: {end['why']}", flush=True)
         code = int(end["code"]) if end is not None else int(not self._num_sessions)
-        return code if self._failed is None else 1
-
-    def _watch(self) -> None:
-        """End the process if the store does not answer: the link to rank 0 is cut, and a request to the store has no limit."""
-        while time.monotonic() - self._answered < SILENT_S:
-            time.sleep(BEAT_S)
-        print(f"optimizer node {self._number} ends: the job's rank 0 has not answered for {SILENT_S:.0f} s", flush=True)
-        os._exit(1)
+        return 1 if self._failed else code
 
     def _begin(self) -> None:
         told = read(self._store, f"node/{self._number}/session/{self._num_sessions}")
         self._num_sessions += 1
         used = {self._interfaces[address] for address in told["addresses"] if address in self._interfaces}
-        self._cards = CardWatch(
+        self._watch.cards = CardWatch(
             {name: f"the fast card {name} of host {socket.gethostname()} went down" for name in sorted(used)}
         )
         thread = threading.Thread(target=self._run, args=(told,), name="holmes-node-session", daemon=True)
@@ -147,19 +131,16 @@ class _Node:
         try:
             Session(told, self._store.clone(), number=self._number, **self._options).run()
         except BaseException as error:
-            kind = type(error).__name__
-            said = str(error) if isinstance(error, HolmesError) else f"{kind}: {error}"
+            kind, said = type(error), str(error)
+            if not isinstance(error, HolmesError):
+                kind, said = HolmesError, f"{kind.__name__}: {error}"
             name = f"optimizer node {self._number}, {told['place']}"
-            self._fail(kind, said if said.startswith(name) else f"{name}: {said}")
+            said = said if said.startswith(name) else f"{name}: {said}"
+            with contextlib.suppress(OSError):  # the disk of its log may be full
+                print(f"{said}; this node ends", flush=True)
+            self._watch.report(kind(said))
+            self._failed = True
         self._open.discard(threading.current_thread())
-
-    def _fail(self, kind: str, said: str) -> None:
-        """Tell the workers why this node ends."""
-        with contextlib.suppress(Exception):  # rank 0 may be gone
-            write(self._store, f"node/{self._number}/failure", (kind, said))
-        with contextlib.suppress(OSError):  # the disk of its log may be full
-            print(f"{said}; this node ends", flush=True)
-        self._failed = said
 
 
 def join(

@@ -1,6 +1,6 @@
 """Session: the optimizer node's side of a fit: performs, with the workers that hold the same stages, the actions that they name.
 
-One thread sends parameters, one receives gradients and performs the other actions, one updates. A unit is updated as soon as its last
+Two threads send parameters, one receives gradients and performs the other actions, one updates. A unit is updated as soon as its last
 gradients have come if the workers have said the options at the batch's beginning (eager), or else at the commit, in the order of the
 next forward. Gradients are summed in the order of the workers, whichever comes first, so that runs can be repeated bit for bit.
 
@@ -8,14 +8,12 @@ next forward. Gradients are summed in the order of the workers, whichever comes 
     session.run()                                       # until the workers are gone; raises why it cannot go on
 """
 
-import contextlib
 import functools
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -24,24 +22,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnsupportedModuleError
-from lightning_holmes.optim.node.description import UnitLayout, check_module, find_class
-from lightning_holmes.optim.node.link import Action, Link, Order, Stream, Transfer
-from lightning_holmes.optim.node.node_options import NodeOptions, make_storage
-from lightning_holmes.optim.node.unit import Unit
+from lightning_holmes.optim.node.description import check_module, find_class
+from lightning_holmes.optim.node.link import DATA, FETCHED, FETCHES, Action, Link, Order, Transfer
+from lightning_holmes.optim.node.node_options import NodeOptions, held_dtype, make_storage
+from lightning_holmes.optim.node.unit import HeldUnit
+from lightning_holmes.optim.unit import Unit
 
 _TOLD_EVERY_S = 60.0
 _IN_FLIGHT = 2  # units that are sent at the same time
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """The part of each unit that a worker sends and gets: part ``place`` of ``size``."""
-
-    place: int
-    size: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat.view(self.size, -1)[self.place]
+_DURING_STEPS = (Action.GRADIENT, Action.BEGIN, Action.COMMIT)
 
 
 class Session:
@@ -82,31 +71,31 @@ class Session:
             )
             for worker, address in enumerate(told["addresses"])
         ]
-        given = [link.told() for link in self._links]
+        given = [link.hear().message for link in self._links]
+        about = given[0]
         for worker, other in enumerate(given[1:], start=1):
-            different = next((k for k in other if k != "share" and repr(other[k]) != repr(given[0].get(k))), "")
+            different = next((k for k in other if k != "share" and repr(other[k]) != repr(about.get(k))), "")
             if different:
                 raise ConfigurationError(
                     f"workers 0 and {worker} do not agree on {different}: start all with the same script, versions and options"
                 )
-        about = given[0]
-        layouts = {index: UnitLayout(**unit) for index, unit in about["units"].items()}
+        layouts = {index: Unit(**unit, device=torch.device("cpu")) for index, unit in about["units"].items()}
         kind = find_class(about["optimizer"], may_import=may_import)
         if expected is not None:
             check_module(expected, about["module"], about["precision"], layouts.values())
-        self._shares = [_Share(*other["share"]) for other in given]
+        # the part of each unit that a worker sends and gets: part ``place`` of ``size``
+        self._shares: list[tuple[int, int]] = [tuple(other["share"]) for other in given]
         self._storage = make_storage(layouts, about, num_workers=len(given), options=options, name=self.name)
-        self.units = {i: Unit(i, layout, kind, about["optimizer"], self._storage) for i, layout in layouts.items()}
-        self._changed = threading.Condition()
+        self._storage.fail = self._fail
+        self.units = {i: HeldUnit(i, layout, kind, about["optimizer"], self._storage) for i, layout in layouts.items()}
+        self._changed, self._hearing = threading.Condition(), threading.Lock()
         self._failure: BaseException | None = None
-        self._sending: dict[int, int] = {}
+        self._sending: dict[int, int] = dict.fromkeys(self.units, 0)
         self._updates: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._num_updates = 0  # that are queued or run
         self._begun: tuple[int, Any] = 0, None
         self._last_window = self._num_steps = 0
         self._told_at, self._told_steps = time.perf_counter(), 0
-        if hasattr(self._storage, "fail"):
-            self._storage.fail = self._fail
         self._acts: dict[Action, Callable[[Order], None]] = {
             Action.GRADIENT: self._gradient,
             Action.BEGIN: self._begin,
@@ -120,22 +109,20 @@ class Session:
             Action.LOAD: lambda order: self.units[order.unit].load(order.message),
             Action.SETTLE: self._settle,
         }
-        where = f"\n{self.name}: {self._storage.describe()}" if hasattr(self._storage, "describe") else ""
+        where = self._storage.describe()
+        num_bytes = sum(unit.numel * held_dtype(unit).itemsize for unit in layouts.values())
         print(
-            f"{self.name}: {sum(u.numel for u in layouts.values()):,} parameters "
-            f"({sum(u.num_bytes for u in layouts.values()) / 1e6:.1f} MB) in {len(layouts)} units, {kind.__name__}, "
-            f"for {len(given)} worker{'s' * (len(given) > 1)}{where}",
+            f"{self.name}: {sum(u.numel for u in layouts.values()):,} parameters ({num_bytes / 1e6:.1f} MB) in {len(layouts)} units, "
+            f"{kind.__name__}, for {len(given)} worker{'s' * (len(given) > 1)}{where and f'{chr(10)}{self.name}: {where}'}",
             flush=True,
         )
 
     def run(self) -> None:
         """Serve until the run has ended well and the workers are gone. Raises what ends it before."""
-        for link in self._links:
-            link.tell("ready")
-        for serve in (self._pull, self._push, self._update):
-            threading.Thread(
-                target=self._guarded, args=(serve,), name=f"holmes-node{serve.__name__}", daemon=True
-            ).start()
+        self._answer("ready")
+        for serve in (*[self._pull] * _IN_FLIGHT, self._push, self._update):
+            name = f"holmes-node{serve.__name__}"
+            threading.Thread(target=self._guarded, args=(serve,), name=name, daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None)
         self._updates.put(None)
@@ -165,56 +152,41 @@ class Session:
         with self._changed:
             self._changed.notify_all()
 
+    def _share(self, worker: int, flat: Tensor) -> Tensor:
+        place, size = self._shares[worker]
+        return flat.view(size, -1)[place]
+
     # parameters
 
     def _pull(self) -> None:
-        """Send parameters, of a few units at the same time."""
-        under_way: deque[tuple[int, list[Transfer], contextlib.ExitStack]] = deque()
-        orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-
-        def hear() -> None:
-            try:
-                while True:
-                    orders.put(self._links[0].hear(Stream.PULL))
-            except BaseException as error:
-                self._fail(error)
-                orders.put(None)
-
-        threading.Thread(target=hear, name="holmes-node-hear", daemon=True).start()
+        """Send parameters, one unit after the other."""
         while True:
-            while under_way and (len(under_way) >= _IN_FLIGHT or orders.empty()):
-                self._sent(*under_way.popleft())
-            order = orders.get()
-            if order is None:
-                return
-            unit, held = self.units[order.unit], contextlib.ExitStack()
-            while under_way and unit.version < order.number:  # its update may wait for them
-                self._sent(*under_way.popleft())
-            self._wait(functools.partial(_has, unit, order.number))
+            with self._hearing:
+                order = self._links[0].hear(FETCHES)
+            unit = self.units[order.unit]
             with self._changed:
-                self._sending[order.unit] = self._sending.get(order.unit, 0) + 1
-            flat = held.enter_context(unit.values())
-            pairs = zip(self._links, self._shares, strict=True)
-            under_way.append((order.unit, [link.send(share.of(flat), Stream.PULL) for link, share in pairs], held))
+                self._wait(functools.partial(_has, unit, order.number))
+                self._sending[order.unit] += 1
+            with unit.values() as flat:
+                self._send_all({w: self._share(w, flat) for w in range(len(self._links))}, FETCHED + order.unit)
+            with self._changed:
+                self._sending[order.unit] -= 1
+                self._changed.notify_all()
 
-    def _sent(self, index: int, transfers: Sequence[Transfer], held: contextlib.ExitStack) -> None:
-        with held:
-            for transfer in transfers:
-                transfer.wait()
-        with self._changed:
-            self._sending[index] -= 1
-            self._changed.notify_all()
+    def _send_all(self, tensors: Mapping[int, Tensor], tag: int = DATA) -> None:
+        for transfer in [self._links[worker].send(tensor, tag) for worker, tensor in tensors.items()]:
+            transfer.wait()
 
     def _wait_until_sent(self, index: int) -> None:
         """Wait until no worker receives the unit's values, before they change."""
-        self._wait(lambda: not self._sending.get(index))
+        self._wait(lambda: not self._sending[index])
 
     # gradients and other actions
 
     def _push(self) -> None:
         while True:
-            order = self._links[0].hear(Stream.PUSH)
-            if order.action not in (Action.GRADIENT, Action.BEGIN, Action.COMMIT):
+            order = self._links[0].hear()
+            if order.action not in _DURING_STEPS:
                 self._wait(lambda: not self._num_updates)
             self._acts[order.action](order)
             self._note()
@@ -222,16 +194,16 @@ class Session:
     def _gradient(self, order: Order) -> None:
         unit, window = self.units[order.unit], order.number
         names = unit.layout.names
-        if not unit.layout.is_trained and hasattr(self._storage, "describe"):
+        if not unit.layout.is_trained and self._storage.on_disk:
             raise UnsupportedModuleError(
                 f"{names[0]} is trained from now on, but was frozen when its place on disk was taken, without room for states: "
                 f'let it be trained in the first batch, or use optimizer_states="memory"'
             )
         flags = [torch.empty(len(names), dtype=torch.uint8) for _ in self._links]
-        for transfer in [link.receive(f, Stream.PUSH) for link, f in zip(self._links, flags, strict=True)]:
+        for transfer in [link.receive(f) for link, f in zip(self._links, flags, strict=True)]:
             transfer.wait()
         reached = [name for place, name in enumerate(names) if any(f[place] for f in flags)]
-        senders = [w for w, f in enumerate(flags) if self._shares[w].size > 1 or f.any()]
+        senders = [w for w, f in enumerate(flags) if self._shares[w][1] > 1 or f.any()]
         self._wait(lambda: unit.updated_window == unit.ordered_window)
         if senders:
             with unit.summing(window, reached) as (flat, is_new):
@@ -243,28 +215,23 @@ class Session:
 
     def _sum(self, flat: Tensor, senders: Sequence[int], *, is_new: bool) -> None:
         """Receive the gradients of ``senders`` and add them, in this order. The first of a new sum go where the sum is."""
-        shares = [self._shares[worker] for worker in senders]
-        lacks = {(share.place, share.size) for share in shares} if is_new else set()
-        waiting: deque[tuple[Transfer, Tensor, Tensor | None]] = deque()
-        for worker, share in zip(senders, shares, strict=True):
-            target = share.of(flat)
-            memory = None if (share.place, share.size) in lacks else torch.empty_like(target)
-            lacks.discard((share.place, share.size))
-            into = target if memory is None else memory
-            waiting.append((self._links[worker].receive(into, Stream.PUSH), target, memory))
-            while len(waiting) > self._num_scratch:
+        waiting: deque[tuple[Transfer, Tensor, Tensor]] = deque()
+        num_scratch = 2 if self._storage.on_disk else len(senders)
+        lacks = {self._shares[worker] for worker in senders} if is_new else set()
+        for worker in senders:
+            target = self._share(worker, flat)
+            into = target if self._shares[worker] in lacks else torch.empty_like(target)
+            lacks.discard(self._shares[worker])
+            waiting.append((self._links[worker].receive(into), target, into))
+            while len(waiting) > num_scratch:
                 _add(*waiting.popleft())
         while waiting:
             _add(*waiting.popleft())
 
-    @property
-    def _num_scratch(self) -> int:
-        return 2 if hasattr(self._storage, "describe") else len(self._links)
-
     def _told_alike(self, order: Order) -> Any:
         """Return the message of an order that every worker sends; refuse it if they differ."""
         for worker, link in enumerate(self._links[1:], start=1):
-            other = link.hear(Stream.PUSH)
+            other = link.hear()
             if repr((other.action, other.number, other.message)) != repr((order.action, order.number, order.message)):
                 raise ConnectionLostError(
                     f"workers 0 and {worker} differ at {order.action.name.lower()} {order.number} and {other.action.name.lower()} {other.number}: "
@@ -274,8 +241,8 @@ class Session:
 
     def _begin(self, order: Order) -> None:
         self._begun = order.number, self._told_alike(order)["options"]
-        with contextlib.suppress(StopIteration):
-            next(reversed(self.units.values())).prefetch()
+        for unit in list(self.units.values())[-1:]:
+            unit.prefetch()
 
     def _commit(self, order: Order) -> None:
         message, window = self._told_alike(order), order.number
@@ -300,7 +267,7 @@ class Session:
 
     # updates
 
-    def _order_update(self, unit: Unit, window: int, edits: Any, options: Any) -> None:
+    def _order_update(self, unit: HeldUnit, window: int, edits: Any, options: Any) -> None:
         unit.ordered_window = window
         self._queue(lambda: self._step(unit, window, edits, options))
 
@@ -316,7 +283,7 @@ class Session:
                 self._num_updates -= 1
                 self._changed.notify_all()
 
-    def _step(self, unit: Unit, window: int, edits: Any, options: Any) -> None:
+    def _step(self, unit: HeldUnit, window: int, edits: Any, options: Any) -> None:
         order = list(self.units)
         place = order.index(unit.index) + (-1 if self._begun[0] == window else 1)
         if 0 <= place < len(order):
@@ -341,7 +308,7 @@ class Session:
 
     def _answer(self, message: Any) -> None:
         for link in self._links:
-            link.tell(message)
+            link.answer(message)
 
     def _norm(self, order: Order) -> None:
         names = set(order.message["names"])
@@ -357,19 +324,18 @@ class Session:
     def _keep(self, order: Order) -> None:
         self._wait_until_sent(order.unit)
         with self.units[order.unit].keeping(order.number) as flat:
-            self._links[0].receive(flat, Stream.PUSH).wait()
+            self._links[0].receive(flat).wait()
 
     def _values(self, order: Order) -> None:
         if any(unit.version > order.number for unit in self.units.values()):
             raise ConnectionLostError("the run ended while a step was half done: it can go on from its last checkpoint")
         with self.units[order.unit].values() as flat:
-            for transfer in [self._links[worker].send(flat, Stream.PUSH) for worker in order.message]:
-                transfer.wait()
+            self._send_all(dict.fromkeys(order.message, flat))
 
     def _states(self, order: Order) -> None:
         with self.units[order.unit].states() as found:
             for worker, names in order.message.items():
-                self._links[worker].tell({name: dict(found[name]) for name in names if name in found})
+                self._links[worker].answer({name: dict(found[name]) for name in names if name in found})
 
     def _settle(self, order: Order) -> None:
         self.rests |= order.flag
@@ -378,7 +344,7 @@ class Session:
         self._answer(None)
 
 
-def _has(unit: Unit, version: int) -> bool:
+def _has(unit: HeldUnit, version: int) -> bool:
     return unit.version >= version
 
 
@@ -386,7 +352,7 @@ def _gone(worker: int, said: str) -> Exception:
     return ConnectionLostError(f"worker {worker} is gone ({said})")
 
 
-def _add(transfer: Transfer, target: Tensor, memory: Tensor | None) -> None:
+def _add(transfer: Transfer, target: Tensor, memory: Tensor) -> None:
     transfer.wait()
-    if memory is not None:
+    if memory is not target:
         target.add_(memory)

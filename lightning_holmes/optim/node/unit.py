@@ -1,6 +1,6 @@
-"""Unit: parameters that are sent together, on an optimizer node: their values, the sum of their gradients, and their optimizer.
+"""HeldUnit: a unit on an optimizer node: its values, the sum of its gradients, and the optimizer that steps them.
 
-    unit = Unit(3, layout, kind, told, Memory(needs))
+    unit = HeldUnit(3, layout, kind, told, Memory(needs))
     with unit.keeping(1) as flat: ...                        # fill the values: version 1
     with unit.summing(window, reached) as (flat, is_new): ...         # add the gradients of a batch
     unit.update(window, edits, options)                      # version 2
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim.node.description import UnitLayout, build_optimizer, may_fuse, options_of
-from lightning_holmes.optim.node.disk import ALIGNED, Disk, Memory
+from lightning_holmes.optim.node.description import build_optimizer, may_fuse, options_of
+from lightning_holmes.optim.node.disk import ALIGNED, Memory
+from lightning_holmes.optim.node.node_options import held_dtype
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
+from lightning_holmes.optim.unit import Unit, sum_dtype
 
 _SMALL = 64  # elements
 
@@ -31,7 +33,7 @@ Edit = tuple[str, float]
 """A change that clipping makes to the gradients before the optimizer steps: ("scale", factor) or ("clamp", largest value)."""
 
 
-class Unit:
+class HeldUnit:
     """A unit of an optimizer node; ``version`` counts the versions of its values.
 
     Args:
@@ -39,30 +41,27 @@ class Unit:
         storage: where values, gradients and, on a disk, states are.
     """
 
-    def __init__(
-        self, index: int, layout: UnitLayout, kind: type[Optimizer], told: dict[str, Any], storage: Memory | Disk
-    ) -> None:
+    def __init__(self, index: int, layout: Unit, kind: type[Optimizer], told: dict[str, Any], storage: Memory) -> None:
         self.index, self.layout, self.told = index, layout, told
         self.version = self.window = 0
         self.ordered_window = self.updated_window = 0
         """The last windows for which an update was ordered, and made."""
         self._kind, self._storage = kind, storage
-        self._on_disk = isinstance(storage, Disk)
+        self._dtype = held_dtype(layout)
         self.stepped = {n for names in told["names"] for n in names if n in layout.names}
-        blank = torch.zeros((), dtype=layout.dtype)
-        shapes = dict(zip(layout.names, layout.shapes, strict=True))
+        blank = torch.zeros((), dtype=self._dtype)
         self.parameters = {
-            n: nn.Parameter(blank.expand(shapes[n]), n in self.stepped and blank.is_floating_point()) for n in shapes
+            n: nn.Parameter(blank.expand(shape), n in self.stepped and blank.is_floating_point())
+            for n, shape in zip(layout.names, layout.shapes, strict=True)
         }
         for name, parameter in self.parameters.items():
             vars(parameter).update(told["marks"].get(name, {}))
         self.optimizer = build_optimizer(kind, told, self.parameters)
         self._reached: set[str] = set()
         self._is_summed = False
-        self._entries: dict[
-            tuple[str, str], tuple[int, torch.Size, torch.dtype]
-        ] = {}  # on a disk: first byte, shape, type
-        self._small: dict[str, dict[str, Any]] = {}  # on a disk: the states that stay in memory
+        # states on a disk: by parameter and key the first byte, shape and type; and those that stay in memory
+        self._entries: dict[tuple[str, str], tuple[int, torch.Size, torch.dtype]] = {}
+        self._small: dict[str, dict[str, Any]] = {}
         self._end = 0  # of the entries, in bytes
 
     # values
@@ -71,10 +70,10 @@ class Unit:
     def _borrow(
         self, *sections: str, fresh: Collection[str] = (), written: Collection[str] = ()
     ) -> Iterator[list[Tensor]]:
-        types = {"values": self.layout.dtype, "gradient": self.layout.gradient_dtype, "states": torch.uint8}
+        types = {"values": self._dtype, "gradient": sum_dtype(self.layout.dtype)}
         with self._storage.borrow(self.index, *sections, fresh=fresh, written=written) as buffers:
             yield [
-                b if s == "states" else b[: self.layout.numel * types[s].itemsize].view(types[s])
+                b[: self.layout.numel * types[s].itemsize].view(types[s]) if s in types else b
                 for s, b in zip(sections, buffers, strict=True)
             ]
 
@@ -82,16 +81,16 @@ class Unit:
     def values(self) -> Iterator[Tensor]:
         """Yield the values in the type that workers have, (numel,)."""
         with self._borrow("values") as (flat,):
-            yield flat.to(self.layout.sent_dtype)
+            yield flat.to(self.layout.dtype)
 
     @contextlib.contextmanager
     def keeping(self, version: int) -> Iterator[Tensor]:
         """Yield a tensor to fill with the values in the type that workers have, (numel,); they are version ``version``. Masters that round
         to the same values stay."""
         with self._borrow("values", fresh=() if self.version else ("values",), written=("values",)) as (flat,):
-            given = torch.empty(self.layout.numel, dtype=self.layout.sent_dtype) if self.layout.has_masters else flat
+            given = torch.empty_like(flat, dtype=self.layout.dtype) if self.layout.has_masters else flat
             yield given
-            if self.layout.has_masters and self.version:
+            if given is not flat and self.version:
                 given = torch.where(flat.to(given.dtype) == given, flat, given.to(flat.dtype))
             if given is not flat:
                 flat.copy_(given)
@@ -107,51 +106,49 @@ class Unit:
         Args:
             reached: the parameters that got a gradient.
         """
-        self._begin(window)
+        if window != self.window:
+            self._forget()
+            self.window = window
         is_new = not self._is_summed
         with self._borrow("gradient", fresh=("gradient",) if is_new else (), written=("gradient",)) as (flat,):
             yield flat, is_new
         self._is_summed = True
         self._reached.update(reached)
 
-    def _begin(self, window: int) -> None:
-        if window != self.window:
-            self._forget()
-            self.window = window
-
     def _forget(self) -> None:
         self._storage.forget(self.index, "gradient")
         self._is_summed = False
         self._reached.clear()
 
-    def _edited(self, name: str, view: Tensor, edits: Sequence[Edit], *, in_place: bool) -> Tensor:
-        gradient = view.to(self.layout.dtype)
+    def _edited(self, view: Tensor, edits: Sequence[Edit], *, in_place: bool) -> Tensor:
+        gradient = view.to(self._dtype)
         if edits and not in_place and gradient is view:
             gradient = view.clone()
-        for kind, value in edits if name in self.stepped else ():
+        for kind, value in edits:
             gradient.mul_(value) if kind == "scale" else gradient.clamp_(-value, value)
         return gradient
 
     @contextlib.contextmanager
-    def _gradients(self, window: int) -> Iterator[dict[str, Tensor]]:
-        """Yield views of the sums of the window, of the parameters that have one, before edits."""
+    def _gradients(self, window: int, names: Collection[str]) -> Iterator[dict[str, Tensor]]:
+        """Yield views of the sums of the window, before edits: of those parameters among ``names`` that have one."""
         if window != self.window or not self._is_summed:
             yield {}
             return
         with self._borrow("gradient") as (flat,):
-            yield {n: v for n, v in self.layout.views(flat).items() if n in self._reached}
+            wanted = self._reached & set(names)
+            yield {n: v for n, v in self.layout.views(flat).items() if n in wanted}
 
     def norm_squared(self, window: int, names: Collection[str], edits: Sequence[Edit]) -> float:
         """Return the squared norm of the gradients of ``names``, after ``edits``."""
-        with self._gradients(window) as views:
-            wanted = {n: v for n, v in views.items() if n in names}
-            norms = (torch.linalg.vector_norm(self._edited(n, v, edits, in_place=False)) for n, v in wanted.items())
+        with self._gradients(window, names) as views:
+            own = ((v, edits if n in self.stepped else ()) for n, v in views.items())
+            norms = (torch.linalg.vector_norm(self._edited(*of, in_place=False)) for of in own)
             return sum(float(norm) ** 2 for norm in norms)
 
     def is_finite(self, window: int) -> bool:
         """Whether all gradients that the optimizer steps with are finite."""
-        with self._gradients(window) as views:
-            return all(bool(v.isfinite().all()) for n, v in views.items() if n in self.stepped)
+        with self._gradients(window, self.stepped) as views:
+            return all(bool(view.isfinite().all()) for view in views.values())
 
     # the optimizer
 
@@ -168,16 +165,13 @@ class Unit:
         """
         if self.optimizer is not None:
             has_sum = window == self.window and self._is_summed
-            with self._shown("gradient" if has_sum else "") as sums:
-                views = self.layout.views(sums[0]) if sums else {}
-                for name in self.stepped:
-                    reached = name in views and name in self._reached
-                    self.parameters[name].grad = (
-                        self._edited(name, views[name], edits, in_place=True) if reached else None
-                    )
+            with self._shown(*["gradient"] * has_sum) as sums:
+                for name, view in self.layout.views(sums[0]).items() if has_sum else ():
+                    if name in self._reached & self.stepped:
+                        self.parameters[name].grad = self._edited(view, edits, in_place=True)
                 self._step(self.optimizer, options)
-                for name in self.stepped:
-                    self.parameters[name].grad = None
+                for parameter in self.parameters.values():
+                    parameter.grad = None
         self._forget()
         self.updated_window = window
         self.version += 1
@@ -185,41 +179,39 @@ class Unit:
     def _step(self, optimizer: Optimizer, options: Sequence[Mapping[str, Any]]) -> None:
         for group, given in zip(optimizer.param_groups, options, strict=True):
             group.update(given)
-            if may_fuse(type(optimizer), given, self.layout.dtype):
+            if may_fuse(type(optimizer), given, self._dtype):
                 group["fused"] = True
         before = options_of(optimizer)
         optimizer.step()
         for number, (old, new) in enumerate(zip(before, options_of(optimizer), strict=True)):
-            changed = [
-                key for key in new if repr(new[key]) != repr(old.get(key))
-            ]  # not ``!=``: NaN differs from itself
-            if changed:
+            # not ``!=``: NaN differs from itself
+            changed = next((key for key in new if repr(new[key]) != repr(old.get(key))), None)
+            if changed is not None:
                 raise UnsupportedModuleError(
-                    f"{type(optimizer).__name__} changes {changed[0]!r} of its parameter group {number} in each step, and an "
+                    f"{type(optimizer).__name__} changes {changed!r} of its parameter group {number} in each step, and an "
                     f"optimizer node gets options from the workers, where schedulers set them; use an optimizer that keeps count "
                     f"in its state, or optimizer_nodes=0"
                 )
 
     @contextlib.contextmanager
-    def _shown(self, *others: str, fresh: bool = False) -> Iterator[list[Tensor]]:
-        """Give parameters and states their values inside, and keep what they are afterwards; yields the ``others`` sections.
+    def _shown(self, *extra: str, fresh: bool = False) -> Iterator[list[Tensor]]:
+        """Give parameters and states their values inside, and keep what they are afterwards; yields the ``extra`` sections.
 
         ``fresh``: the states are replaced."""
-        extra = [section for section in others if section]
-        sections = ["values", "states"] if self._on_disk else ["values"]
+        assert self.optimizer is not None
+        on_disk = self._storage.on_disk
+        sections = ["values", "states"] if on_disk else ["values"]
         new = {"states"} if fresh or not self._entries else set()
         with self._borrow(*sections, *extra, fresh=new, written=sections) as buffers:
-            assert self.optimizer is not None
             for name, view in self.layout.views(buffers[0]).items():
                 self.parameters[name].data = view
-            if self._on_disk:
-                for name, state in self._views(buffers[1]).items() if not fresh else ():
-                    self.optimizer.state[self.parameters[name]] = state
+            for name, state in self._views(buffers[1]).items() if on_disk and not fresh else ():
+                self.optimizer.state[self.parameters[name]] = state
             yield buffers[len(sections) :]
-            if self._on_disk:
+            if on_disk:
                 self._put_states(self.optimizer, buffers[1])
                 for parameter in self.parameters.values():
-                    parameter.data = torch.zeros((), dtype=self.layout.dtype).expand(parameter.shape)
+                    parameter.data = torch.zeros((), dtype=self._dtype).expand(parameter.shape)
 
     def add_groups(
         self, options: Sequence[Mapping[str, Any]], names: Sequence[Collection[str]], marks: Mapping[str, Any]
@@ -280,9 +272,9 @@ class Unit:
     def states(self) -> Iterator[dict[str, dict[str, Any]]]:
         """Yield the optimizer states by parameter, with the fp32 masters of parameters in low precision."""
         masters = sorted(self.stepped) if self.layout.has_masters else []
-        sections = (["values"] if masters else []) + (["states"] if self._entries else [])
+        sections = ["values"] * bool(masters) + ["states"] * bool(self._entries)
         with self._borrow(*sections) as buffers:
-            if self._on_disk:
+            if self._storage.on_disk:
                 found = self._views(buffers[-1] if self._entries else torch.empty(0, dtype=torch.uint8))
             else:
                 state = {} if self.optimizer is None else self.optimizer.state
@@ -302,7 +294,7 @@ class Unit:
             for name in states if self.layout.has_masters else ():
                 saved = states[name].get(MASTER_WEIGHT)
                 if saved is not None:
-                    sent, master = self.layout.sent_dtype, self.parameters[name].detach()
+                    sent, master = self.layout.dtype, self.parameters[name].detach()
                     master.copy_(torch.where(saved.to(sent) == master.to(sent), saved, master))
             names = {id(p): n for n, p in self.parameters.items()}
             params = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
