@@ -40,7 +40,7 @@ from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.lightning_package import USED, fabric, pl
 from lightning_holmes.lightning_private import config_value
 from lightning_holmes.loggers import RunRecord
-from lightning_holmes.plan.training import AskedSharding
+from lightning_holmes.plan.asked import AskedSharding
 from lightning_holmes.strategy.removed_arguments import tell_removed
 
 CHECK, PLAN = "check", "plan"

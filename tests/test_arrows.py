@@ -56,7 +56,7 @@ STRATEGY: tuple[set[str], ...] = (
     | {"samples", "snapshots", "tracing", "user_hooks"},
     {"options", "launcher"},
     {"connection", "optimizer_nodes", "job_layout", "job", "sharding", "gradients"},
-    {"plan_request", "profiling", "runtime_plan", "planning", "tripwires"},
+    {"run_context", "profiling", "planning", "tripwires"},
     {"run", "fit"},
     {"checkpointing"},
     {"strategy", ""},

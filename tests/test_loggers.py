@@ -11,9 +11,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.loggers import RunRecord, WandbLogger
+from lightning_holmes.plan.groups import GroupPlan
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import GroupPlan, Plan
+from lightning_holmes.plan.plan import Plan
 
 
 def test_every_logger_gets_the_groups_with_their_transports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from lightning_holmes.cluster.topology import Nic
 from lightning_holmes.comm.user_settings import UserSettings, hca_allows, named_interfaces, socket_variables
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.plan_making import Use
+from lightning_holmes.plan.groups import Use
 from lightning_holmes.plan.transport import TransportChoice, TransportChooser
 
 

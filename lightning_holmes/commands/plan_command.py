@@ -33,22 +33,22 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_speed import DeviceSpeed
 from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
+from lightning_holmes.plan.asked import Asked, AskedSharding
+from lightning_holmes.plan.collective_choice import Sharding, choose_collectives
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
+from lightning_holmes.plan.groups import Use, plan_groups
 from lightning_holmes.plan.layer_cost import ModelCost
-from lightning_holmes.plan.made_for import MadeFor, cluster_facts
-from lightning_holmes.plan.pipeline_plan import PipelinePlan, can_split
 from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
-from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
-from lightning_holmes.plan.plan_check import check_plan, place_again
-from lightning_holmes.plan.plan_making import Use, make_plan
-from lightning_holmes.plan.plan_options import PlanOptions
+from lightning_holmes.plan.plan import WHOLE_MODULE, MadeFor, Plan, cluster_facts
+from lightning_holmes.plan.planner import Known, can_split, complete, plan_of_prediction
 from lightning_holmes.plan.route import REACHED, Network
+from lightning_holmes.plan.saved_plan import check_plan, place_again
 from lightning_holmes.plan.search import SearchResult, SearchSpace, search_with_sharding
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.tables import print_search, search_data
 from lightning_holmes.plan.timeline_plot import PLOT_FORMATS, save_timeline_plot
-from lightning_holmes.plan.training import AskedSharding, Training, TrainingOptions, make_training
+from lightning_holmes.plan.training import Training, make_training
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
 from lightning_holmes.strategy.admission import check_module
@@ -91,14 +91,14 @@ def run_plan(
     given = strategy_settings(strategy)
     if request.sharding is not None:
         given["sharding"] = request.sharding
-    asked = _strategy(request, given)
+    asked = _strategy(request, given).asked
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
     if "plan" in given:
         _check_given_plan(str(given["plan"]), cost_model)
-    space = _space(request, asked.plan_options, is_plan="plan" in given, model=cost_model.model)
-    result = search_with_sharding(cost_model, space, asked.training_options.sharding)
+    space = _space(request, asked, is_plan="plan" in given, model=cost_model.model)
+    result = search_with_sharding(cost_model, space, asked.sharding)
     if request.output is not None:
-        make_best_plan(result, cost_model, asked.plan_options).save(request.output)
+        make_best_plan(result, cost_model, asked, sockets=asks_for_here(request.device_type)).save(request.output)
     if request.format == "json":
         print(json.dumps(search_data(result, cost_model), indent=1, allow_nan=False))
     else:
@@ -126,7 +126,7 @@ def make_cost_model(
         load_batch: returns a training batch of one replica; None if there is no data.
         trainer: the other trainer settings; num_nodes, devices, precision and plugins are read.
     """
-    asked = _strategy(request, given)
+    asked = _strategy(request, given).asked
     topology = _topology(request, given, trainer)
     precision = precision_of(trainer)
     dtype = _WEIGHTS.get(precision, torch.float32)
@@ -151,7 +151,7 @@ def make_cost_model(
             cost = profile_step(
                 module,
                 (small, *step_arguments(module, "training_step")),
-                layers=asked.plan_options.layers,
+                layers=asked.layers,
                 context=_context(precision),
                 operator_s=0.0 if here is None else here.operator_s,
                 may_run=_size(module) <= LARGEST_RUN,
@@ -177,8 +177,8 @@ def make_cost_model(
     network = Network(topology, local_bytes_per_s=local, local_latency_s=latency_s, efficiency=REACHED)
     batch_samples = request.batch_samples
     if batch_samples is None:
-        batch_samples = _batch_samples(samples, asked.plan_options, topology)
-    training = _training(request, asked.training_options, cost, model, devices, batch_samples, here)
+        batch_samples = _batch_samples(samples, asked, topology)
+    training = _training(request, asked, cost, model, devices, batch_samples, here)
     first = [network.cluster_of_host.index(index) for index in range(len(topology.clusters))]
     return CostModel(cost, network, devices=[devices[host] for host in first], host_devices=devices, training=training)
 
@@ -337,7 +337,7 @@ def _topology(request: PlanRequest, given: Mapping[str, Any], trainer: Mapping[s
 
 def _training(
     request: PlanRequest,
-    options: TrainingOptions,
+    asked: Asked,
     cost: ModelCost,
     model: pl.LightningModule,
     devices: Sequence[DeviceType],
@@ -347,7 +347,7 @@ def _training(
     """Make the Training of a step from the strategy's arguments, as in a run. ``here``: of this machine, if the plan is for it."""
     operator_s = 0.0 if here is None else here.operator_s
     training = make_training(
-        options,
+        asked,
         cost,
         batch_samples=batch_samples,
         device="cuda" if here is None else "cpu",
@@ -359,12 +359,8 @@ def _training(
 
 
 def _strategy(request: PlanRequest, given: Mapping[str, Any]) -> HolmesStrategy:
-    """Make a strategy, which checks its arguments, with the arguments that affect a prediction: those of PlanOptions and
-    TrainingOptions, the plan file if there is one, and the topology, which may have optimizer nodes."""
-    names = {entry.name for options in (PlanOptions, TrainingOptions) for entry in fields(options)} | {
-        "plan",
-        "topology",
-    }
+    """Make a strategy, which checks its arguments, with the arguments that affect a prediction: those of Asked, the plan file if there is one, and the topology, which may have optimizer nodes."""
+    names = {entry.name for entry in fields(Asked)} | {"plan", "topology"}
     found = {name: value for name, value in given.items() if name in names}
     return HolmesStrategy(**found | ({} if request.topology is None else {"topology": request.topology}))
 
@@ -384,11 +380,12 @@ def _check_given_plan(path: str, cost_model: CostModel) -> None:
     )
 
 
-def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptions) -> Plan:
+def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *, sockets: bool) -> Plan:
     """Convert the best plan to a Plan, which the strategy can read from a file.
 
     Args:
         asked: the options of the strategy's settings.
+        sockets: the run sends by gloo.
     """
     best, model, topology = result.best, cost_model.model, cost_model.network.topology
     layout = best.run.layout
@@ -407,36 +404,32 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: PlanOptio
     if result.memory_note is not None:
         notes.append(result.memory_note)
     notes += cost_model.network.link_notes()
-    if best.sharded_parameters:
-        notes.append('sharding: parameters, by prediction; give sharding="parameters" to the strategy beside this plan')
     if best.run.recomputation:
         notes.append("recomputation: predicted with it; the module must do so itself (GPT: gradient_checkpointing)")
-    return make_plan(
-        replace(asked, layers=model.layer_list),
+    placement = make_placement(
+        topology,
+        world_size=layout.num_devices,
+        pipeline_parallel_size=layout.pipeline,
+        tensor_parallel_size=layout.tensor,
+    )
+    sharding: Sharding = "parameters" if best.sharded_parameters else "optimizer" if best.sharded_optimizer else "none"
+    gradient_sync = "auto" if asked.optimizer_nodes else asked.gradient_sync
+    known = Known(
         topology=topology,
-        placement=make_placement(
-            topology,
-            world_size=layout.num_devices,
-            pipeline_parallel_size=layout.pipeline,
-            tensor_parallel_size=layout.tensor,
-        ),
+        placement=placement,
         layers=model.layer_list,
-        num_layers=model.num_layers,
-        batch_size=best.batch_samples // layout.data,
-        transports=transports,
-        choice=PipelinePlan(
-            partition=best.partition,
-            schedule=best.run.schedule,
-            num_chunks=best.run.num_chunks,
-            num_microbatches=best.run.num_microbatches,
-            notes=tuple(notes),
-            prediction=best,
-        ),
         made_for=MadeFor(module=model.name, num_parameters=model.num_parameters, clusters=cluster_facts(topology)),
+    )
+    return complete(
+        plan_of_prediction(known, replace(asked, layers=model.layer_list), best, notes),
+        sharding=sharding,
+        collectives=choose_collectives(gradient_sync, placement, topology, sharding=sharding, sockets=sockets),
+        groups=plan_groups(placement, (), transports, [cluster.name for cluster, _ in topology.places()]),
+        asked=asked,
     )
 
 
-def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
+def _batch_samples(samples: int, asked: Asked, topology: Topology) -> int:
     """Samples of a batch over all replicas, as in fit: the loader's samples for each replica of the configured layout."""
     size, tensor = asked.pipeline_parallel_size, asked.tensor_parallel_size
     if size == "auto":
@@ -444,7 +437,7 @@ def _batch_samples(samples: int, asked: PlanOptions, topology: Topology) -> int:
     return samples * max(1, topology.num_devices // (size * tensor))
 
 
-def _space(request: PlanRequest, asked: PlanOptions, *, is_plan: bool, model: ModelCost) -> SearchSpace:
+def _space(request: PlanRequest, asked: Asked, *, is_plan: bool, model: ModelCost) -> SearchSpace:
     """The search space: the choices that the strategy's settings leave open; the plan's own choices if they name a plan file."""
     tensor = (asked.tensor_parallel_size,) if asked.tensor_parallel_size > 1 or is_plan else None
     size = asked.pipeline_parallel_size

@@ -37,17 +37,17 @@ def check_collective(name: str, argument: str = "gradient_sync") -> None:
         )
 
 
-def notes_of(gradient_sync: str, placement: Placement, clusters: Sequence[str]) -> list[str]:
+def notes_of(gradient_sync: str | tuple[str, ...], placement: Placement, clusters: Sequence[str]) -> list[str]:
     """Return a line if ``gradient_sync`` has no effect on this placement. ``clusters``: the cluster of each global rank.
 
     Raises:
         ConfigurationError: no group of the placement can use the collective that is asked for.
     """
-    tensor_ranks = range(placement.tensor_parallel_size)
-    groups = [
-        placement.data_parallel_group(s, t) for s in range(placement.pipeline_parallel_size) for t in tensor_ranks
-    ]
-    if gradient_sync == "hierarchical" and not any(cluster_levels(ranks, clusters)[0] for ranks in groups):
+    size = placement.pipeline_parallel_size
+    levels = [bool(cluster_levels(placement.data_parallel_group(rank), clusters)[0]) for rank in range(size)]
+    names = [gradient_sync] * size if isinstance(gradient_sync, str) else gradient_sync
+    lacking = [rank for rank, name in enumerate(names) if name == "hierarchical" and not levels[rank]]
+    if lacking and (len(lacking) == size or not isinstance(gradient_sync, str)):
         raise ConfigurationError(
             'gradient_sync="hierarchical" needs a data-parallel group that has as many ranks, two or more, in each of '
             'several clusters, and here is none; use "auto", or a pipeline_parallel_size with which groups cross'
@@ -58,7 +58,7 @@ def notes_of(gradient_sync: str, placement: Placement, clusters: Sequence[str]) 
 
 
 def choose_collectives(
-    asked: str,
+    asked: str | tuple[str, ...],
     placement: Placement,
     topology: Topology,
     *,
@@ -69,7 +69,7 @@ def choose_collectives(
     """Choose a collective for the replicas of each pipeline rank; none if there is one replica.
 
     Args:
-        asked: "auto", or the name of the collective for every group that can use it.
+        asked: "auto", or the name of the collective for every group that can use it; or, by a plan file, a name for each pipeline rank.
         sockets: groups use gloo, not NCCL.
         by_links: whether the topology's links may decide: not if all ranks are on one host, whatever it says.
     """
@@ -80,8 +80,8 @@ def choose_collectives(
     for pipeline_rank in range(placement.pipeline_parallel_size):
         ranks = placement.data_parallel_group(pipeline_rank)
         inside, across = cluster_levels(ranks, clusters)
-        name = asked
-        if name == "auto" or (name == "hierarchical" and not inside):
+        name = asked if isinstance(asked, str) else asked[pipeline_rank]
+        if name == "auto" or (asked == "hierarchical" and not inside):
             name = "all_reduce"
             if sharding != "none":  # gloo reduces and scatters by an all_reduce, which sends twice as much
                 name = "p2p" if sockets else "reduce_scatter"

@@ -1,7 +1,6 @@
 """Plan: all decisions about a run's layout. Frozen plain data that can be written to YAML and read back.
 
-It makes no decision: the strategy fills it from partition, schedule and placement, prints it at the start
-(plan/tables.py) and saves it beside each checkpoint.
+planner.py makes it. The strategy prints it at the start (tables.py) and saves it beside each checkpoint.
 
     plan.save("plan.yaml")
     assert Plan.load("plan.yaml") == plan
@@ -9,40 +8,68 @@ It makes no decision: the strategy fills it from partition, schedule and placeme
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
 from pydantic import Field
 
 from lightning_holmes.cluster.record import Text, YamlText, record, to_data
+from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.collective_choice import Sharding
-from lightning_holmes.plan.made_for import MadeFor
+from lightning_holmes.plan.collective_choice import COLLECTIVE_NAMES, Sharding
+from lightning_holmes.plan.groups import GroupPlan, Ranks
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName, rank_of_stage, stages_of_rank
 
-Axis = Literal["pipeline", "data_parallel", "tensor_parallel", "messages", "world"]
-"""The purpose of a process group: an axis of the mesh; messages between its ranks, without tensors of the model; or all ranks."""
 WHOLE_MODULE = "(whole module)"
 """The value of Plan.layers for a module that is not split into layers."""
 
 _Positive = Annotated[int, Field(ge=1)]
-_Ranks = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 
 
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
-    """A process group: its global ranks, the transport it uses, and the reason."""
+class ClusterFacts:
+    """A cluster: its number of hosts, and the kinds of network cards that all hosts have; empty if not known."""
 
     name: Text
-    axis: Axis
-    ranks: _Ranks
-    transport: Text
-    reason: Text
+    hosts: Annotated[int, Field(ge=1)]
+    cards: tuple[Text, ...] = ()
+
+
+@record
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeFor:
+    """The module and clusters of a plan. module: the LightningModule's class name. None or empty: not known, and not compared."""
+
+    module: Text | None = None
+    num_parameters: Annotated[int | None, Field(ge=0)] = None
+    clusters: tuple[ClusterFacts, ...] = ()
+
+    def differences(self, here: MadeFor) -> list[str]:
+        """The differences between this plan's origin and ``here``, as messages."""
+        found = []
+        if self.module is not None and here.module is not None and self.module != here.module:
+            found.append(f"it was made for the module {self.module}, this one is {here.module}")
+        if None not in (self.num_parameters, here.num_parameters) and self.num_parameters != here.num_parameters:
+            found.append(f"its module has {self.num_parameters:,} parameters, this one has {here.num_parameters:,}")
+        clusters = {cluster.name: cluster for cluster in here.clusters}
+        for mine in self.clusters:
+            other = clusters.get(mine.name)
+            if other is None:
+                continue  # the placement of ranks is compared elsewhere (saved_plan.py)
+            if mine.hosts != other.hosts:
+                found.append(f"its cluster {mine.name} has {mine.hosts} hosts, here that has {other.hosts}")
+            # a topology file may leave out Ethernet
+            theirs = set(mine.cards) - {"ethernet"}, set(other.cards) - {"ethernet"}
+            if mine.cards and other.cards and theirs[0] != theirs[1]:
+                shown = [" and ".join(sorted(kinds)) or "ethernet alone" for kinds in theirs]
+                found.append(f"the hosts of its cluster {mine.name} have {shown[0]}, here they have {shown[1]}")
+        return found
 
 
 @record
@@ -58,7 +85,7 @@ class _PlanFile:
     num_chunks: _Positive
     layers: Text
     partition: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
-    placement: Annotated[tuple[_Ranks, ...], Field(min_length=1)]
+    placement: Annotated[tuple[Ranks, ...], Field(min_length=1)]
     clusters: tuple[Text, ...]
     groups: tuple[GroupPlan, ...]
     notes: tuple[Text, ...]
@@ -75,7 +102,8 @@ class Plan:
     layers is the name of the layer list in the module. clusters has one entry per pipeline rank: the cluster
     of its ranks, or several joined by "+". sharding: what is sharded over the replicas of a stage. collectives: for each
     pipeline rank, how its replicas sum gradients; empty if there is one replica. notes explain each automatic choice in
-    one line. made_for: the module and the clusters that the plan was made for, as far as they are known.
+    one line. made_for: the module and the clusters that the plan was made for, as far as they are known. prediction: of a training
+    step, if costs are known; it is not written to the file.
     """
 
     pipeline_parallel_size: int
@@ -94,6 +122,7 @@ class Plan:
     sharding: Sharding = "none"
     collectives: tuple[str, ...] = ()
     made_for: MadeFor | None = None
+    prediction: Prediction | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         size = (self.placement.pipeline_parallel_size, self.placement.data_parallel_size)
@@ -111,6 +140,12 @@ class Plan:
             raise ConfigurationError(
                 f"the plan's partition has {self.partition.num_stages} stages, but pipeline_parallel_size x "
                 f"num_chunks is {self.num_stages}"
+            )
+        unknown = set(self.collectives) - set(COLLECTIVE_NAMES)
+        if unknown or len(self.collectives) not in (0, self.pipeline_parallel_size):
+            raise ConfigurationError(
+                f"the plan's collectives are {list(self.collectives)}; write one for each of the {self.pipeline_parallel_size} "
+                f"pipeline ranks: {', '.join(COLLECTIVE_NAMES)}"
             )
         if len(self.clusters) != self.pipeline_parallel_size:
             raise ConfigurationError(
@@ -148,7 +183,7 @@ class Plan:
     def to_yaml(self) -> str:
         """YAML text that from_yaml_text reads back as an equal plan."""
         data: dict[str, Any] = {
-            **{entry.name: getattr(self, entry.name) for entry in fields(self)},
+            **{entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "prediction"},
             "partition": list(self.partition.layer_counts),
             "placement": [list(row) for row in self.placement.grid],
             "clusters": list(self.clusters),
@@ -184,3 +219,14 @@ class Plan:
         except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a path with a null character
             raise ConfigurationError(f"the plan file {path} cannot be read: {error}") from error
         return cls.from_yaml_text(text, source=str(path))
+
+
+def cluster_facts(topology: Topology) -> tuple[ClusterFacts, ...]:
+    """The facts of each cluster of a topology."""
+    found = []
+    for cluster in topology.clusters:
+        # cards that are down count: they may come up again
+        kinds = [{nic.kind for nic in host.nics} for host in cluster.hosts]
+        cards = tuple(sorted(set.intersection(*kinds)))
+        found.append(ClusterFacts(name=cluster.name, hosts=len(cluster.hosts), cards=cards))
+    return tuple(found)

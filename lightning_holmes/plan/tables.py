@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.plan import GroupPlan, Plan
+from lightning_holmes.plan.groups import GroupPlan
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.search import SearchResult
 

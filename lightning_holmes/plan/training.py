@@ -3,7 +3,7 @@
 make_training makes it from the strategy's arguments. Both `lightning-holmes plan` and a run call it, so that they predict the
 same for the same configuration.
 
-    training = make_training(TrainingOptions(compression="bf16"), model, batch_samples=512, device="cuda")
+    training = make_training(Asked(compression="bf16"), model, batch_samples=512, device="cuda")
     training.gradient_ratio_across       # 0.5 for fp32 parameters
 
 Assumed: the optimizer keeps two numbers for each parameter (AdamW) and can be sharded over replicas; no user hook
@@ -13,9 +13,10 @@ reads gradients, so that a replica receives the summed gradients of its shard on
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.asked import Asked, AskedSharding
 from lightning_holmes.plan.layer_cost import ModelCost, check_count, check_number
 
 _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # seconds of a rank's own time to start a transfer
@@ -25,24 +26,12 @@ _CHUNKS_GAIN = {"cpu": 0.10, "cuda": 0.05}
 _STATES = 2.0  # numbers that AdamW keeps for each parameter
 _FP32, _HALF = 4.0, 2.0  # bytes
 
-AskedSharding = Literal["auto", "none", "optimizer", "parameters"]
-SHARDINGS: tuple[AskedSharding, ...] = get_args(AskedSharding)
 _SHARDED_OPTIMIZER: dict[AskedSharding, bool | Literal["auto"]] = {
     "auto": "auto",
     "none": False,
     "optimizer": True,
     "parameters": True,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOptions:
-    """HolmesStrategy's arguments of the same names, which it has checked."""
-
-    sharding: AskedSharding = "auto"
-    optimizer_nodes: int = 0
-    master_weights: bool = False
-    compression: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +111,7 @@ class Training:
 
 
 def make_training(
-    options: TrainingOptions,
+    asked: Asked,
     model: ModelCost,
     *,
     batch_samples: int,
@@ -141,18 +130,18 @@ def make_training(
     """
     weight = model.parameter_itemsize
     gradient = max(weight, _FP32)  # gradients of double-precision weights keep their type
-    master = options.master_weights and weight < _FP32  # fp32 weights are their own masters
-    in_shards = options.sharding == "parameters" or options.optimizer_nodes > 0  # the search decides "auto"
+    master = asked.master_weights and weight < _FP32  # fp32 weights are their own masters
+    in_shards = asked.sharding == "parameters" or asked.optimizer_nodes > 0  # the search decides "auto"
     return Training(
         batch_samples=batch_samples,
         gradient_ratio=gradient / weight,
-        gradient_ratio_across=min(_HALF, gradient) / weight if options.compression else None,
-        activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if options.compression else 1.0,
+        gradient_ratio_across=min(_HALF, gradient) / weight if asked.compression else None,
+        activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if asked.compression else 1.0,
         state_ratio=(1 + _STATES) * _FP32 / weight if master else _STATES,
         least_state_ratio=_FP32 / weight if master else 0.0,
-        sharded_optimizer=master or in_shards or _SHARDED_OPTIMIZER[options.sharding],
+        sharded_optimizer=master or in_shards or _SHARDED_OPTIMIZER[asked.sharding],
         sharded_parameters=in_shards,
-        optimizer_nodes=options.optimizer_nodes,
+        optimizer_nodes=asked.optimizer_nodes,
         overlap_reduce=True,
         overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),

@@ -48,8 +48,8 @@ from lightning_holmes.strategy.gradients import (
     make_stage_shards,
 )
 from lightning_holmes.strategy.lost_values import note_lost
-from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.run import Run
+from lightning_holmes.strategy.run_context import RunContext
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tripwires import refusing_reads
 from lightning_holmes.strategy.user_hooks import takes_part_in_update
@@ -142,7 +142,6 @@ class Fit(Run):
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         self._install()
         self.parameter_groups.keep_local()
-        assert self.planned is not None
         if options.optimizer_nodes:
             self.gradients = self._make_remote_gradients(self._found, scaler)
         elif self.plan.sharding == "parameters":
@@ -233,7 +232,8 @@ class Fit(Run):
         found, optimizer = self._admitted(found, 'sharding="parameters"')
         refusal = sharding.refusal_of_shards(found, optimizer, self.trainer, self.known.structure)
         if refusal:
-            raise UnsupportedModuleError(f'sharding="parameters": {refusal}; use sharding="none"')
+            asked, without = self.options.describe_sharding("parameters")
+            raise UnsupportedModuleError(f"{asked}: {refusal}; {without}")
         groups = self.job.groups
         if self.stage_shards is None:
             self.stage_shards = make_stage_shards(self.pipeline, groups, self.plan, connection.device)

@@ -38,7 +38,7 @@ class Job:
 
     def __init__(self, connection: Connection, options: Options) -> None:
         self.connection = connection
-        asked = options.plan_options
+        asked = options.asked
         # the layout of groups needs no link speeds, but choices by predicted cost do
         measures_links = asked.leaves_open and asked.pipeline_parallel_size != 1
         topology = find_topology(options.topology, connection, measures_links=measures_links)

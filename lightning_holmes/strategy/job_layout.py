@@ -1,6 +1,6 @@
 """JobLayout: the topology, placement, transports and process groups of a job, known before any module.
 
-layout = lay_out_job(topology, options.plan_options, connection, facts=facts)      # every rank must call
+layout = lay_out_job(topology, options.asked, connection, facts=facts)      # every rank must call
 layout.placement, layout.groups, layout.transports
 """
 
@@ -17,6 +17,7 @@ from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, build_proces
 from lightning_holmes.comm.user_settings import set_own
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.placement import (
     Placement,
     alternatives,
@@ -25,7 +26,6 @@ from lightning_holmes.plan.placement import (
     crossing_groups,
     make_placement,
 )
-from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import agreement
 from lightning_holmes.strategy.connection import Connection
@@ -84,7 +84,7 @@ def find_topology(argument: str | Topology, connection: Connection, *, measures_
 
 def lay_out_job(
     topology: Topology,
-    asked: PlanOptions,
+    asked: Asked,
     connection: Connection,
     *,
     facts: Mapping[str, str],

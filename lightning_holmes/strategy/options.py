@@ -1,7 +1,7 @@
-"""Options: HolmesStrategy's arguments, checked, and the subsets of them from which plans, gradients and groups are made.
+"""Options: HolmesStrategy's arguments, checked, and what of them a plan depends on.
 
     options = Options(schedule="zero_bubble_v", num_chunks="auto", plan=None, ...)
-    options.plan_options.num_chunks         # 2: what the schedule asks for
+    options.asked.num_chunks                # 2: what the schedule asks for
     options.arguments()                     # by name, to be compared between ranks
 
 The defaults are in HolmesStrategy's signature, where users read them.
@@ -27,13 +27,12 @@ from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.asked import SHARDINGS, Asked, AskedSharding
 from lightning_holmes.plan.collective_choice import check_collective
 from lightning_holmes.plan.partition import PARTITION_NAMES, Partition
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.plan_check import check_plan, place_again
-from lightning_holmes.plan.plan_options import PlanOptions, options_of_plan
+from lightning_holmes.plan.saved_plan import asked_by, check_plan, place_again
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES
-from lightning_holmes.plan.training import SHARDINGS, AskedSharding, TrainingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +107,8 @@ class Options:
         nodes = self.optimizer_nodes
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
             raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")
-        # these views check themselves when they are made; a plan file is read here
-        _ = self.plan_options
         check_collective(self.gradient_sync)
+        asked = self.asked  # a plan file is read here
         if hosts and nodes != hosts:
             raise ConfigurationError(
                 f"optimizer_nodes={nodes!r}, but the topology has {hosts} hosts with role: optimizer; leave optimizer_nodes out"
@@ -122,7 +120,7 @@ class Options:
             )
         if nodes:
             self._check_optimizer_nodes(f"optimizer_nodes={nodes}")
-        if self.sharding == "parameters":
+        if asked.sharding == "parameters":
             self._check_sharded_parameters()
         if self.master_weights and self.sharding == "none":
             raise ConfigurationError(
@@ -135,7 +133,7 @@ class Options:
         for name, value, reason in (
             (
                 "sharding",
-                self.sharding not in ("auto", "none"),
+                self.asked.sharding not in ("auto", "none"),
                 "nodes hold parameters and states, and replicas no shares of them",
             ),
             (
@@ -151,10 +149,12 @@ class Options:
             ),
         ):
             if value:
-                raise ConfigurationError(f"{asked} with {name}={getattr(self, name)!r}: {reason}; leave {name} out")
+                raise ConfigurationError(
+                    f"{asked} with {name}={getattr(self.asked, name)!r}: {reason}; leave {name} out"
+                )
 
     def _check_layered(self, asked: str) -> None:
-        schedule = self.plan_options.schedule
+        schedule = self.asked.schedule
         if schedule != "auto" and not SCHEDULES[schedule].is_layered:
             raise ConfigurationError(
                 f"{asked} with schedule={schedule!r}: each stage would be gathered for each microbatch, or "
@@ -164,9 +164,9 @@ class Options:
     def _check_sharded_parameters(self) -> None:
         """Refuse arguments that do not go together with sharded parameters."""
         self._check_layered("sharding='parameters'")
-        if self.tensor_parallel_size > 1:
+        if self.asked.tensor_parallel_size > 1:
             raise ConfigurationError(
-                f"sharding='parameters' with tensor_parallel_size={self.tensor_parallel_size}: parameters are sharded over "
+                f"sharding='parameters' with tensor_parallel_size={self.asked.tensor_parallel_size}: parameters are sharded over "
                 f"replicas or over a tensor group, not both; leave one of them out"
             )
         if self.compression is not None:
@@ -197,37 +197,27 @@ class Options:
         return topology.optimizer_hosts if isinstance(topology, Topology) else ()
 
     @functools.cached_property
-    def plan_options(self) -> PlanOptions:
-        """The plan options that the arguments, or the plan file, ask for."""
-        asked = PlanOptions(
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            tensor_parallel_size=self.tensor_parallel_size,
-            num_microbatches=self.num_microbatches,
-            eval_num_microbatches=self.eval_num_microbatches,
-            schedule=self._schedule,
-            num_chunks=SCHEDULES[self.schedule].chunks(self.num_chunks) if self.schedule != "auto" else self.num_chunks,
-            partition=self.partition,
-            layers=self.layers,
-        )
-        return asked if self.given_plan is None else options_of_plan(self.given_plan, asked, source=str(self.plan))
+    def asked(self) -> Asked:
+        """What the arguments, or the plan file, ask of a plan. With sharded parameters or optimizer nodes the schedule is "breadth_first" unless
+        another one is named."""
+        asked = Asked(**{entry.name: getattr(self, entry.name) for entry in dataclasses.fields(Asked)})
+        if self.given_plan is not None:
+            return asked_by(self.given_plan, asked, source=str(self.plan))
+        if asked.schedule != "auto":
+            return dataclasses.replace(asked, num_chunks=SCHEDULES[asked.schedule].chunks(asked.num_chunks))
+        layered = asked.sharding == "parameters" or asked.optimizer_nodes > 0
+        return dataclasses.replace(asked, schedule="breadth_first") if layered else asked
 
-    @property
-    def _schedule(self) -> str:
-        """The requested schedule; with sharded parameters or optimizer nodes it is "breadth_first" if neither argument nor plan file names one."""
-        implied = self.is_layered and self.schedule == "auto" and self.plan is None
-        return "breadth_first" if implied else self.schedule
+    def describe_sharding(self, sharding: str) -> tuple[str, str]:
+        """Return how ``sharding`` is asked for, and how to have none, for messages."""
+        if self.plan is not None:
+            return f"plan={self.plan!r} has sharding: {sharding}", "write sharding: none in that file"
+        return f'sharding="{sharding}"', 'use sharding="none"'
 
     @property
     def is_layered(self) -> bool:
-        """Whether the arguments decide that parameters are whole only while their stage is computed."""
-        return self.sharding == "parameters" or self.optimizer_nodes > 0
-
-    @functools.cached_property
-    def training_options(self) -> TrainingOptions:
-        """The options that decide what a step sends and holds, as input for predictions."""
-        return TrainingOptions(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(TrainingOptions)}
-        )
+        """Whether it is decided that parameters are whole only while their stage is computed."""
+        return self.asked.sharding == "parameters" or self.optimizer_nodes > 0
 
     @property
     def sent_dtype(self) -> torch.dtype | None:
@@ -269,7 +259,7 @@ class Options:
         asks for."""
         given = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         del given["topology"], given["plan"]
-        return given | dataclasses.asdict(self.plan_options)
+        return given | dataclasses.asdict(self.asked)
 
 
 def _path(value: Any) -> Any:

@@ -1,121 +1,304 @@
-"""The plan of a run that begins, from the module, its batches and the clusters.
+"""The plan of a run that begins: all ranks find what is known, and rank 0 chooses the plan (plan/planner.py).
 
     traced = learn_steps(trainer, context, TraceResult(), samples)       # every rank must call
-    planned = plan_run(trainer, context, traced, samples[0])
+    plan = plan_run(trainer, context, traced, samples[0])
 
-A plan is chosen by runtime_plan.py and plan/, and carried out by run.py.
+Costs come from profiling.py. Links have the speeds that were measured on this topology before (``lightning-holmes
+topology``) or at the start, or stated speeds. If there are no costs, the plan is made without them, and says why. run.py carries it out.
 """
 
-import dataclasses
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
+from lightning_holmes.comm.objects import broadcast_value
+from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.plan.collective_choice import notes_of
-from lightning_holmes.plan.plan import Plan
+from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.asked import Asked
+from lightning_holmes.plan.collective_choice import Sharding, choose_collectives, notes_of
+from lightning_holmes.plan.groups import plan_groups
+from lightning_holmes.plan.placement import make_placement
+from lightning_holmes.plan.plan import MadeFor, Plan, cluster_facts
+from lightning_holmes.plan.planner import Known, choose, complete, settle
+from lightning_holmes.plan.rounding import rounded_links
+from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.tables import print_plan
-from lightning_holmes.strategy.building import ModuleBuilder
-from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
-from lightning_holmes.strategy.loaded_state import LoadedState
-from lightning_holmes.strategy.module_shards import ModuleShards
-from lightning_holmes.strategy.options import Options
-from lightning_holmes.strategy.plan_request import PlanRequest, RuntimePlan
-from lightning_holmes.strategy.runtime_plan import decide
+from lightning_holmes.strategy.job_layout import JobLayout
+from lightning_holmes.strategy.profiling import Costs, find_costs, make_cost_model
+from lightning_holmes.strategy.run_context import RunContext, step_context
 from lightning_holmes.strategy.samples import StepSample
-from lightning_holmes.strategy.snapshots import Snapshots
 from lightning_holmes.strategy.tracing import TraceResult, trace_module
+from lightning_holmes.torch_private import is_compiled
 
+_WORTH_ADVISING = 1.05  # times the samples a second
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunContext:
-    """What a run is made from, in addition to its trainer.
-
-    Attributes:
-        builder: builds the module, which may have no memory yet.
-        loaded_state: the states that were loaded from a checkpoint.
-        splitter: splits batches; it learns from the batches of all runs.
-        former: the plan of the previous run, whose layout is kept if it fits.
-        module_shards: the shards of a module that stays sharded between runs.
-        snapshots: the snapshots of a fit; None if it takes none.
-        undo: undoes the run's changes, last change first, even if its set-up fails half-way.
-    """
-
-    job: Job
-    options: Options
-    builder: ModuleBuilder
-    loaded_state: LoadedState
-    splitter: BatchSplitter
-    former: RuntimePlan | None
-    module_shards: ModuleShards
-    undo: Replacements
-    snapshots: Snapshots | None = None
+ShardsOptimizer = Callable[[set[str], bool], tuple[bool, str]]
+"""(parameters that this rank will hold, whether a step is predicted to be faster with a sharded optimizer) -> whether to shard it, and
+why; every rank must call it."""
 
 
 def plan_run(
-    trainer: "pl.Trainer",
+    trainer: pl.Trainer,
     context: RunContext,
     traced: TraceResult,
     training: StepSample | None,
     *,
     why_not_sharded: str | None = None,
-    shards_optimizer: Callable[[set[str], bool], tuple[bool, str]] | None = None,
-) -> RuntimePlan:
+    shards_optimizer: ShardsOptimizer | None = None,
+) -> Plan:
     """Make the plan of a run of a traced module. Every rank must call.
 
     Args:
         traced: what tracing has found out about the module.
         training: a batch of the training step; None if nothing is trained.
         why_not_sharded: why the parameters cannot live in shards with ``sharding="auto"``; None if they can.
-        shards_optimizer: see PlanRequest.
+        shards_optimizer: None if there is no optimizer.
 
     Raises:
         HolmesError: the options are refused, on every rank alike.
     """
-    job, options, module = context.job, context.options, trainer.lightning_module
-    connection = job.connection
+    job, options, module, structure = context.job, context.options, trainer.lightning_module, traced.structure
+    layout, connection = job.layout, job.connection
+    options.check_given_plan(job.topology, world_size=connection.world_size, structure=structure, module=module)
+    resumed = context.loaded_state.take_num_microbatches() if training is not None else None
+    known, asked = settle(
+        Known(
+            topology=layout.topology,
+            placement=layout.placement,
+            layers=None if structure is None else structure.layers,
+            num_layers=0 if structure is None else structure.num_layers,
+            batch_size=traced.batch_size,
+            not_interleaved=None
+            if structure is None
+            else _not_interleaved(options.topology != "auto", layout, structure),
+            not_layered=_not_layered(traced),
+            may_split=not any(map(is_compiled, module.modules())),
+            why_not_sharded=why_not_sharded,
+            num_microbatches=_exact_microbatches(traced, resumed),
+            made_for=MadeFor(
+                module=type(module).__name__,
+                num_parameters=sum(p.numel() for p in module.parameters()),
+                clusters=cluster_facts(layout.topology),
+            ),
+            notes=(*layout.notes, *_notes_of_sync(trainer, job, options.asked)),
+        ),
+        options.asked,
+    )
+    known = replace(known, former=_kept(context.former, known, asked))
+    costs = None
+    if structure is not None and known.former is None and _needs_costs(trainer, options.monitor, known, asked):
+        costs = find_costs(trainer, context, traced, training)
+    plan = _from_rank_0(connection.rank, lambda: _choose(known, asked, structure, costs, context))
+    sharding, why = _choose_sharding(plan, asked, structure, module, connection.rank, shards_optimizer)
+    plan = complete(
+        plan,
+        sharding=sharding,
+        collectives=choose_collectives(
+            "auto" if asked.optimizer_nodes else asked.gradient_sync,
+            layout.placement,
+            rounded_links(layout.topology),
+            sharding=sharding,
+            sockets=layout.is_gloo,
+            by_links=layout.num_hosts > 1 and not torch.are_deterministic_algorithms_enabled(),
+        ),
+        groups=plan_groups(
+            layout.placement,
+            layout.pairs,
+            layout.transports.describe,
+            [cluster.name for cluster, _ in layout.topology.places()],
+        ),
+        asked=asked,
+        notes=why,
+    )
+    if structure is not None:
+        structure.check_partition(plan.partition, one_rank=plan.pipeline_parallel_size == 1)
+    return plan
+
+
+def _notes_of_sync(trainer: pl.Trainer, job: Job, asked: Asked) -> list[str]:
     clusters = [cluster.name for cluster, _ in job.topology.places()]
     fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-    notes = notes_of(options.gradient_sync, job.placement, clusters) if fitting else []
-    options.check_given_plan(job.topology, world_size=connection.world_size, structure=traced.structure, module=module)
+    return notes_of(asked.gradient_sync, job.placement, clusters) if fitting else []
+
+
+def _needs_costs(trainer: pl.Trainer, monitor: bool | int, known: Known, asked: Asked) -> bool:
+    """Whether something is left to decide by costs, or a prediction is wanted."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return decide(
-        PlanRequest(
-            module=module,
-            sample=training,
-            traced=traced,
-            options=options.plan_options,
-            training=options.training_options,
-            layout=dataclasses.replace(job.layout, notes=(*job.layout.notes, *notes)),
-            splitter=context.splitter,
-            device=connection.device,
-            rank=connection.rank,
-            world_size=connection.world_size,
-            context=functools.partial(step_context, trainer, "training_step"),
-            stand_ins=context.builder.stand_ins,
-            defers=context.builder.defers,
-            former=context.former,
-            predicts=bool(options.monitor) or any(isinstance(c, TimelineMonitor) for c in callbacks),
-            why_not_sharded=why_not_sharded,
-            shards_optimizer=shards_optimizer,
-            gradient_sync=options.gradient_sync,
-            topology_given=options.topology != "auto",
-            measures=not torch.are_deterministic_algorithms_enabled(),
-            resumed_microbatches=context.loaded_state.take_num_microbatches() if training is not None else None,
-        )
+    predicts = bool(monitor) or any(isinstance(c, TimelineMonitor) for c in callbacks)
+    staged = known.placement.pipeline_parallel_size > 1 and (asked.leaves_open or predicts)
+    asks_sharding = asked.sharding == "auto" and known.why_not_sharded is None
+    return staged or (asks_sharding and known.placement.data_parallel_size > 1)
+
+
+def _choose_sharding(
+    plan: Plan,
+    asked: Asked,
+    structure: ModuleStructure | None,
+    module: torch.nn.Module,
+    rank: int,
+    shards_optimizer: ShardsOptimizer | None,
+) -> tuple[Sharding, list[str]]:
+    """Return what is sharded over the replicas, and a note. Every rank must call."""
+    if asked.optimizer_nodes:
+        return "none", []  # nodes hold everything
+    if asked.sharding == "parameters" or plan.sharding == "parameters":
+        return "parameters", []
+    if shards_optimizer is None:
+        return "none", []
+    names = {name for name, _ in module.named_parameters()}
+    if structure is not None:
+        own, _, _ = plan.placement.coordinate(rank)
+        names = set().union(*(structure.parameters_of(plan.partition, stage) for stage in plan.stages_of(own)))
+    predicted = plan.prediction is not None and plan.prediction.sharded_optimizer
+    on, reason = shards_optimizer(names, predicted)
+    return "optimizer" if on else "none", [f"sharding: {'optimizer' if on else 'none'}, {reason}"] if reason else []
+
+
+def _not_layered(traced: TraceResult) -> str | None:
+    """Return why stages of one rank cannot run breadth-first; None if they can."""
+    if traced.structure is None:
+        return (traced.reason.splitlines() or [""])[0]
+    if traced.structure.early_changes:
+        return f"the step changes {traced.structure.early_changes[0]} before or between the layers"
+    return None
+
+
+def _exact_microbatches(traced: TraceResult, resumed: int | None) -> tuple[int, str] | None:
+    """Return the only exact number of microbatches, if there is one, and why: that of the run that is resumed, or 1."""
+    if resumed is not None and resumed <= (traced.batch_size or resumed):
+        return resumed, "as in the run that is resumed, so that random numbers go on"
+    if traced.dependence:
+        return 1, f"as in plain Lightning: {traced.dependence}; give a number to split batches all the same"
+    return None
+
+
+def _from_rank_0(rank: int, make: Callable[[], Plan]) -> Plan:
+    """Return rank 0's plan, or raise its error, on all ranks."""
+    answer: list[Any] = [None]
+    if rank == 0:
+        try:
+            answer = [make()]
+        except HolmesError as refusal:
+            answer = [refusal]
+    answer = broadcast_value(answer)
+    if isinstance(answer[0], HolmesError):
+        raise answer[0]
+    plan: Plan = answer[0]
+    return plan
+
+
+def _choose(
+    known: Known, asked: Asked, structure: ModuleStructure | None, costs: Costs | str | None, context: RunContext
+) -> Plan:
+    if structure is None or known.former is not None:
+        return choose(known, asked)
+    size = known.placement.pipeline_parallel_size
+    known = replace(known, forbidden_cuts=_forbidden_cuts(known, asked, structure, size))
+    if costs is None or isinstance(costs, str):
+        return choose(replace(known, costs=costs), asked)
+    fill = functools.partial(_with_costs, costs=costs, asked=asked, context=context)
+    known, guessed = fill(known)
+    plan = choose(known, asked)
+    notes = [guessed] if guessed else []
+    if plan.prediction is not None and asked.pipeline_parallel_size == "auto" and isinstance(asked.partition, str):
+        others = {}
+        for length in _other_lengths(size, known.placement.world_size, structure.num_layers):
+            placement = make_placement(
+                known.topology, world_size=known.placement.world_size, pipeline_parallel_size=length
+            )
+            cuts = _forbidden_cuts(known, asked, structure, length)
+            other, unknown = fill(replace(known, placement=placement, forbidden_cuts=cuts))
+            # if the speeds of the chosen layout's links are known, leave out lengths for which they would have to be guessed, and the reverse
+            if bool(unknown) == bool(guessed):
+                others[length] = other
+        notes += _describe_others(plan, others, asked)
+    return replace(plan, notes=(*plan.notes, *notes))
+
+
+def _with_costs(known: Known, *, costs: Costs, asked: Asked, context: RunContext) -> tuple[Known, str]:
+    """Return ``known`` with the costs of its placement, and a note if links have no known speed, else ""."""
+    cost_model, layout, note = make_cost_model(
+        costs,
+        context.job.layout,
+        known.placement,
+        asked,
+        device=context.job.connection.device.type,
+        batch_size=known.batch_size or 1,
+        forbidden_cuts=known.forbidden_cuts,
     )
+    return replace(known, costs=cost_model, layout=layout, described=costs.described), note
+
+
+def _forbidden_cuts(known: Known, asked: Asked, structure: ModuleStructure, size: int) -> tuple[int, ...]:
+    """Return the split points that lose a value; a single pipeline rank has several stages only if they run breadth-first."""
+    return tuple(structure.forbidden_cuts(one_rank=size == 1 and known.may_be_layered(asked)))
+
+
+def _other_lengths(size: int, world_size: int, num_layers: int) -> list[int]:
+    """Return the next smaller and the next larger pipeline size that the number of ranks allows."""
+    possible = [n for n in range(1, num_layers + 1) if world_size % n == 0]
+    return [*[n for n in possible if n < size][-1:], *[n for n in possible if n > size][:1]]
+
+
+def _describe_others(plan: Plan, others: dict[int, Known], asked: Asked) -> list[str]:
+    """Return a note with the predicted speed of other pipeline sizes, and advice if one is faster. The groups of ranks and the parts of the
+    data are made before the first batch, from which costs are known, so that they are not chosen here: lightning-holmes plan does that."""
+    shown = []
+    assert plan.prediction is not None
+    ratios: dict[int, float] = {}
+    for length, known in others.items():
+        try:
+            found = choose(known, asked).prediction
+        except NothingFitsError:
+            shown.append(f"{length}: does not fit the memory")
+            continue
+        except ConfigurationError:  # the options do not fit this length
+            continue
+        if found is not None:
+            ratios[length] = found.samples_per_s / plan.prediction.samples_per_s
+            shown.append(f"{length}: {ratios[length]:.2f}x")
+    if not shown:
+        return []
+    advice = ""
+    fastest = max(ratios, key=lambda length: ratios[length], default=None)
+    if fastest is not None and ratios[fastest] > _WORTH_ADVISING:
+        advice = (
+            f"; give pipeline_parallel_size={fastest}, with which there are other replicas and so another global batch"
+        )
+    return [f"samples a second by prediction with another pipeline_parallel_size: {', '.join(shown)}{advice}"]
+
+
+def _not_interleaved(topology_given: bool, layout: JobLayout, structure: ModuleStructure) -> str | None:
+    """Return why several stages on a rank must not be chosen; None if they may be."""
+    if structure.early_changes:
+        return "the module's step does not allow several stages on a rank"
+    known = layout.num_hosts == 1 or topology_given or layout.topology.measured_at_s is not None
+    # the speed that a virtual card states is unreliable, and interleaving multiplies the traffic between clusters
+    if not known:
+        return "interleaving is tried where links are measured: lightning-holmes topology does that"
+    return None
+
+
+def _kept(former: Plan | None, known: Known, asked: Asked) -> Plan | None:
+    """Return the plan of the previous run, if it was for the same layers and the same placement of ranks; else None."""
+    if former is None or not isinstance(asked.partition, str):
+        return None
+    mine = (former.layers, former.partition.num_layers, former.placement)
+    return former if mine == (known.layers, known.num_layers, known.placement) else None
 
 
 def learn_steps(
-    trainer: "pl.Trainer",
+    trainer: pl.Trainer,
     context: RunContext,
     known: TraceResult,
     samples: Sequence[StepSample],
@@ -132,7 +315,7 @@ def learn_steps(
         return trace_module(
             trainer.lightning_module,
             samples,
-            context.options.plan_options,
+            context.options.asked,
             known=known,
             pipeline_parallel_size=job.placement.pipeline_parallel_size,
             traces=traces,
@@ -140,18 +323,6 @@ def learn_steps(
             splitter=context.splitter,
             context=functools.partial(step_context, trainer),
         )
-
-
-def step_context(trainer: "pl.Trainer", step_name: str) -> Any:
-    """Return the context manager of the precision plugin under which a step runs."""
-    plugin = trainer.precision_plugin
-    contexts = {
-        "training_step": plugin.train_step_context,
-        "validation_step": plugin.val_step_context,
-        "test_step": plugin.test_step_context,
-        "predict_step": plugin.predict_step_context,
-    }
-    return contexts[step_name]()
 
 
 def show_plan(plan: Plan, pipeline: PipelineModule, job: Job) -> None:

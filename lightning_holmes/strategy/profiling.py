@@ -1,4 +1,5 @@
-"""Costs of a module on the hosts of a job: the FLOPs of its layers, and the speed of each rank; found by all ranks together.
+"""Costs of a module on the hosts of a job: the FLOPs of its layers, and the speed of each rank; found by all ranks together. And the cost
+model that plans are predicted with.
 
 FLOPs are counted on rank 0, on one microbatch of two samples (pipeline/profile.py). The speed of each rank comes from a short
 measurement that all ranks make at the same time, in the dtype of the step's matrix products. Both are rounded coarsely, so that
@@ -7,27 +8,40 @@ every start on the same hosts finds the same costs.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from lightning_holmes.cluster.network import Nic
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.comm.objects import all_gather_values
+from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, product_dtype
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.profile import profile_step
 from lightning_holmes.pipeline.seeds import preserved_random_state
-from lightning_holmes.pipeline.structure import ModuleStructure
+from lightning_holmes.plan.asked import Asked
+from lightning_holmes.plan.cost_model import CostModel
+from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import ModelCost
-from lightning_holmes.plan.rounding import rounded
-from lightning_holmes.strategy.plan_request import PlanRequest
+from lightning_holmes.plan.placement import Placement, device_grid
+from lightning_holmes.plan.rounding import rounded, rounded_links
+from lightning_holmes.plan.route import REACHED, SOCKETS, Network
+from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.training import make_training
+from lightning_holmes.strategy.job_layout import JobLayout
+from lightning_holmes.strategy.run_context import RunContext, step_context
+from lightning_holmes.strategy.samples import StepSample
+from lightning_holmes.strategy.tracing import TraceResult
 
+_UNKNOWN_BYTES_PER_S = 1.25e9
 _PROBE_S = 0.03
 _SHARED_PROBE_S = 0.9  # on CPUs of several hosts, which may have a share of a core: over several of its periods of a tenth of a second
 LARGEST_RUN = 50_000_000
@@ -67,51 +81,53 @@ class Costs:
     own_s: float = 0.0
 
 
-def find_costs(request: PlanRequest, structure: ModuleStructure) -> Costs | str | None:
+def find_costs(
+    trainer: pl.Trainer, context: RunContext, traced: TraceResult, sample: StepSample | None
+) -> Costs | str | None:
     """Find costs on all ranks together. Every rank must call.
 
+    Args:
+        sample: a batch of the training step; None if nothing is trained.
+
     Returns:
-        On rank 0 the costs, a text why there are none, or None if costs are not needed. Other ranks must not use the value.
+        On rank 0 the costs, or a text why there are none. Other ranks must not use the value.
     """
-    size = request.layout.placement.pipeline_parallel_size
-    asks_sharding = request.training.sharding == "auto" and request.why_not_sharded is None
-    wanted = size > 1 and (request.options.leaves_open or request.predicts)
-    wanted = wanted or (asks_sharding and request.layout.placement.data_parallel_size > 1)
-    if not wanted:
-        return None
-    if request.sample is None or request.traced.batch_size is None:
-        return "nothing is trained" if request.sample is None else "the samples of a batch cannot be told"
-    if request.layout.placement.tensor_parallel_size > 1:
+    connection, layout, structure = context.job.connection, context.job.layout, traced.structure
+    device = connection.device
+    if sample is None or traced.batch_size is None:
+        return "nothing is trained" if sample is None else "the samples of a batch cannot be told"
+    if layout.placement.tensor_parallel_size > 1:
         return "layers that are sharded over several ranks are not profiled"
-    if not request.measures:
+    if torch.are_deterministic_algorithms_enabled():
         return "with Trainer(deterministic=True) nothing that is measured decides"
+    assert structure is not None
     if structure.changed_parameters:
         return f"a step changes {structure.changed_parameters[0]} in place"
-    dtype = _product_dtype(request)
+    dtype = _product_dtype(trainer, device)
     if dtype is None:
         return (
             "its matrix products run in a type whose speed is not measured (only floating point of 16 bits or more is), so that counted "
             "FLOPs would not tell their seconds"
         )
-    if request.world_size > 1:
+    if connection.world_size > 1:
         dist.barrier()  # so that all ranks measure at the same time
-    shared = request.layout.num_hosts > 1 and request.device.type == "cpu"
-    speed = probe_device(request.device, seconds=_SHARED_PROBE_S if shared else _PROBE_S, dtype=dtype)
+    shared = layout.num_hosts > 1 and device.type == "cpu"
+    speed = probe_device(device, seconds=_SHARED_PROBE_S if shared else _PROBE_S, dtype=dtype)
     speeds: list[DeviceSpeed] = all_gather_values(speed)
-    if request.rank != 0:
+    if connection.rank != 0:
         return None
     operator_s = rounded(statistics.median(s.operator_s for s in speeds))  # one slow reading does not decide
-    found = _profiled(request, structure, operator_s=operator_s)
+    found = _profiled(trainer, context, traced, sample, operator_s=operator_s)
     if isinstance(found, str):
         return found
-    rates = rounded_speeds([s.flops_per_s for s in speeds], request.device.type)
+    rates = rounded_speeds([s.flops_per_s for s in speeds], device.type)
     return Costs(
         model=found,
         speeds=rates,
         memory=tuple(s.memory_bytes for s in speeds),
         local_bytes_per_s=tuple(s.local_bytes_per_s for s in speeds),
         local_latency_s=max(s.local_latency_s for s in speeds),
-        described=f"FLOPs counted; {_described(request, rates)}",
+        described=f"FLOPs counted; {_described(layout, rates)}",
         update_s_per_byte=max(s.update_s_per_byte for s in speeds),
         byte_s=carried_byte_s(operator_s),
         own_s=own_step_s(operator_s),
@@ -125,33 +141,34 @@ def rounded_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ..
     return tuple(rounded(fastest) * rounded(speed / fastest, 4) for speed in alike)
 
 
-def _product_dtype(request: PlanRequest) -> torch.dtype | None:
+def _product_dtype(trainer: pl.Trainer, device: torch.device) -> torch.dtype | None:
     """Return the dtype of a step's matrix products; None if it cannot be probed: the dtypes in which Transformer Engine and bitsandbytes multiply
     do not show in the tensors."""
-    trainer = trainer_of(request.module)
-    plugin = None if trainer is None else trainer.precision_plugin
+    plugin = trainer.precision_plugin
     if isinstance(plugin, pl.plugins.TransformerEnginePrecision | pl.plugins.BitsandbytesPrecision):
         return None
-    return product_dtype(request.module, request.context, request.device)
+    return product_dtype(trainer.lightning_module, functools.partial(step_context, trainer, "training_step"), device)
 
 
-def _profiled(request: PlanRequest, structure: ModuleStructure, *, operator_s: float) -> ModelCost | str:
+def _profiled(
+    trainer: pl.Trainer, context: RunContext, traced: TraceResult, sample: StepSample, *, operator_s: float
+) -> ModelCost | str:
     """Return the costs of a microbatch of at most two samples; or a text why they cannot be found."""
-    module, sample, whole = request.module, request.sample, request.traced.batch_size or 1
-    assert sample is not None
+    module, whole = trainer.lightning_module, traced.batch_size or 1
     own = getattr(module, "split_batch", None)
+    device = context.job.connection.device
     try:
-        with preserved_random_state(request.device), preserved_trainer(trainer_of(module)), request.stand_ins():
+        with preserved_random_state(device), preserved_trainer(trainer), context.builder.stand_ins():
             parts = -(-whole // 2)
             if callable(own) and parts > 1:
                 part = next(iter(own(sample.batch, parts)))
             else:
-                part = request.splitter.split(sample.batch, parts)[0]
+                part = context.splitter.split(sample.batch, parts)[0]
             return profile_step(
                 module,
                 (tree.map_tensors(torch.Tensor.clone, part), *sample.arguments),
-                structure=structure,
-                context=request.context,
+                structure=traced.structure,
+                context=functools.partial(step_context, trainer, "training_step"),
                 microbatch_samples=-(-whole // parts),
                 operator_s=operator_s,
                 may_run=sum(p.numel() for p in module.parameters()) <= LARGEST_RUN,
@@ -187,12 +204,114 @@ def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]
     return tuple(result)
 
 
-def _described(request: PlanRequest, speeds: Sequence[float]) -> str:
+def _described(layout: JobLayout, speeds: Sequence[float]) -> str:
     """Return a description of the relative speeds of the clusters."""
     fastest = max(speeds)
     if min(speeds) == fastest:
         return "all ranks alike"
     by_cluster: dict[str, float] = {}
-    for rank, (cluster, _) in enumerate(request.layout.topology.places()):
+    for rank, (cluster, _) in enumerate(layout.topology.places()):
         by_cluster[cluster.name] = min(by_cluster.get(cluster.name, math.inf), speeds[rank] / fastest)
     return "relative speeds " + ", ".join(f"{name} {speed:.2f}" for name, speed in list(by_cluster.items())[:8])
+
+
+def make_cost_model(
+    costs: Costs,
+    job: JobLayout,
+    placement: Placement,
+    asked: Asked,
+    *,
+    device: str,
+    batch_size: int,
+    forbidden_cuts: tuple[int, ...],
+) -> tuple[CostModel, Layout, str]:
+    """Return the cost model, the layout of the ranks, and a note if links have no known speed, else "".
+
+    Args:
+        device: "cpu" or "cuda".
+        batch_size: of a replica.
+    """
+    topology = rounded_links(job.topology)
+    layout = Layout(
+        pipeline=placement.pipeline_parallel_size,
+        tensor=placement.tensor_parallel_size,
+        data=placement.data_parallel_size,
+        grid=device_grid(placement.grid, topology),
+    )
+    sockets = job.is_gloo
+    note = ""
+    one_host = job.num_hosts == 1
+    if one_host:
+        # whatever clusters a topology file assigns the ranks to
+        topology = Topology.single_cluster(1, placement.world_size)
+        layout = replace(layout, grid=tuple(tuple(row) for row in placement.grid))
+    ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
+    local = [
+        min(costs.local_bytes_per_s[rank] for host in cluster.hosts for rank in ranks[host.name])
+        for cluster in topology.clusters
+    ]
+    latency = costs.local_latency_s
+    connect = functools.partial(Network, local_bytes_per_s=local, local_latency_s=latency)
+    if not one_host:
+        connect = functools.partial(connect, efficiency=SOCKETS if sockets else REACHED, sockets=sockets)
+
+    def device_memory(host: Host) -> float:
+        """Return the bytes of a host's smallest device; on CPUs an equal share of the host's memory."""
+        return min(costs.memory[rank] for rank in ranks[host.name]) / (host.devices if device == "cpu" else 1)
+
+    devices = tuple(
+        DeviceType(
+            name=f"devices of {cluster.name}",
+            peak_flops_per_s=1.0,  # not used: the hosts' speeds stand in for it
+            memory_bytes=min(map(device_memory, cluster.hosts)),
+            local_bytes_per_s=rate,
+            efficiency=1.0,
+        )
+        for cluster, rate in zip(topology.clusters, local, strict=True)
+    )
+    training = make_training(
+        asked,
+        costs.model,
+        batch_samples=batch_size * placement.data_parallel_size,
+        device=device,
+        update_s_per_byte=costs.update_s_per_byte,
+        byte_s=costs.byte_s if sockets and device == "cpu" else 0.0,
+        own_s=costs.own_s,
+    )
+    host_speeds = [min(costs.speeds[rank] for rank in ranks[host.name]) for host in topology.hosts]
+    model = replace(costs.model, forbidden_cuts=forbidden_cuts)
+    make = functools.partial(CostModel, model, devices=devices, training=training, host_speeds=host_speeds)
+    cost_model = make(connect(topology))
+    try:
+        cost_model.facts(layout)
+    except ConfigurationError as unknown:
+        cost_model = make(connect(_with_stated_speeds(topology)))
+        note = (
+            f"links: taken as 10 Gbit/s where nothing is known ({str(unknown).splitlines()[0][:160]}); "
+            "lightning-holmes topology measures them"
+        )
+    return cost_model, layout, note
+
+
+def _with_stated_speeds(topology: Topology) -> Topology:
+    """Return the topology with 10 Gbit/s for each card whose speed is not known, and with such an Ethernet card on hosts that have none; known
+    speeds are kept."""
+    return replace(
+        topology,
+        clusters=tuple(
+            replace(cluster, hosts=tuple(replace(host, nics=_stated(cluster, host)) for host in cluster.hosts))
+            for cluster in topology.clusters
+        ),
+    )
+
+
+def _stated(cluster: Cluster, host: Host) -> tuple[Nic, ...]:
+    nics = [
+        replace(nic, bandwidth_bytes_per_s=_UNKNOWN_BYTES_PER_S)
+        if nic.bandwidth_bytes_per_s is None and cluster.speed(nic.kind) is None
+        else nic
+        for nic in host.nics
+    ]
+    if host.nic_of("ethernet") is None and cluster.speed("ethernet") is None:
+        nics.append(Nic(name="unknown", kind="ethernet", bandwidth_bytes_per_s=_UNKNOWN_BYTES_PER_S))
+    return tuple(nics)

@@ -45,8 +45,8 @@ from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import make_stage_shards
 from lightning_holmes.strategy.lost_values import note_lost, refuse_lost
-from lightning_holmes.strategy.plan_request import RuntimePlan
-from lightning_holmes.strategy.planning import RunContext, learn_steps, plan_run, show_plan, step_context
+from lightning_holmes.strategy.planning import learn_steps, plan_run, show_plan
+from lightning_holmes.strategy.run_context import RunContext, step_context
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.sharding import may_shard_parameters
 from lightning_holmes.strategy.tracing import TraceResult
@@ -68,8 +68,8 @@ class Run:
 
     Attributes:
         known: what tracing has found out about the module's steps.
-        planned: the plan as it was chosen, and what it was chosen from; None before that.
-        plan: the plan in use; a fit may change its schedule.
+        planned: the plan; None before it is made.
+        plan: the same, for what runs after that.
         pipeline: this rank's part of the module.
         stage_shards: this rank's shards of the parameters, also those that optimizer nodes hold; None if the parameters are whole.
         base_seed: the seed of all random numbers in steps; the same on all ranks.
@@ -83,7 +83,7 @@ class Run:
         self.stage_shards: StageShards | None = None
         self.is_open = False
         self.known = TraceResult()
-        self.planned: RuntimePlan | None = None
+        self.planned: Plan | None = None
         self.plan: Plan
         self.context = context
         self._signals: BatchSignals | None = None
@@ -183,7 +183,7 @@ class Run:
             self.known = learn_steps(self.trainer, self.context, self.known, samples)
             training = next((sample for sample in samples if sample.step_name == "training_step"), None)
             why = self._why_not_sharded()
-            planned = plan_run(
+            plan = plan_run(
                 self.trainer,
                 self.context,
                 self.known,
@@ -192,14 +192,14 @@ class Run:
                 shards_optimizer=None if training is None else self._shards_optimizer,
             )
         held = None if self.planned is None else self._held()
-        plan, connection = planned.plan, self.job.connection
-        self.planned, self.plan = planned, plan
+        connection = self.job.connection
+        self.planned = self.plan = plan
         if training is not None and plan.num_microbatches > 1:
             admission.refuse_accumulation_hooks(self.module)
         self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
         with torch.inference_mode(False):
             waits = self._waits_for_nodes(training)
-            if waits or self._lives_in_shards(planned):
+            if waits or self._lives_in_shards(plan):
                 if not waits:
                     self._fill_shards(held)
                 held = None
@@ -218,11 +218,11 @@ class Run:
             show_plan(plan, self.pipeline, self.job)
         self.driver = self._make_driver(self.pipeline, plan.schedule, plan.num_chunks)
 
-    def _lives_in_shards(self, planned: RuntimePlan) -> bool:
+    def _lives_in_shards(self, plan: Plan) -> bool:
         """Whether a module that was built without memory gets its values in shards: because the plan says so, or because its values are already
         in shards."""
         in_shards = self.context.module_shards.of(self.module) is not None
-        divides = planned.plan.sharding == "parameters" or self.options.optimizer_nodes > 0
+        divides = plan.sharding == "parameters" or self.options.optimizer_nodes > 0
         return self.context.builder.defers and (divides or in_shards)
 
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
@@ -345,7 +345,7 @@ class Run:
         if fitting:
             replicas = job.placement.data_parallel_size
             admission.check_run(self.module, trainer, is_pipeline=is_pipeline, num_replicas=replicas)
-        admission.check_tensor_parallel(self.module, trainer, self.options.plan_options.tensor_parallel_size)
+        admission.check_tensor_parallel(self.module, trainer, self.options.asked.tensor_parallel_size)
         context.builder.adopt(self.module)
         agreement.compare_ranks(agreement.module_facts(self.module), job.connection.world_size)
         strategy: Any = trainer.strategy
@@ -459,7 +459,7 @@ class Run:
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         """Run a batch through the pipeline, forward only, and return its output, on every rank."""
-        wanted = self.options.plan_options.eval_num_microbatches
+        wanted = self.options.asked.eval_num_microbatches
         count = 1 if wanted == "auto" else wanted
         with self.job.explaining():
             self._learn(StepSample(step_name=step_name, batch=batch, arguments=arguments))

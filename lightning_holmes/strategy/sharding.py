@@ -41,7 +41,7 @@ _PLANNED_SHARE = 0.5  # of a device's memory; above it, a plan for it is made
 def wants_shards(options: Options, data_parallel_size: int) -> bool:
     """Return whether the optimizer may be sharded, so that it has to be tested."""
     asked = options.master_weights or options.is_layered
-    return asked or (options.sharding != "none" and data_parallel_size > 1)
+    return asked or (options.asked.sharding != "none" and data_parallel_size > 1)
 
 
 def may_shard_parameters(
@@ -50,8 +50,8 @@ def may_shard_parameters(
     """Return whether parameters are sharded or, with "auto", may be: because several stages are planned by their memory anyway, or because
     parameters, gradients and a share of Adam's states might not fit a single stage. All ranks must call."""
     device = connection.device
-    if options.sharding != "auto" or options.optimizer_nodes or placement.data_parallel_size == 1:
-        return options.sharding == "parameters"
+    if options.asked.sharding != "auto" or options.optimizer_nodes or placement.data_parallel_size == 1:
+        return options.asked.sharding == "parameters"
     if placement.pipeline_parallel_size > 1:
         return True
     parameters = list(module.parameters())
@@ -115,17 +115,17 @@ def choose_sharding(
     """
     master_weights = keeps_masters(options, trainer.lightning_module)
     refusal = refusal_of(found, optimizer, trainer)
-    asked = options.sharding == "optimizer" or master_weights
+    asked = options.asked.sharding == "optimizer" or master_weights
     if options.master_weights and not master_weights and data_parallel_size == 1:
         return False, "there is one replica"
     if asked and refusal:
-        argument, without = 'sharding="optimizer"', 'sharding="none"'
+        argument, without = options.describe_sharding("optimizer")
         if master_weights:
-            argument, without = "master_weights=True", "master_weights=False"
-        raise UnsupportedModuleError(f"{argument}: {refusal}; use {without}")
+            argument, without = "master_weights=True", "use master_weights=False"
+        raise UnsupportedModuleError(f"{argument}: {refusal}; {without}")
     if asked:
         return True, "asked for"
-    if options.sharding == "none" or data_parallel_size == 1:
+    if options.asked.sharding == "none" or data_parallel_size == 1:
         return False, ""
     facts: list[ShardingFacts] = gather(
         _memory_facts(found, optimizer, trainer.lightning_module, names, device, gather)

@@ -35,11 +35,10 @@ from lightning_holmes.lightning_private import BEFORE_FIT, reset_optimizers, set
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.pipeline.whole_steps import describe_collective
+from lightning_holmes.plan.asked import Asked, AskedSharding
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName
-from lightning_holmes.plan.training import AskedSharding, TrainingOptions
 from lightning_holmes.strategy import admission, agreement, lightning_collectives
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.checkpointing import RunCheckpoints, save_folder_alone
@@ -53,9 +52,9 @@ from lightning_holmes.strategy.launcher import HolmesLauncher
 from lightning_holmes.strategy.loaded_state import LoadedState
 from lightning_holmes.strategy.module_shards import ModuleShards
 from lightning_holmes.strategy.options import Options
-from lightning_holmes.strategy.planning import RunContext
 from lightning_holmes.strategy.removed_arguments import refuses_removed
 from lightning_holmes.strategy.run import Evaluation, Run
+from lightning_holmes.strategy.run_context import RunContext
 from lightning_holmes.strategy.snapshots import Snapshots, begin_snapshots
 from lightning_holmes.strategy.switches import Switches
 
@@ -254,14 +253,9 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         return mesh
 
     @property
-    def plan_options(self) -> PlanOptions:
-        """The plan options that the arguments, or a plan file, ask for."""
-        return self._options.plan_options
-
-    @property
-    def training_options(self) -> TrainingOptions:
-        """The arguments that decide what a step sends and holds, as input for predictions."""
-        return self._options.training_options
+    def asked(self) -> Asked:
+        """What the arguments, or a plan file, ask of a plan."""
+        return self._options.asked
 
     @property
     def _joined(self) -> Job:

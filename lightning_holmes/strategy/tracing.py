@@ -26,7 +26,7 @@ from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.pipeline.whole_steps import describe_compute
-from lightning_holmes.plan.plan_options import PlanOptions
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.strategy.samples import StepSample
 
 
@@ -58,7 +58,7 @@ class TraceResult:
 def trace_module(
     module: "pl.LightningModule",
     samples: Sequence[StepSample],
-    options: PlanOptions,
+    options: Asked,
     *,
     known: TraceResult,
     pipeline_parallel_size: int,
@@ -93,7 +93,7 @@ def trace_module(
 def _trace(
     module: "pl.LightningModule",
     samples: Sequence[StepSample],
-    options: PlanOptions,
+    options: Asked,
     known: TraceResult,
     pipeline_parallel_size: int,
     splitter: BatchSplitter,

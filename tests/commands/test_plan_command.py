@@ -126,6 +126,12 @@ def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
     best = json.loads(out[out.index("{") :])["best"]
     assert (best["schedule"], best["num_microbatches"]) == (plan.schedule, plan.num_microbatches)
     assert tuple(best["partition"]) == plan.partition.layer_counts
+    fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=2", "--sharding=optimizer"]
+    shared = tmp_path / "shared.yaml"
+    code, _, err = run(capsys, *RECIPE, *fixed, "--device_type=A100-80GB", f"--output={shared}")
+    assert code == 0, err
+    made = Plan.load(shared)
+    assert (made.sharding, made.collectives, made.data_parallel_size) == ("optimizer", ("reduce_scatter",) * 2, 2)
     code, _, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--model.init_args.hidden_size=64")
     assert code == 2 and "is not for this run" in err and "parameters, this one has" in err
 

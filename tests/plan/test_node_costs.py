@@ -4,13 +4,14 @@ import pytest
 from test_cost_model import DEVICE
 
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.training import Training, TrainingOptions, make_training
+from lightning_holmes.plan.training import Training, make_training
 
 WORKERS = """
 clusters:
@@ -33,7 +34,7 @@ def model(num_layers: int) -> ModelCost:
 def predicted(num_layers: int, **options: object) -> Prediction:
     made = model(num_layers)
     training: Training = make_training(
-        TrainingOptions(**options),  # type: ignore[arg-type]
+        Asked(**options),  # type: ignore[arg-type]
         made,
         batch_samples=4,
         device="cpu",

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.made_for import ClusterFacts, MadeFor
+from lightning_holmes.plan.groups import GroupPlan
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import GroupPlan, Plan
+from lightning_holmes.plan.plan import ClusterFacts, MadeFor, Plan
 from lightning_holmes.plan.tables import print_plan
 
 PLAN = Plan(
@@ -62,6 +62,8 @@ def test_what_it_was_made_for_and_older_files_that_do_not_say(tmp_path: Path) ->
         ("data_parallel_size: 2", "data_parallel_size: 3", "placement is 2 x 2"),
         ("num_chunks: 1", "num_chunks: 2", "partition has 2 stages"),
         ("- berlin\n", "", "1 entries in clusters"),
+        ("collectives: []", "collectives: [p2p]", "one for each of the 2 pipeline ranks"),
+        ("collectives: []", "collectives: [p2p, ring]", "all_reduce, reduce_scatter, p2p, hierarchical"),
         ("axis: data_parallel", "axis: tensor", r"groups\[0\]\.axis: 'tensor'"),
     ],
 )

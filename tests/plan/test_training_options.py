@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
@@ -13,7 +14,7 @@ from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.training import Training, TrainingOptions, make_training
+from lightning_holmes.plan.training import Training, make_training
 
 TWO = """
 clusters:
@@ -31,7 +32,7 @@ PIPELINE, CROSSING = Layout(pipeline=2, data=2), Layout(pipeline=2, data=2, grid
 
 
 def training(model: ModelCost = MODEL, **options: Any) -> Training:
-    given = TrainingOptions(**{"sharding": "none", **options})
+    given = Asked(**{"sharding": "none", **options})
     return make_training(given, model, batch_samples=8, device="cuda")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from strategy_cases import Block, Classifier, Setting, build, numbers, samples
 from torch import nn
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.strategy import profiling, runtime_plan
+from lightning_holmes.pipeline.steps import StepDriver
+from lightning_holmes.strategy import profiling
 
 
 class Wide(nn.Module):
@@ -71,6 +73,38 @@ def refused(payload: Any) -> list[str]:
     return messages
 
 
+def followed(payload: Any) -> list[dict[str, Any]]:
+    """Return for each plan file what the run really did, and the plan that it saves itself."""
+    found = []
+    for path in payload["plans"]:
+        setting = Setting(folder=Path(payload["folder"]), holmes={"plan": path}, replicas=payload["replicas"])
+        trainer, counts = setting.trainer(max_steps=1, limit_val_batches=1), {}
+        run = StepDriver.run
+
+        def noting(driver: StepDriver, request: Any, run: Any = run, counts: Any = counts) -> Any:
+            counts[request.step_name] = request.num_microbatches
+            return run(driver, request)
+
+        class Looks(pl.Callback):
+            def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+                fit: Any = trainer.strategy._training  # type: ignore[attr-defined]
+                host, collective = fit.gradients.host, getattr(fit.gradients.reducer, "collective", None)
+                self.seen = {
+                    "schedule": (fit.driver.schedule, fit.driver.num_chunks),
+                    "layers": [list(fit.pipeline.partition.layers_of(stage)) for stage in fit.pipeline.stages],
+                    "sharding": "parameters" if fit.stage_shards else "none" if host.shards is None else "optimizer",
+                    "collective": collective and collective.name,
+                }
+
+        looks = Looks()
+        trainer.callbacks.append(looks)  # type: ignore[attr-defined]
+        with unittest.mock.patch.object(StepDriver, "run", noting):
+            trainer.fit(build(Classifier), setting.loader(samples(32), 16), setting.loader(samples(16), 16))
+        strategy: Any = trainer.strategy
+        found.append({**looks.seen, **counts, "plan": strategy.plan.to_yaml()})
+    return found
+
+
 def crowded(payload: Any) -> list[str]:
     """Return for each set of arguments the error, or the plan's note on memory, on devices with so little memory that no plan fits."""
     probe = profiling.probe_device
@@ -90,16 +124,16 @@ def crowded(payload: Any) -> list[str]:
 
 
 def settings(payload: Any) -> list[dict[str, Any] | None]:
-    """Return what runtime_plan.make_training made for each set of arguments; empty on ranks other than 0, which alone predicts."""
+    """Return what profiling.make_training made for each set of arguments; empty on ranks other than 0, which alone predicts."""
     seen: list[dict[str, Any]] = []
-    make = runtime_plan.make_training
+    make = profiling.make_training
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
         seen.append(dataclasses.asdict(made))
         return made
 
-    runtime_plan.make_training = noting  # type: ignore[assignment]
+    profiling.make_training = noting  # type: ignore[assignment]
     for case in payload["cases"]:
         setting = Setting(folder=Path(payload["folder"]), holmes=case["holmes"])
         trainer = setting.trainer(max_steps=1, precision=case["precision"])

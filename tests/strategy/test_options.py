@@ -68,8 +68,8 @@ def test_a_topology_file_asks_for_optimizer_nodes(tmp_path: Path) -> None:
     path = tmp_path / "topology.yaml"
     path.write_text("clusters: [{name: a, hosts: [{name: gpu, devices: 2}, {name: cpu, count: 2, role: optimizer}]}]")
     options = HolmesStrategy(topology=str(path))._options
-    assert options.optimizer_nodes == options.training_options.optimizer_nodes == 2
-    assert options.plan_options.schedule == "breadth_first"
+    assert options.optimizer_nodes == options.asked.optimizer_nodes == 2
+    assert options.asked.schedule == "breadth_first"
     with pytest.raises(
         ConfigurationError, match="optimizer_nodes=3, but the topology has 2 hosts with role: optimizer"
     ):

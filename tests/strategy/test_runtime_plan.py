@@ -10,6 +10,8 @@ from runtime_plan_cases import Uneven
 from strategy_cases import Classifier, Setting, build, differences, numbers, samples
 
 from lightning_holmes.commands.plan_command import PlanRequest, make_cost_model, run_plan, strategy_settings
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 
 
@@ -72,6 +74,63 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
         assert "is on cluster east, here that is cluster0" in messages[2] and str(other_topology) in messages[2]
         for message, (_, _, words) in zip(messages[3:], others.values(), strict=True):
             assert words in message, message
+
+
+def test_each_choice_of_a_plan_file_is_followed(tmp_path: Path) -> None:
+    """Each plan differs from the first in one choice, and no argument or measurement would choose that on one host."""
+    base = Plan(
+        pipeline_parallel_size=2,
+        data_parallel_size=2,
+        num_microbatches=2,
+        eval_num_microbatches=1,
+        schedule="1f1b",
+        num_chunks=1,
+        layers="blocks",
+        partition=Partition((2, 2)),
+        placement=Placement(((0, 1), (2, 3))),
+        clusters=("cluster0", "cluster0"),
+        sharding="none",
+        collectives=("all_reduce", "all_reduce"),
+    )
+    changes: list[dict[str, Any]] = [
+        {},
+        {"num_microbatches": 4},
+        {"eval_num_microbatches": 2},
+        {"schedule": "gpipe"},
+        {"schedule": "interleaved_1f1b", "num_chunks": 2, "partition": Partition((1, 1, 1, 1))},
+        {"partition": Partition((3, 1))},
+        {"collectives": ("p2p", "all_reduce")},
+        {"sharding": "optimizer", "collectives": ("all_reduce", "p2p")},
+        {"sharding": "parameters", "schedule": "breadth_first", "collectives": ("p2p", "p2p")},
+        {
+            "pipeline_parallel_size": 4,
+            "data_parallel_size": 1,
+            "partition": Partition((1, 1, 1, 1)),
+            "placement": Placement(((0,), (1,), (2,), (3,))),
+            "clusters": ("cluster0",) * 4,
+            "collectives": (),
+        },
+    ]
+    plans = [dataclasses.replace(base, **change) for change in changes]
+    for number, plan in enumerate(plans):
+        plan.save(tmp_path / f"{number}.yaml")
+    found: list[list[dict[str, Any]]] = []
+    for replicas, numbers_of in ((2, range(len(plans) - 1)), (1, [len(plans) - 1])):
+        paths = [str(tmp_path / f"{number}.yaml") for number in numbers_of]
+        payload = {"folder": str(tmp_path), "plans": paths, "replicas": replicas}
+        of_ranks = launch(4, "runtime_plan_cases:followed", payload, timeout_s=240)
+        found += [[of_rank[place] for of_rank in of_ranks] for place in range(len(paths))]
+    for plan, of_ranks in zip(plans, found, strict=True):
+        for rank, did in enumerate(of_ranks):
+            own, _, _ = plan.placement.coordinate(rank)
+            assert did["schedule"] == (plan.schedule, plan.num_chunks)
+            assert (did["training_step"], did["validation_step"]) == (plan.num_microbatches, plan.eval_num_microbatches)
+            assert did["layers"] == [list(plan.partition.layers_of(stage)) for stage in plan.stages_of(own)]
+            assert did["sharding"] == plan.sharding
+            assert did["collective"] == (plan.collectives[own] if plan.collectives else None)
+            saved = Plan.from_yaml_text(did["plan"])
+            assert saved.made_for is not None and saved.groups
+            assert dataclasses.replace(saved, groups=(), notes=(), made_for=None) == plan, "it can be followed again"
 
 
 def test_a_plan_that_the_command_writes_is_followed(tmp_path: Path) -> None:

@@ -3,19 +3,18 @@
 import functools
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_holmes.cluster.topology import Cluster, Host, Link, LinkSpeed, Nic, Topology
 from lightning_holmes.pipeline.profile import build_fake, profile_step
-from lightning_holmes.plan.pipeline_plan import plan_by_costs
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.placement import make_placement
-from lightning_holmes.plan.plan_options import LEFT_OPEN
+from lightning_holmes.plan.planner import Known, choose
 from lightning_holmes.plan.rounding import rounded
-from lightning_holmes.plan.training import TrainingOptions
-from lightning_holmes.strategy import runtime_plan
-from lightning_holmes.strategy.profiling import Costs, carried_byte_s, own_step_s, rounded_speeds
+from lightning_holmes.strategy.profiling import Costs, carried_byte_s, make_cost_model, own_step_s, rounded_speeds
 from recipes.gpt import GPT
 
 _NOISE = 0.05
@@ -45,16 +44,19 @@ def test_ten_starts_choose_one_plan(hidden: int, layers: int) -> None:
             own_s=own_step_s(operator_s),
         )
         placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
-        request = SimpleNamespace(
-            layout=SimpleNamespace(topology=topology, placement=placement, num_hosts=4, is_gloo=True),
-            device=torch.device("cpu"),
-            module=torch.nn.Linear(2, 2),
-            training=TrainingOptions(),
-            traced=SimpleNamespace(batch_size=8),
-            world_size=4,
+        job: Any = SimpleNamespace(topology=topology, num_hosts=4, is_gloo=True)
+        cost_model, layout, _ = make_cost_model(
+            costs, job, placement, Asked(), device="cpu", batch_size=8, forbidden_cuts=()
         )
-        cost_model, layout, _ = runtime_plan._cost_model(request, costs, ())  # type: ignore[arg-type]
-        plan = plan_by_costs(LEFT_OPEN, cost_model, layout)
+        known = Known(
+            topology=topology,
+            placement=placement,
+            layers="layers",
+            num_layers=layers,
+            costs=cost_model,
+            layout=layout,
+        )
+        plan = choose(known, Asked())
         chosen.add((plan.schedule, plan.num_chunks, plan.num_microbatches, plan.partition.layer_counts))
     assert chosen == {("1f1b", 1, 4, (layers // 2, layers // 2))}
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.partition import PARTITION_NAMES
 from lightning_holmes.plan.placement import device_grid, is_plain, make_placement
-from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import spec_of
 
@@ -71,7 +71,7 @@ class SearchSpace:
             raise ConfigurationError(f"partition={self.partition!r} is not known; write one of {known} or layer counts")
 
 
-def space_of(options: PlanOptions, *, interleaves: bool = True, splits: bool = False, **settings: Any) -> SearchSpace:
+def space_of(options: Asked, *, interleaves: bool = True, splits: bool = False, **settings: Any) -> SearchSpace:
     """Make the SearchSpace of the choices that the strategy's arguments leave open, for a run and for the plan command.
 
     Args:

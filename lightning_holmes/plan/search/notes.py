@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import make_uniform_partition
-from lightning_holmes.plan.plan_options import PlanOptions
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.search.planner import SearchResult
 
@@ -17,7 +17,7 @@ from lightning_holmes.plan.search.planner import SearchResult
 def describe_result(
     result: SearchResult,
     cost_model: CostModel,
-    options: PlanOptions,
+    options: Asked,
     *,
     not_interleaved: str | None = None,
     described: str = "",

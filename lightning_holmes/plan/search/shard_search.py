@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.asked import AskedSharding
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.schedule import spec_of
 from lightning_holmes.plan.search.candidates import LAYERED_SCHEDULES, SearchSpace
 from lightning_holmes.plan.search.planner import SearchResult, search
 from lightning_holmes.plan.self_adapting import NothingFitsError
-from lightning_holmes.plan.training import AskedSharding
 
 
 def search_with_sharding(

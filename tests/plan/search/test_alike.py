@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 from covering import selected
-from test_pipeline_plan import costs
+from test_choose import chosen, costs
 
 from lightning_holmes.commands.plan_command import PlanRequest, _space
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.pipeline_plan import plan_by_costs
-from lightning_holmes.plan.plan_options import LEFT_OPEN
-from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.search import search
 
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v")
@@ -30,14 +28,14 @@ BANDWIDTHS = (1e12, 4e5)
 
 
 def by_run(costs: CostModel, asked: dict[str, Any]) -> Any:
-    options = dataclasses.replace(LEFT_OPEN, **asked)
-    found = plan_by_costs(options, costs, Layout(pipeline=2, grid=((0,), (1,)))).prediction
+    options = Asked(**asked)
+    found = chosen(options, costs).prediction
     assert found is not None
     return found
 
 
 def by_command(costs: CostModel, asked: dict[str, Any]) -> Any:
-    options = dataclasses.replace(LEFT_OPEN, **asked, pipeline_parallel_size=2)
+    options = Asked(**asked, pipeline_parallel_size=2)
     space = _space(PlanRequest(), options, is_plan=False, model=costs.model)
     # the command refuses what does not fit even if nothing is left open, a run takes it with a note
     return search(costs, dataclasses.replace(space, is_settled=not options.leaves_open)).best

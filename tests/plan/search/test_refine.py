@@ -1,7 +1,7 @@
 """Moves of layers by simulation reach the best of all partitions, within the allowed cuts and the memory."""
 
 import pytest
-from test_pipeline_plan import LAYOUT, costs
+from test_choose import LAYOUT, costs
 
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_partition

@@ -4,14 +4,15 @@ import dataclasses
 from typing import Any
 
 import pytest
+from test_choose import chosen
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.pipeline_plan import PipelinePlan, plan_by_costs
-from lightning_holmes.plan.plan_options import LEFT_OPEN
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.search import SearchSpace, search, search_with_sharding
@@ -40,13 +41,11 @@ def costs(*, memory: float = HUGE, bandwidth: float = 1e12, held: float = 1e3, *
     )
 
 
-def choose(model: CostModel, layout: Layout = FOUR, **asked: Any) -> PipelinePlan:
-    why_not = asked.pop("why_not_sharded", None)
-    options = dataclasses.replace(LEFT_OPEN, **asked)
-    return plan_by_costs(options, model, layout, sharding="auto", why_not_sharded=why_not)
+def choose(model: CostModel, layout: Layout = FOUR, why_not_sharded: str | None = None, **asked: Any) -> Plan:
+    return chosen(Asked(**asked), model, layout, why_not_sharded=why_not_sharded)
 
 
-def note_of(plan: PipelinePlan) -> str:
+def note_of(plan: Plan) -> str:
     (note,) = (note for note in plan.notes if note.startswith("sharding"))
     return note
 
@@ -61,7 +60,7 @@ def test_in_shards_where_nothing_fits_otherwise(layout: Layout, share: float) ->
         search(none, space)
     for model in (tight, none):
         plan = choose(model, layout)
-        assert plan.sharded_parameters and plan.schedule == "breadth_first" and plan.prediction is not None
+        assert plan.sharding == "parameters" and plan.schedule == "breadth_first" and plan.prediction is not None
         assert plan.prediction.sharded_parameters
         assert all(
             mine <= most for mine, most in zip(plan.prediction.memory_bytes, model.memory_limits(layout), strict=True)
@@ -71,7 +70,7 @@ def test_in_shards_where_nothing_fits_otherwise(layout: Layout, share: float) ->
 
 def test_what_fits_stays_whole_and_nothing_is_said() -> None:
     plan = choose(costs())
-    assert not plan.sharded_parameters and not any(note.startswith("sharding") for note in plan.notes)
+    assert plan.sharding == "none" and not any(note.startswith("sharding") for note in plan.notes)
     assert plan.schedule == "1f1b"
 
 

@@ -8,22 +8,24 @@ import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
-from lightning_holmes.plan.pipeline_plan import plan_by_costs, plan_by_count, repeat_plan
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.plan_options import LEFT_OPEN, options_of_plan
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
+from lightning_holmes.plan.planner import Known, choose, complete
 from lightning_holmes.plan.prediction import fits
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout
+from lightning_holmes.plan.saved_plan import asked_by
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 
 LAYER = LayerCost(forward=1.0, backward=2.0, parameter_bytes=1e6, activation_bytes=1e6, held_bytes=2e6)
 LAYOUT = Layout(pipeline=2, grid=((0,), (1,)))
+TWO = Topology.single_cluster(2, 1)
 
 
 def costs(
@@ -48,87 +50,117 @@ def costs(
     return CostModel(model, network, devices=(device,) * 2, training=Training(batch_samples=batch), host_speeds=speeds)
 
 
+def chosen(asked: Asked, model: CostModel, layout: Layout = LAYOUT, **facts: Any) -> Plan:
+    """The plan for these costs, with what else is known."""
+    assert layout.grid is not None
+    known = Known(
+        topology=model.network.topology,
+        placement=Placement(layout.grid),
+        layers="layers",
+        num_layers=model.model.num_layers,
+        costs=model,
+        layout=layout,
+    )
+    return choose(dataclasses.replace(known, **facts), asked)
+
+
+def uncosted(asked: Asked, num_layers: int, batch_size: int = 6, topology: Topology = TWO, **facts: Any) -> Plan:
+    """The plan of two pipeline ranks whose costs are not known."""
+    known = Known(
+        topology=topology,
+        placement=Placement(((0,), (1,))),
+        layers="layers",
+        num_layers=num_layers,
+        batch_size=batch_size,
+    )
+    return choose(dataclasses.replace(known, **facts), asked)
+
+
 def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said() -> None:
-    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    choice = plan_by_costs(options, costs(speeds=(2.0, 1.0)), LAYOUT, described="by hand")
+    options = Asked(num_microbatches=8, num_chunks=1)
+    choice = chosen(options, costs(speeds=(2.0, 1.0)), described="by hand")
     assert choice.partition.layer_counts == (8, 4)
     note = next(note for note in choice.notes if note.startswith("partition"))
     assert "8, 4 layers, self_adapting" in note and "by count a step would take 1.4" in note
     assert any("by hand" in note for note in choice.notes)
     proportional = dataclasses.replace(options, partition="proportional")
-    assert plan_by_costs(proportional, costs(speeds=(2.0, 1.0)), LAYOUT).partition.layer_counts == (8, 4)
+    assert chosen(proportional, costs(speeds=(2.0, 1.0))).partition.layer_counts == (8, 4)
 
 
 def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:
-    options = dataclasses.replace(LEFT_OPEN, num_microbatches=2)
-    fast = plan_by_costs(options, costs(), LAYOUT)
+    options = Asked(num_microbatches=2)
+    fast = chosen(options, costs())
     assert fast.schedule == "interleaved_1f1b" and fast.num_chunks == 4, "more stages save less than 3 %"
     assert fast.partition.num_stages == 2 * fast.num_chunks
-    held = plan_by_costs(dataclasses.replace(options, num_chunks=3), costs(), LAYOUT)
+    held = chosen(dataclasses.replace(options, num_chunks=3), costs())
     assert held.schedule == "interleaved_1f1b", "as fast with as many stages, and it may hold fewer activations"
-    slow = plan_by_costs(options, costs(bandwidth=2e5), LAYOUT)
+    slow = chosen(options, costs(bandwidth=2e5))
     assert slow.num_chunks == 1
-    more = dataclasses.replace(LEFT_OPEN, num_microbatches=8)
-    hidden = plan_by_costs(more, costs(bandwidth=6e5), LAYOUT, may_split=False)
+    more = Asked(num_microbatches=8)
+    hidden = chosen(more, costs(bandwidth=6e5), may_split=False)
     assert hidden.schedule == "eager_interleaved_1f1b", hidden.notes
-    refused = plan_by_costs(options, costs(), LAYOUT, not_interleaved="it does not allow them")
+    refused = chosen(options, costs(), not_interleaved="it does not allow them")
     assert refused.num_chunks == 1 and any("it does not allow them" in note for note in refused.notes)
-    few = plan_by_costs(options, costs(layers=3), LAYOUT)
+    few = chosen(options, costs(layers=3))
     assert few.num_chunks == 1 and not any("interleav" in note for note in few.notes)
 
 
 def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
-    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    slow = plan_by_costs(options, costs(bandwidth=2e5), LAYOUT, may_split=False)
+    options = Asked(num_microbatches=8, num_chunks=1)
+    slow = chosen(options, costs(bandwidth=2e5), may_split=False)
     assert slow.schedule == "eager_1f1b" and any("(1f1b: 1." in note for note in slow.notes)
-    fast = plan_by_costs(options, costs(), LAYOUT, may_split=False)
+    fast = chosen(options, costs(), may_split=False)
     assert fast.schedule == "1f1b", "as fast, and holds less"
 
 
 def test_backwards_are_split_where_that_is_predicted_to_save_enough_and_is_possible() -> None:
-    options = dataclasses.replace(LEFT_OPEN, num_microbatches=4, num_chunks=1)
-    assert plan_by_costs(options, costs(), LAYOUT).schedule == "zero_bubble"
+    options = Asked(num_microbatches=4, num_chunks=1)
+    assert chosen(options, costs()).schedule == "zero_bubble"
     dear = costs()
     dear = dear.with_training(dataclasses.replace(dear.training, split_ratio=1.3))
-    assert plan_by_costs(options, dear, LAYOUT).schedule == "1f1b"
+    assert chosen(options, dear).schedule == "1f1b"
     for layer in (dataclasses.replace(LAYER, recomputed=1.0), dataclasses.replace(LAYER, backward=0.0)):
         model = costs()
         model.model = dataclasses.replace(model.model, layers=(layer, *model.model.layers[1:]))
-        assert plan_by_costs(options, model, LAYOUT).schedule == "1f1b", "it runs a forward again, or does not train"
+        assert chosen(options, model).schedule == "1f1b", "it runs a forward again, or does not train"
 
 
 def test_a_pipeline_across_clusters_whose_costs_are_not_known_leaves_time_for_transfers() -> None:
-    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
-    blind = plan_by_count(options, pipeline_parallel_size=2, num_layers=12, batch_size=16, across_clusters=True)
-    assert blind.schedule == "eager_1f1b" and blind.notes[-1].startswith("schedule: ")
+    options = Asked(num_microbatches=8, num_chunks=1)
+    blind = uncosted(options, 12, topology=costs().network.topology)
+    assert blind.schedule == "eager_1f1b"
+    assert "schedule: " in blind.notes[-1] and "up to 3 microbatches where 1f1b holds 2" in blind.notes[-1]
+    assert uncosted(options, 12).schedule == "1f1b"
+    several = uncosted(Asked(num_chunks=2), 12, topology=costs().network.topology)
+    assert several.schedule == "eager_interleaved_1f1b"
 
 
 def test_what_is_said_stays() -> None:
-    options = dataclasses.replace(LEFT_OPEN, schedule="gpipe", num_microbatches=4, partition=[9, 3], num_chunks=1)
-    choice = plan_by_costs(options, costs(), LAYOUT)
+    options = Asked(schedule="gpipe", num_microbatches=4, partition=[9, 3], num_chunks=1)
+    choice = chosen(options, costs())
     assert (choice.schedule, choice.num_microbatches, choice.partition.layer_counts) == ("gpipe", 4, (9, 3))
-    assert [note.split(":")[0] for note in choice.notes] == ["prediction"]
-    listed = dataclasses.replace(LEFT_OPEN, partition=[3, 3, 3, 3])
-    choice = plan_by_costs(listed, costs(), LAYOUT)
+    assert [note.split(":")[0] for note in choice.notes] == ["layers", "prediction"]
+    listed = Asked(partition=[3, 3, 3, 3])
+    choice = chosen(listed, costs())
     assert (choice.schedule, choice.num_chunks) == ("interleaved_1f1b", 2)
 
 
 def test_cuts_that_lose_a_value_are_avoided() -> None:
-    options = dataclasses.replace(LEFT_OPEN, num_microbatches=8, num_chunks=1)
+    options = Asked(num_microbatches=8, num_chunks=1)
     forbidden = (4, 5, 6)
-    choice = plan_by_costs(options, costs(forbidden_cuts=forbidden), LAYOUT)
+    choice = chosen(options, costs(forbidden_cuts=forbidden))
     assert choice.partition.layer_counts in ((4, 8), (8, 4))
     with pytest.raises(ConfigurationError, match="avoids the split points"):
-        plan_by_costs(options, costs(forbidden_cuts=tuple(range(11))), LAYOUT)
+        chosen(options, costs(forbidden_cuts=tuple(range(11))))
 
 
 def test_a_plan_that_does_not_fit_is_not_taken() -> None:
     """A layer has 4 MB of parameters, gradients and states, and 2 MB for each sample of a microbatch in flight."""
     small = LAYER.parameter_bytes * 6 / 0.92  # room for the parameters of six layers only
     for rule in ("self_adapting", "proportional", "uniform"):
-        options = dataclasses.replace(LEFT_OPEN, partition=rule)
+        options = Asked(partition=rule)
         with pytest.raises(NothingFitsError) as caught:
-            plan_by_costs(options, costs(memory=small), LAYOUT)
+            chosen(options, costs(memory=small))
         for words in (
             "GiB a device are missing at the least",
             "What would make it fit: ",
@@ -139,47 +171,80 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
         sent = pickle.loads(pickle.dumps(caught.value))  # as when it is sent to the other ranks
         assert (str(sent), sent.excess_bytes) == (str(caught.value), caught.value.excess_bytes)
         assert caught.value.excess_bytes > 0
-    by_hand = plan_by_costs(dataclasses.replace(LEFT_OPEN, partition=[6, 6], num_chunks=1), costs(memory=small), LAYOUT)
+    by_hand = chosen(Asked(partition=[6, 6], num_chunks=1), costs(memory=small))
     assert any(note.startswith("memory: by its estimate ") and "GiB" in note for note in by_hand.notes)
-    settled = dataclasses.replace(
-        LEFT_OPEN, partition="uniform", num_chunks=2, schedule="interleaved_1f1b", num_microbatches=4
-    )
-    taken = plan_by_costs(settled, costs(memory=small), LAYOUT)  # as if nothing were predicted
+    settled = Asked(partition="uniform", num_chunks=2, schedule="interleaved_1f1b", num_microbatches=4)
+    taken = chosen(settled, costs(memory=small))  # as if nothing were predicted
     assert any(note.startswith("memory: by its estimate ") for note in taken.notes)
 
 
 def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted() -> None:
     """AdamW's states are 12 MB of the memory of six layers."""
-    options = dataclasses.replace(
-        LEFT_OPEN, num_chunks=1, schedule="1f1b", num_microbatches=4, partition="proportional"
-    )
-    roomy = plan_by_costs(options, costs(), LAYOUT).prediction
+    options = Asked(num_chunks=1, schedule="1f1b", num_microbatches=4, partition="proportional")
+    roomy = chosen(options, costs()).prediction
     assert roomy is not None
     memory = (max(roomy.memory_bytes) - 6 * LAYER.parameter_bytes) / 0.92
-    choice = plan_by_costs(options, costs(memory=memory), LAYOUT)
+    choice = chosen(options, costs(memory=memory))
     assert choice.prediction is not None and fits(choice.prediction)
     (note,) = (note for note in choice.notes if note.startswith("memory: "))
     assert "as AdamW does" in note and "GiB a device are missing at the least" in note
 
 
 def test_without_costs_layers_go_by_count_but_around_forbidden_cuts() -> None:
-    plain = plan_by_count(LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, reason="nothing is trained")
+    plain = uncosted(Asked(), 12, costs="nothing is trained")
     assert plain.partition.layer_counts == (6, 6) and plain.num_microbatches == 6
-    assert plain.notes[0] == "partition: 6, 6 layers, by count, since nothing is trained"
-    around = plan_by_count(LEFT_OPEN, pipeline_parallel_size=2, num_layers=12, batch_size=6, forbidden_cuts=[4, 5, 6])
+    assert "partition: 6, 6 layers, by count, since nothing is trained" in plain.notes
+    around = uncosted(Asked(), 12, forbidden_cuts=(4, 5, 6))
     assert around.partition.layer_counts in ((4, 8), (8, 4))
-    none = plan_by_count(LEFT_OPEN, pipeline_parallel_size=2, num_layers=3, batch_size=6, forbidden_cuts=[0, 1])
+    none = uncosted(Asked(), 3, forbidden_cuts=(0, 1))
     assert none.partition == make_uniform_partition(3, 2), "the check of the partition names the value"
-    uniform = dataclasses.replace(LEFT_OPEN, partition="uniform")
-    kept = plan_by_count(uniform, pipeline_parallel_size=2, num_layers=12, batch_size=6, forbidden_cuts=[5])
+    kept = uncosted(Asked(partition="uniform"), 12, forbidden_cuts=(5,))
     assert kept.partition.layer_counts == (6, 6)
 
 
+def test_where_no_split_point_is_free_costs_do_not_decide() -> None:
+    every = tuple(range(11))
+    plan = chosen(Asked(num_microbatches=8, num_chunks=1), costs(forbidden_cuts=every), forbidden_cuts=every)
+    assert plan.prediction is None and any("since no split point is free" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("ranks", "batch", "expected"), [(1, 32, 1), (2, 32, 8), (2, 5, 5), (4, None, 16)])
+def test_automatic_microbatches_are_four_a_rank_as_far_as_the_batch_reaches(
+    ranks: int, batch: int | None, expected: int
+) -> None:
+    placement = Placement(tuple((rank,) for rank in range(ranks)))
+    plan = uncosted(Asked(), 12, topology=Topology.single_cluster(1, ranks), placement=placement, batch_size=batch)
+    assert plan.num_microbatches == expected and plan.eval_num_microbatches == 1
+    assert any("num_microbatches" in note for note in plan.notes) == (ranks > 1)
+
+
+def test_a_module_without_layers_runs_whole_but_takes_no_options_for_layers() -> None:
+    alone: dict[str, Any] = {"layers": None, "placement": Placement(((0, 1),))}
+    assert uncosted(Asked(), 0, **alone).layers == WHOLE_MODULE
+    with pytest.raises(ConfigurationError, match="whole"):
+        uncosted(Asked(partition=[8]), 0, **alone)
+
+
 def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
-    former = plan_by_costs(LEFT_OPEN, costs(), LAYOUT)
-    again = repeat_plan(dataclasses.replace(LEFT_OPEN, num_microbatches=3), former, reason="because")
+    former = chosen(Asked(), costs())
+    again = chosen(Asked(num_microbatches=3, layers="layers"), costs(), former=former)
     assert again.partition == former.partition and again.num_microbatches == 3
-    assert again.notes == ("partition, schedule and microbatches: because",)
+    assert again.notes == (
+        "partition, schedule and microbatches: as in the run before, so that every rank keeps its part",
+    )
+
+
+def test_what_is_sharded_and_summed_is_added_with_the_reasons() -> None:
+    plan = chosen(Asked(layers="layers"), costs())
+    done = complete(
+        plan, sharding="optimizer", collectives=("p2p", "p2p"), groups=(), asked=Asked(), notes=["sharding: because"]
+    )
+    assert (done.sharding, done.collectives) == ("optimizer", ("p2p", "p2p"))
+    assert done.notes[len(plan.notes) :] == (
+        "sharding: because",
+        "gradient_sync: p2p, over the replicas of pipeline rank 0, 1",
+        "eval_num_microbatches: 1, exact for any evaluation step",
+    )
 
 
 PLAN = Plan(
@@ -197,10 +262,11 @@ PLAN = Plan(
 
 
 def test_a_plan_file_decides_all_and_takes_nothing_beside_it() -> None:
-    options = options_of_plan(PLAN, LEFT_OPEN, source="plan.yaml")
+    options = asked_by(PLAN, Asked(), source="plan.yaml")
     assert (options.partition, options.num_microbatches, options.layers) == ([5, 4], 4, "layers")
+    assert (options.sharding, options.gradient_sync, options.compression) == ("none", "auto", None)
     assert not options.leaves_open
     with pytest.raises(
         ConfigurationError, match=r"plan='plan.yaml' decides the layout, so leave out num_microbatches=2"
     ):
-        options_of_plan(PLAN, dataclasses.replace(LEFT_OPEN, num_microbatches=2), source="plan.yaml")
+        asked_by(PLAN, Asked(num_microbatches=2), source="plan.yaml")

@@ -1,15 +1,55 @@
-"""Checks that a saved plan was made for this topology and this model.
+"""A saved plan that a run follows: what it asks for in place of the arguments, and whether it was made for this topology and this model.
 
-check_plan(Plan.load("plan.yaml"), topology=topology, layers="layers", num_layers=48, source="plan.yaml")
+asked = asked_by(plan, Asked(), source="plan.yaml")
+check_plan(plan, topology=topology, layers="layers", num_layers=48, source="plan.yaml")
 """
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.made_for import MadeFor, cluster_facts
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.placement import Placement, clusters_of, make_placement
-from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.plan import WHOLE_MODULE, MadeFor, Plan, cluster_facts
+
+_BESIDE_A_PLAN = ("optimizer_nodes", "master_weights", "compression")  # a plan leaves these to the arguments
+
+
+def asked_by(plan: Plan, given: Asked, *, source: str) -> Asked:
+    """What a saved plan asks for: every choice of it, and what ``given`` says beside.
+
+    Args:
+        source: the plan's file, for messages.
+
+    Raises:
+        ConfigurationError: an argument is given that the plan decides, or one that does not go with the plan.
+    """
+    choices = [entry.name for entry in fields(Asked) if entry.name not in _BESIDE_A_PLAN]
+    twice = [name for name in choices if getattr(given, name) != getattr(Asked(), name)]
+    if twice:
+        shown = ", ".join(f"{name}={getattr(given, name)!r}" for name in twice)
+        raise ConfigurationError(f"plan={source!r} decides the layout, so leave out {shown}; or leave out the plan")
+    if given.master_weights and plan.sharding == "none" and plan.data_parallel_size > 1:
+        raise ConfigurationError(
+            f"master_weights=True keeps fp32 weights in the shards of the optimizer, but plan={source!r} has sharding: none; leave "
+            f"master_weights out, or write sharding: optimizer in that file"
+        )
+    whole = plan.layers == WHOLE_MODULE
+    return replace(
+        given,
+        pipeline_parallel_size=plan.pipeline_parallel_size,
+        tensor_parallel_size=plan.tensor_parallel_size,
+        num_microbatches=plan.num_microbatches,
+        eval_num_microbatches=plan.eval_num_microbatches,
+        schedule=plan.schedule,
+        num_chunks=plan.num_chunks,
+        partition="uniform" if whole else list(plan.partition.layer_counts),
+        layers="auto" if whole else plan.layers,
+        sharding=plan.sharding,
+        gradient_sync=plan.collectives or "auto",
+    )
 
 
 def place_again(plan: Plan, topology: Topology, world_size: int) -> Placement | None:

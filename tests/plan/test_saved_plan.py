@@ -6,11 +6,10 @@ import pytest
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.made_for import MadeFor, cluster_facts
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.plan_check import check_plan
+from lightning_holmes.plan.plan import MadeFor, Plan, cluster_facts
+from lightning_holmes.plan.saved_plan import check_plan
 
 PLAN = Plan(
     pipeline_parallel_size=2,
