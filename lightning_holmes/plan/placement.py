@@ -19,7 +19,11 @@ from typing import NamedTuple
 from lightning_holmes.cluster.network import fabric_of
 from lightning_holmes.cluster.topology import TRANSPORT_KINDS, Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.one_fabric import Fabric, Fabrics, needed, share_out
+
+Fabric = tuple[int, str]
+"""(rank of its kind of card, the fastest kind first; name)."""
+Fabrics = frozenset[Fabric]
+"""The fabrics that a host is on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +100,8 @@ def make_placement(
     finally stages that cross clusters. A host whose RDMA cards are down is on no fabric.
 
     With hosts on one fabric each, no layout has fewer stages that leave a fabric. Devices of a host on several fabrics
-    go where they complete a stage: within a single cluster no layout has fewer either, unless more than six fabrics are
-    joined by such hosts (a fabric whose hosts are all on another one does not count). With more, and where a
-    fabric reaches from one cluster to another, a layout with fewer may exist. Clusters and hosts are taken in the order of
-    the topology, so that the launcher's numbering of nodes does not matter.
+    go to the smallest one that they complete a stage of; where such hosts join many fabrics, a layout with fewer may exist.
+    Clusters and hosts are taken in the order of the topology, so that the launcher's numbering of nodes does not matter.
 
     Raises ConfigurationError if the sizes do not divide world_size, if tensor_parallel_size does not divide the devices
     of each host, or if the topology has another number of devices.
@@ -194,21 +196,33 @@ def _fabrics(cluster: Cluster, host: Host) -> Fabrics:
 
 
 def _cut_by_fabric(places: list[_Place], size: int) -> tuple[list[_Stage], list[_Place]]:
-    """Form stages of ``size`` places on one fabric; also return the places that are left over."""
-    on_needed = needed(Counter(place.fabrics for place in places), size)
-    alike: dict[Fabrics, list[_Place]] = {}
+    """Form stages of ``size`` places on one fabric; also return the places that are left over. The fabric with the fewest places is first, and
+    takes places of hosts on the fewest other fabrics first."""
+    hosts = Counter(place.fabrics for place in places)
+    reach = Counter({fabric: 0 for fabrics in hosts for fabric in fabrics})
+    for fabrics, count in hosts.items():
+        reach.update(dict.fromkeys(fabrics, count))
+    # a fabric whose hosts are all on another one adds nothing
+    members = {fabric: [on for on in hosts if fabric in on] for fabric in sorted(reach) if reach[fabric] >= size}
+    alike = {tuple(on): fabric for fabric, on in reversed(members.items())}
+    useful = set(alike.values())
+    useful = {fabric for fabric in useful if len(useful.intersection(*members[fabric])) == 1}
+    left: dict[Fabrics, list[_Place]] = {}
     for place in places:
-        alike.setdefault(place.fabrics & on_needed, []).append(place)
-    shares = share_out({fabrics: len(those) for fabrics, those in alike.items()}, size)
+        left.setdefault(place.fabrics, []).append(place)
     stages: list[_Stage] = []
-    for fabric, share in shares.items():
-        mine: list[_Place] = []
-        for fabrics, count in share.items():
-            mine += alike[fabrics][:count]
-            alike[fabrics] = alike[fabrics][count:]
-        mine.sort(key=_by_host)
-        stages += _cut(mine, size, fabric)[0]
-    return stages, sorted((place for those in alike.values() for place in those), key=_by_host)
+    waiting = set(useful)
+    while waiting:
+        fabric = min(waiting, key=lambda one: (reach[one], one))
+        waiting.remove(fabric)
+        need, mine = reach[fabric] - reach[fabric] % size, []
+        for on in sorted(members[fabric], key=lambda fabrics: len(fabrics & waiting)):
+            taken, left[on] = left[on][:need], left[on][need:]
+            need -= len(taken)
+            mine += taken
+            reach.subtract(dict.fromkeys(on, len(taken)))
+        stages += _cut(sorted(mine, key=_by_host), size, fabric)[0]
+    return stages, sorted((place for those in left.values() for place in those), key=_by_host)
 
 
 def _cut(places: list[_Place], size: int, fabric: Fabric | None = None) -> tuple[list[_Stage], list[_Place]]:
