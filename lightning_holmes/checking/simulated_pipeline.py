@@ -18,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_holmes.checking.check_report import CheckReport, Outcome, compare
 from lightning_holmes.checking.first_step import at_first_step
+from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
@@ -26,16 +27,17 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
-from lightning_holmes.pipeline.profile import profile_step
 from lightning_holmes.pipeline.request import StepRequest, StepResult
 from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
-from lightning_holmes.plan.partition import Partition, make_partition
+from lightning_holmes.plan.asked import Asked
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.planner import Known, choose
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName, spec_of, stages_of_rank
-from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.options import check_layout
 from lightning_holmes.strategy.samples import step_arguments
@@ -66,8 +68,8 @@ def check(
         module: a LightningModule with all its weights, on the device to use.
         batch: as its loader would give it; for the training step it is split into ``num_microbatches``, other steps
             run it whole.
-        pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy; all
-            stages are equally fast here, so "proportional" means "uniform".
+        pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy. Costs are not known
+            here, so that "self_adapting" and "proportional" assign layers by count, around split points that lose a value.
         steps: which steps to run; those that the module does not define are left out.
         tolerance: the largest relative difference that counts as rounding.
 
@@ -125,7 +127,7 @@ def _check_steps(
         if num_microbatches > 1 and not callable(getattr(module, "split_batch", None)):
             splitter.split(batch, num_microbatches)
         structure = _structure(modules, batch, layers, splitter)
-        stages = _fill_buckets(module, batch, structure, splitter, partition, pipeline_parallel_size, num_chunks)
+        stages = _assign_layers(structure, partition, pipeline_parallel_size, schedule, num_chunks)
         report.layers, report.stages = structure.layers, stages.layer_counts
         structure.check_partition(stages, one_rank=pipeline_parallel_size == 1)
         if num_microbatches > 1 and "training_step" in modules and not structure.changed_parameters:
@@ -147,30 +149,16 @@ def _check_steps(
         report.refused = str(reason)
 
 
-def _fill_buckets(
-    module: pl.LightningModule,
-    batch: Any,
-    structure: ModuleStructure,
-    splitter: BatchSplitter,
-    partition: Any,
-    size: int,
-    num_chunks: int,
-) -> Partition:
-    """Make the partition: the number of layers of each stage."""
-    if partition != "self_adapting":
-        rule = "uniform" if partition == "proportional" else partition
-        return make_partition(rule, structure.num_layers, size * num_chunks)
-    arguments = (_few_samples(batch, splitter), *step_arguments(module, "training_step"))
-    cost = profile_step(module, arguments, structure=structure)
-    row = tuple(layer.forward + layer.backward for layer in cost.layers)
-    balance = Balance(
-        seconds=(row,) * size,
-        before_seconds=cost.before.forward + cost.before.backward,
-        after_seconds=cost.after.forward + cost.after.backward,
-        num_chunks=num_chunks,
-        forbidden_cuts=cost.forbidden_cuts,
+def _assign_layers(structure: ModuleStructure, partition: Any, size: int, schedule: str, num_chunks: int) -> Partition:
+    """Which layers each stage holds: as in a run whose costs are not known."""
+    known = Known(
+        topology=Topology.single_cluster(1, size),
+        placement=Placement(tuple((rank,) for rank in range(size))),
+        layers=structure.layers,
+        num_layers=structure.num_layers,
+        forbidden_cuts=tuple(structure.forbidden_cuts(one_rank=size == 1)),
     )
-    return make_partition(partition, structure.num_layers, size * num_chunks, balance=balance)
+    return choose(known, Asked(partition=partition, schedule=schedule, num_chunks=num_chunks)).partition
 
 
 def _few_samples(batch: Any, splitter: BatchSplitter) -> Any:
