@@ -301,7 +301,6 @@ class CostModel:
             routes=facts.routes,
             message_s=training.message_s,
             byte_s=byte_s if training.byte_s else (),
-            blocking_sends=training.blocking_sends,
             reduce_s=tuple(reduce),
             reduce_parts=tuple(max(1, len(partition.layers_of(stage))) for stage in range(partition.num_stages)),
             reduce_cards=tuple(facts.groups[rank].cards for rank in _stage_ranks(run)),

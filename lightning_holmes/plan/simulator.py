@@ -57,8 +57,6 @@ class StepCosts:
         routes: by (source rank, destination rank). Transfers take no time on a pair that is missing.
         message_s: seconds of the sender's own time to start a transfer.
         byte_s: by rank, seconds of its own time for each byte that it sends or receives (see Route.carried).
-        blocking_sends: a rank waits until the tensor that it sends has arrived, and nothing is sent to a rank that computes, as
-            in Megatron-LM's 1F1B; this package's runner does neither.
         fetch_s: by stage, seconds of a FETCH; a rank's fetches, and then also its reductions, run one at a time. fetch_own_s: by
             stage, the rank's own time for a fetch.
         reduce_s: by stage, its gradient reduction. reduce_parts: by stage, the number of parts (layers) of its reduction.
@@ -80,7 +78,6 @@ class StepCosts:
     routes: Mapping[tuple[int, int], Route] = field(default_factory=dict)
     message_s: float = 0.0
     byte_s: tuple[float, ...] = ()
-    blocking_sends: bool = False
     fetch_s: tuple[float, ...] = ()
     fetch_own_s: tuple[float, ...] = ()
     reduce_s: tuple[float, ...] = ()
@@ -153,9 +150,6 @@ class _Simulation:
         self.arrived: dict[tuple[int, int, int], tuple[float, float]] = {}
         self.waiting: dict[tuple[int, int, int], int] = {}
         self.queue: list[tuple[float, int, int, int, int, int]] = []
-        # for blocking sends: since when a rank is ready to receive a tensor, and sends whose receiver is not ready yet
-        self.ready: dict[tuple[int, int, int], float] = {}
-        self.parked: dict[tuple[int, int, int], tuple[float, int, int, int, int]] = {}
         self.free: dict[str, float] = {}
         self.sequence = 0
         self.waited = [0.0] * ranks
@@ -171,11 +165,7 @@ class _Simulation:
     def run(self) -> Timeline:
         for rank in range(self.num_ranks):
             self._go_on(rank)
-        while self.queue or self.parked:
-            if not self.queue:  # all ranks block: they send to each other in a ring, and receive later
-                self._start(*self.parked.pop(min(self.parked, key=lambda key: self.parked[key])))
-            time, _, code, stage, microbatch, rank = heapq.heappop(self.queue)
-            self._transfer(time, code, stage, microbatch, rank)
+        self._transfer_all()
         for rank in range(self.num_ranks):
             assert self.cursor[rank] == len(self.actions[rank]), f"rank {rank} waits for ever"
             self._finish(rank)
@@ -195,6 +185,11 @@ class _Simulation:
             peak_memory_bytes=peaks,
         )
 
+    def _transfer_all(self) -> None:
+        while self.queue:
+            time, _, code, stage, microbatch, rank = heapq.heappop(self.queue)
+            self._transfer(time, code, stage, microbatch, rank)
+
     def _go_on(self, rank: int) -> None:
         """Run a rank's actions until it has to wait for a tensor that has not been sent yet."""
         actions, costs, clock = self.actions[rank], self.costs, self.clock[rank]
@@ -211,8 +206,7 @@ class _Simulation:
                     key = (min(code, _BACKWARD), stage, microbatch)
                     arrival = self.arrived.pop(key, None)
                     if arrival is None:
-                        self.waiting[key] = rank
-                        self._expect(rank, cursor, clock)
+                        self._wait(key, rank, cursor, clock)
                         break
                     own_s = self._carrying_s(code == _FORWARD, stage, rank)
                     if arrival[0] > clock:
@@ -257,42 +251,25 @@ class _Simulation:
             else:
                 forward = code == _SEND_ACTIVATION
                 clock += costs.message_s + self._carrying_s(forward, stage + 1 if forward else stage - 1, rank)
-                if costs.blocking_sends:
+                if not self._send(clock, cursor, code, stage, microbatch, rank):
                     cursor += 1
-                    self._expect(rank, cursor, clock)
-                    self._send_when_ready(clock, code, stage, microbatch, rank)
                     break
-                self._start(clock, code, stage, microbatch, rank)
             cursor += 1
         self.cursor[rank], self.clock[rank] = cursor, clock
+
+    def _wait(self, key: tuple[int, int, int], rank: int, cursor: int, clock: float) -> None:
+        """A rank waits, before the action at ``cursor``, for a tensor that has not been sent yet."""
+        self.waiting[key] = rank
+
+    def _send(self, clock: float, cursor: int, code: int, stage: int, microbatch: int, rank: int) -> bool:
+        """Send; return whether the rank goes on meanwhile."""
+        self._start(clock, code, stage, microbatch, rank)
+        return True
 
     def _start(self, time: float, code: int, stage: int, microbatch: int, rank: int) -> None:
         """Queue a transfer that begins at ``time``."""
         self.sequence += 1
         heapq.heappush(self.queue, (time, self.sequence, code, stage, microbatch, rank))
-
-    def _send_when_ready(self, time: float, code: int, stage: int, microbatch: int, rank: int) -> None:
-        key = (_FORWARD, stage + 1, microbatch) if code == _SEND_ACTIVATION else (_BACKWARD, stage - 1, microbatch)
-        if key in self.ready:
-            self._start(max(time, self.ready.pop(key)), code, stage, microbatch, rank)
-        else:
-            self.parked[key] = (time, code, stage, microbatch, rank)
-
-    def _expect(self, rank: int, cursor: int, clock: float) -> None:
-        """For blocking sends: a rank that sends or waits can receive the tensor that its next computation needs, and no other."""
-        if not self.costs.blocking_sends:
-            return
-        for code, stage, microbatch in self.actions[rank][cursor:]:
-            if code <= _BACKWARD_WEIGHT:
-                key = (min(code, _BACKWARD), stage, microbatch)
-                if not self._waits(code, stage) or key in self.ready or key in self.arrived:
-                    return
-                if key in self.parked:
-                    time, *sent = self.parked.pop(key)
-                    self._start(max(time, clock), *sent)
-                else:
-                    self.ready[key] = clock
-                return
 
     def _waits(self, code: int, stage: int) -> bool:
         """Whether a computation needs a tensor from another rank."""
@@ -334,10 +311,10 @@ class _Simulation:
             self.spans[source].append(Span("transfer", start, arrival, stage, microbatch))
         key = (_FORWARD if forward else _BACKWARD, target, microbatch)
         self.arrived[key] = (arrival, time)
-        if self.costs.blocking_sends:
-            self.waited[source] += arrival - time
-            self.clock[source] = arrival
-            self._go_on(source)
+        self._arrive(key, rank, source)
+
+    def _arrive(self, key: tuple[int, int, int], rank: int, source: int) -> None:
+        """A tensor has arrived on a rank, which goes on if it waits for it."""
         if self.waiting.pop(key, None) is not None:
             self._go_on(rank)
 

@@ -64,7 +64,6 @@ class Training:
         split_ratio: seconds of a split backward for each second of a whole one. From GPT blocks: 1.0 to 1.24 on CPUs; assumed on GPUs.
         microbatch_gain, chunks_gain: the share of a step that more microbatches, or several stages a rank, must save by prediction
             to be chosen (search/preference.py).
-        blocking_sends: a rank waits until the tensor that it sends has arrived (other trainers; this package's runner does not wait).
         sequence_parallel: activations between tensor-parallel parts are sharded, too (Korthikanti et al. 2022).
         memory_share: share of a device's memory that a plan may use.
     """
@@ -87,7 +86,6 @@ class Training:
     split_ratio: float = 1.0
     microbatch_gain: float = 0.08
     chunks_gain: float = 0.05
-    blocking_sends: bool = False
     sequence_parallel: bool = False
     memory_share: float = 0.92
 

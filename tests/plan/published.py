@@ -35,11 +35,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from blocking_sends import blocking_step_s
+
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DEVICE_TYPES, DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search.planner import assign_layers
@@ -251,7 +252,6 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
         state_ratio=6.0,
         sharded_optimizer=row.sharded_parameters,
         sharded_parameters=row.sharded_parameters,
-        blocking_sends=True,
         memory_share=1.0,
         update_s_per_byte=_UPDATE_BYTES / device.moved_bytes_per_s,
     )
@@ -269,7 +269,7 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
         recomputation=True,
     )
     partition = assign_layers(costs, run, "self_adapting", limit_memory=False)
-    step_s = predict(costs, run, partition).step_s
+    step_s = blocking_step_s(costs, run, partition)
     recomputed = plain.with_recomputation()
     flops = (recomputed.forward + recomputed.backward) * row.batch  # only the FLOPs that the tables count
     return PredictedRow(row=row, predicted_tflops=flops / step_s / (row.hosts * 8) / 1e12)
@@ -308,7 +308,6 @@ def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float,
         training=Training(
             batch_samples=_BATCH,
             state_ratio=6.0,
-            blocking_sends=True,
             update_s_per_byte=_UPDATE_BYTES / device.moved_bytes_per_s,
         ),
     )

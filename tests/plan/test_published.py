@@ -5,12 +5,12 @@ import statistics
 from pathlib import Path
 
 import pytest
+from blocking_sends import blocking_step_s
 from published import ZERO3_ROWS, fit_efficiencies, hybrid_costs, predict_published, predict_row, through_one_card
 from published_h100 import LLAMA_ROWS, predict_llama
 
 from lightning_holmes.plan.device_type import DEVICE_TYPES
 from lightning_holmes.plan.partition import Partition
-from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search.planner import assign_layers
 
@@ -91,8 +91,8 @@ def test_clusters_as_fast_as_the_paper_measured_get_its_split(hosts: int) -> Non
         costs = hybrid_costs(hosts, FIT, speeds=speeds)
         found = assign_layers(costs, run, "self_adapting", limit_memory=False)
         assert found.layer_counts == counts
-        seconds[counts] = predict(costs, run, found).step_s / predict(costs, run, Partition((15, 15))).step_s
+        seconds[counts] = blocking_step_s(costs, run, found) / blocking_step_s(costs, run, Partition((15, 15)))
     assert 0.92 < seconds[17, 13] < 0.96 and 0.98 < seconds[16, 14] < 1.0, seconds
     # without the measured speeds the paper's own split gives no gain: the difference is in its rates
-    alike = predict(costs, run, Partition((17, 13))).step_s / predict(costs, run, Partition((15, 15))).step_s
+    alike = blocking_step_s(costs, run, Partition((17, 13))) / blocking_step_s(costs, run, Partition((15, 15)))
     assert 1.0 < alike < 1.03, alike

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+from blocking_sends import simulate_blocking
 from counting import count_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,8 +226,8 @@ def test_nothing_is_sent_to_a_rank_that_computes_where_sends_block_by_hand() -> 
     # end at 13 instead of 11; then it has three backwards of 6 s, each with a second on the way, and rank 0 the last one of 2 s
     routes = {(0, 1): Route(0.0, (("up", 1.0),)), (1, 0): Route(0.0, (("down", 1.0),))}
     costs = StepCosts(forward_s=(1.0, 3.0), backward_s=(2.0, 6.0), activation_bytes=(1.0, 0.0), routes=routes)
-    blocking = dataclasses.replace(costs, blocking_sends=True)
-    assert run("gpipe", blocking, 3, ranks=2).step_s == 13 + 3 * (6 + 1) + 2
+    schedule = make_schedule("gpipe", pipeline_parallel_size=2, num_microbatches=3)
+    assert simulate_blocking(schedule, costs).step_s == 13 + 3 * (6 + 1) + 2
     assert run("gpipe", costs, 3, ranks=2).step_s == 11 + 3 * 6 + 1 + 2
 
 
@@ -239,10 +240,9 @@ def test_ranks_that_send_in_a_ring_do_not_wait_for_ever(name: str) -> None:
         backward_s=(2.0,) * 4 * chunks,
         activation_bytes=(1.0,) * 4 * chunks,
         routes=routes,
-        blocking_sends=True,
     )
     schedule = make_schedule(name, pipeline_parallel_size=4, num_microbatches=8, num_chunks=chunks)
-    assert simulate(schedule, costs).step_s > 0
+    assert simulate_blocking(schedule, costs).step_s > 0
 
 
 def test_a_layered_step_with_parameters_in_shards_by_hand() -> None:
