@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.layer_cost import check_number
 from lightning_holmes.plan.self_adapting import Balance, solve
 
 PARTITION_NAMES = ("self_adapting", "proportional", "uniform")
@@ -94,28 +93,24 @@ def make_uniform_partition(num_layers: int, num_stages: int) -> Partition:
     return Partition(tuple(each + (stage in extra) for stage in range(num_stages)))
 
 
-def make_proportional_partition(num_layers: int, speeds: Sequence[float], *, alpha: float = 1.0) -> Partition:
-    """Make a partition in proportion to the speeds of the stages: stage i gets floor(alpha * S_i / sum(S) * L) of L layers,
+def make_proportional_partition(num_layers: int, speeds: Sequence[float]) -> Partition:
+    """Make a partition in proportion to the speeds of the stages: stage i gets floor(S_i / sum(S) * L) of L layers,
     the last stage the rest (Holmes, arXiv 2312.03549).
 
     Args:
         speeds: one per stage, in any unit.
-        alpha: below 1 the last stage gets more layers, above 1 fewer.
 
     Raises:
-        ConfigurationError: speeds or alpha are not positive numbers, or leave a stage without layers; or there are fewer layers than stages.
+        ConfigurationError: the speeds leave a stage without layers, or there are fewer layers than stages.
     """
     _check_enough_layers(num_layers, len(speeds))
-    check_number(alpha, "alpha", positive=True)
-    for stage, speed in enumerate(speeds):
-        check_number(speed, f"the speed of stage {stage}", positive=True)
     total = math.fsum(speeds)
-    counts = [math.floor(alpha * speed / total * num_layers) for speed in speeds[:-1]]
+    counts = [math.floor(speed / total * num_layers) for speed in speeds[:-1]]
     counts.append(num_layers - sum(counts))
     if min(counts) < 1:
         raise ConfigurationError(
-            f'partition="proportional" with speeds {list(speeds)} and alpha={alpha} gives the layer counts {counts}, '
-            'but every stage needs at least one; use partition="self_adapting", fewer stages or another alpha'
+            f'partition="proportional" with speeds {list(speeds)} gives the layer counts {counts}, '
+            'but every stage needs at least one; use partition="self_adapting" or fewer stages'
         )
     return Partition(tuple(counts))
 

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
-from lightning_holmes.plan.layer_cost import check_number
 from lightning_holmes.plan.schedule import Op, Schedule
 from lightning_holmes.plan.timeline import Span, SpanKind, Timeline
 
@@ -38,11 +37,6 @@ class Route:
     latency_s: float
     hops: tuple[tuple[str, float], ...]
     carried: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_number(self.latency_s, "a route's latency_s")
-        for card, seconds in self.hops:
-            check_number(seconds, f"seconds a byte on {card}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +85,6 @@ class StepCosts:
     static_bytes: tuple[float, ...] = ()
     held_bytes: tuple[float, ...] = ()
     transient_bytes: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            values = getattr(self, entry.name)
-            if entry.name == "message_s":
-                check_number(values, entry.name)
-            elif isinstance(values, tuple) and entry.name not in ("reduce_cards", "reduce_parts"):
-                for value in values:
-                    check_number(value, entry.name)
 
     @classmethod
     def even(cls, num_stages: int, *, forward_s: float = 1.0, backward_s: float = 2.0) -> StepCosts:

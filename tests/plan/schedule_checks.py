@@ -10,9 +10,15 @@ from collections import Counter
 
 from lightning_holmes.plan.schedule.action import COMPUTE_OPS, GRADIENT_OPS, RECV_OPS, SEND_OPS, WHOLE_BATCH, Action, Op
 from lightning_holmes.plan.schedule.schedule import Schedule, receive_of
+from lightning_holmes.plan.schedule.specs import spec_of
 
 SLOTS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}
 """The duration of each computation in slots."""
+
+
+def last_op(schedule: Schedule, stage: int) -> Op:
+    """The kind of action that ends a microbatch's work on a stage."""
+    return Op.BACKWARD_WEIGHT if spec_of(schedule.name).splits_backward(stage) else Op.BACKWARD
 
 
 def validate_schedule(schedule: Schedule) -> None:
@@ -88,7 +94,7 @@ def _expected(schedule: Schedule, rank: int) -> list[Action]:
         ops += [Op.RECV_ACTIVATION] if comes else []
         ops += [Op.SEND_ACTIVATION] if goes else []
         if not schedule.forward_only:
-            ops += {schedule.gradient_op(stage), schedule.last_op(stage)}
+            ops += {schedule.gradient_op(stage), last_op(schedule, stage)}
             ops += [Op.SEND_GRADIENT] if comes else []
             ops += [Op.RECV_GRADIENT] if goes else []
             expected.append(Action(Op.REDUCE_GRADIENTS, stage, WHOLE_BATCH))
@@ -122,7 +128,7 @@ def _before(schedule: Schedule, action: Action) -> list[Action]:
     if action.op is Op.SEND_GRADIENT:
         return [Action(schedule.gradient_op(stage), stage, microbatch)]
     if action.op is Op.REDUCE_GRADIENTS:
-        return [Action(schedule.last_op(stage), stage, m) for m in range(schedule.num_microbatches)]
+        return [Action(last_op(schedule, stage), stage, m) for m in range(schedule.num_microbatches)]
     return []
 
 

@@ -304,11 +304,3 @@ def test_gradients_of_tied_embeddings_are_sent_between_the_ends_where_they_are_t
     of_tied, of_others = (cost_model(model=model) for model in frozen)
     assert of_tied.nic_bytes(run, partition) == of_others.nic_bytes(run, partition)
     assert predict(of_tied, run, partition).step_s == predict(of_others, run, partition).step_s
-
-
-@pytest.mark.parametrize(
-    "change", [{"state_ratio": float("inf")}, {"gradient_ratio": -1}, {"memory_share": 0}, {"memory_share": 2}]
-)
-def test_bad_numbers_are_refused(change: dict) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(change))):
-        Training(batch_samples=8, **change)

@@ -1,7 +1,6 @@
 """Simulated steps: solved by hand, compared with closed forms, and large ones with a bound on the work per action."""
 
 import dataclasses
-import math
 
 import pytest
 from blocking_sends import simulate_blocking
@@ -9,7 +8,6 @@ from counting import count_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.schedule import make_schedule
 from lightning_holmes.plan.simulator import Route, StepCosts, simulate
 
@@ -195,14 +193,6 @@ def test_memory_of_schedules() -> None:
     assert run("1f1b", costs, 8, ranks=4).peak_memory_bytes == (141, 131, 121, 111)
     assert run("gpipe", costs, 8, ranks=4).peak_memory_bytes == (181,) * 4
     assert run("1f1b", costs, 8, ranks=4, forward_only=True).peak_memory_bytes == (111,) * 4
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan, -1.0])
-def test_bad_numbers_are_refused(bad: float) -> None:
-    with pytest.raises(ConfigurationError, match="forward_s"):
-        StepCosts(forward_s=(bad,), backward_s=(1.0,))
-    with pytest.raises(ConfigurationError, match="latency_s"):
-        Route(bad, ())
 
 
 @pytest.mark.parametrize(("ranks", "name", "chunks"), [(512, "1f1b", 1), (64, "interleaved_1f1b", 4)])

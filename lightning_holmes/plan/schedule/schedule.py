@@ -42,10 +42,6 @@ class Schedule:
         """The kind of action that computes the gradient of a stage's input."""
         return Op.BACKWARD_INPUT if spec_of(self.name).splits_backward(stage) else Op.BACKWARD
 
-    def last_op(self, stage: int) -> Op:
-        """The kind of action that ends a microbatch's work on a stage."""
-        return Op.BACKWARD_WEIGHT if spec_of(self.name).splits_backward(stage) else Op.BACKWARD
-
 
 def make_schedule(
     name: str,
