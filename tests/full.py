@@ -19,7 +19,7 @@ FULL = (
     *("comm/test_failure.py::test_a_rank_that_never_joins*", "strategy/test_late.py::test_a_rank_*"),
     # a process that imports everything anew, for one line
     *("models/test_hf.py::test_hf_is_loaded*", "data/test_recipes_text.py::test_text_becomes*"),
-    *("test_torch_private.py::test_gloo_has_no_ibverbs", "plan/search/test_planner.py::test_4096*"),
+    *("test_torch_private.py::test_gloo_has_no_ibverbs", "plan/search/test_comparison.py::test_4096*"),
     *("test_recipes.py::test_a_*", "test_recipes.py::test_wandb_*", "test_recipes.py::test_fine_tuning*"),
     "test_recipes.py::test_the_demo*",
 )

@@ -62,7 +62,7 @@ class Training:
         own_s: seconds of the slowest rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
         split_ratio: seconds of a split backward for each second of a whole one. From GPT blocks: 1.0 to 1.24 on CPUs; assumed on GPUs.
         microbatch_gain, chunks_gain: the share of a step that more microbatches, or several stages a rank, must save by prediction
-            to be chosen (search/preference.py).
+            to be chosen (search/comparison.py).
         sequence_parallel: activations between tensor-parallel parts are sharded, too (Korthikanti et al. 2022).
         memory_share: share of a device's memory that a plan may use.
     """

@@ -43,7 +43,7 @@ from lightning_holmes.plan.device_type import DEVICE_TYPES, DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.search.planner import assign_layers
+from lightning_holmes.plan.search.comparison import assign_layers
 from lightning_holmes.plan.training import Training
 
 _GBIT = 1e9 / 8

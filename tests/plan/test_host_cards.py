@@ -45,7 +45,7 @@ hosts = st.lists(cards, max_size=3).map(lambda own: (*(Nic(name=f"n{i}", **nic) 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.lists(st.lists(hosts, min_size=1, max_size=3), min_size=1, max_size=2), st.booleans())
-def test_planner_and_run_agree(data: st.DataObject, clusters: list[list[tuple[Nic, ...]]], sockets: bool) -> None:
+def test_comparison_and_run_agree(data: st.DataObject, clusters: list[list[tuple[Nic, ...]]], sockets: bool) -> None:
     topology = of_hosts(*clusters)
     network = Network(topology, local_bytes_per_s=1e11, sockets=sockets)
     chooser = TransportChooser(topology, sockets=sockets)

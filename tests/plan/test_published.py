@@ -12,7 +12,7 @@ from published_h100 import LLAMA_ROWS, predict_llama
 from lightning_holmes.plan.device_type import DEVICE_TYPES
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.search.planner import assign_layers
+from lightning_holmes.plan.search.comparison import assign_layers
 
 FIT = fit_efficiencies()
 DOCS = Path(__file__).parents[2] / "docs" / "predictions.md"

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.search import SearchResult, SearchSpace, planner, shard_search
+from lightning_holmes.plan.search import SearchResult, SearchSpace, comparison, shard_search
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.strategy import sharding
 
@@ -255,7 +255,7 @@ def where_nothing_else_fits() -> Iterator[None]:
 
     def search(cost_model: CostModel, space: SearchSpace) -> SearchResult:
         if cost_model.training.sharded_parameters:
-            return planner.search(cost_model, space)
+            return comparison.search(cost_model, space)
         raise NothingFitsError("whole parameters do not fit", excess_bytes=1.0, rank=0)
 
     with (

@@ -6,7 +6,7 @@ raise nothing_fits(cost_model, runs, lacks=[lack_of(prediction)])
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
@@ -24,14 +24,8 @@ WAY_OUT = (
 _GIB = 2.0**30
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lack:
-    """The memory that a run shape lacks: bytes per device on the pipeline rank that lacks the most; negative if it
-    fits."""
-
-    run: RunShape
-    excess_bytes: float
-    rank: int
+Lack = tuple[float, int, Layout]
+"""The memory that a candidate lacks: bytes per device, negative if it fits; the pipeline rank that lacks the most; and the layout."""
 
 
 def nothing_fits(
@@ -43,8 +37,7 @@ def nothing_fits(
         lacks: of the candidates that were evaluated; the message gives the smallest.
         recomputation: the settings that have been tried.
     """
-    least = min(lacks, key=lambda lack: lack.excess_bytes)
-    excess_bytes, rank = least.excess_bytes, least.rank
+    excess_bytes, rank, layout = min(lacks, key=lambda lack: lack[0])
     training, model = cost_model.training, cost_model.model
     cures = []
     changes: list[tuple[str, bool, bool]] = [
@@ -67,7 +60,7 @@ def nothing_fits(
         layered = _smallest([_layered(run, model.num_layers) for run in runs if run.layout.data > 1], recomputation)
         if any(run.layout.tensor == 1 and _can_fit(in_shards, run) for run in layered):
             cures.append('parameters in shards, sharding="parameters"')
-    limits = cost_model.memory_limits(least.run.layout)
+    limits = cost_model.memory_limits(layout)
     needed = f"{(limits[rank] + excess_bytes) / training.memory_share / _GIB:.1f} GiB"
     if len(set(limits)) == 1:
         cures.append(f"devices with {needed} each")
@@ -87,10 +80,10 @@ def nothing_fits(
 
 
 def lack_of(entry: Prediction) -> Lack:
-    """The Lack of a prediction."""
-    lacking = (mine - limit for mine, limit in zip(entry.memory_bytes, entry.memory_limits, strict=True))
-    excess, rank = max((excess, rank) for rank, excess in enumerate(lacking))
-    return Lack(run=entry.run, excess_bytes=excess, rank=rank)
+    """The memory that a predicted plan lacks."""
+    lacking = [mine - limit for mine, limit in zip(entry.memory_bytes, entry.memory_limits, strict=True)]
+    rank = max(range(len(lacking)), key=lambda rank: (lacking[rank], rank))
+    return lacking[rank], rank, entry.run.layout
 
 
 def without_states(cost_model: CostModel, reason: NothingFitsError) -> CostModel:

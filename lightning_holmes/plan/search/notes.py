@@ -11,7 +11,7 @@ from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, predict
-from lightning_holmes.plan.search.planner import SearchResult
+from lightning_holmes.plan.search.comparison import SearchResult
 
 
 def describe_result(

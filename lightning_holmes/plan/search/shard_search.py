@@ -15,7 +15,7 @@ from lightning_holmes.plan.asked import AskedSharding
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.schedule import spec_of
 from lightning_holmes.plan.search.candidates import LAYERED_SCHEDULES, SearchSpace
-from lightning_holmes.plan.search.planner import SearchResult, search
+from lightning_holmes.plan.search.comparison import SearchResult, search
 from lightning_holmes.plan.self_adapting import NothingFitsError
 
 

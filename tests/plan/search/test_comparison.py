@@ -19,7 +19,7 @@ from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.prediction import fits, predict
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.search import SearchSpace, planner, refine, search
+from lightning_holmes.plan.search import SearchSpace, comparison, refine, search
 from lightning_holmes.plan.search.candidates import make_set_ups
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WAY_OUT, WITH_STATES
 from lightning_holmes.plan.self_adapting import NothingFitsError
@@ -181,8 +181,8 @@ def test_4096_devices_in_five_clusters_take_few_simulations(monkeypatch: pytest.
 
         return call
 
-    monkeypatch.setattr(planner, "_estimate", noted(planner._estimate, estimated))
-    for module in (planner, refine):
+    monkeypatch.setattr(comparison, "_estimate", noted(comparison._estimate, estimated))
+    for module in (comparison, refine):
         monkeypatch.setattr(module, "predict", noted(predict, simulated))
     result = search(costs, SearchSpace(tensor=(1, 2, 4, 8)))
     assert result.best.run in simulated and len(estimated) < 650 and len(simulated) < 20

@@ -7,7 +7,7 @@
 If several layouts are possible, they are evaluated in the order of a lower bound of their step: layers are
 assigned, memory is checked, and the step is estimated by a closed form. Candidates are simulated in the order of their estimates
 until the estimates exceed the fastest step found, but at least a few; layouts whose bound exceeds it are never evaluated. For the
-fastest layouts, or for a fixed layout, every candidate is simulated, and preference.py chooses one: thus a run, whose layout is
+fastest layouts, or for a fixed layout, every candidate is simulated, and prefer() chooses one: thus a run, whose layout is
 fixed, and the plan command choose the same. Of layouts within _NEARLY of each other the simpler one is taken.
 """
 
@@ -26,12 +26,12 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.schedule import ranks_of_stages
+from lightning_holmes.plan.schedule import ranks_of_stages, spec_of
 from lightning_holmes.plan.search.candidates import SearchSpace, SetUp, make_set_ups
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
-from lightning_holmes.plan.search.preference import Preference
 from lightning_holmes.plan.search.refine import refine
 from lightning_holmes.plan.self_adapting import NothingFitsError
+from lightning_holmes.plan.training import Training
 
 _SIMULATED = 8  # candidates of all layouts that are simulated at least, in addition to the number of runners-up
 _TRIED = 3  # layouts for which every candidate is tried
@@ -39,6 +39,8 @@ _TRIED = 3  # layouts for which every candidate is tried
 # one that fits is found
 _LARGEST = 2**16
 _NEARLY = 0.002
+_ALIKE = 0.03  # plans of one layout are compared in steps of this share
+_SPLIT_GAIN = 0.05  # the share of a step that split backwards must save, since their cost depends on the layers
 _GIB = 2.0**30
 _NO_MEMORY = "does not fit the memory"
 
@@ -105,8 +107,6 @@ def search(cost_model: CostModel, space: SearchSpace | None = None) -> SearchRes
 class _Search:
     def __init__(self, cost_model: CostModel, space: SearchSpace, *, limit_memory: bool = True) -> None:
         self.cost_model, self.space = cost_model, space
-        training = cost_model.training
-        self.preference = Preference(microbatch_gain=training.microbatch_gain, chunks_gain=training.chunks_gain)
         self.limit_memory = limit_memory
         self.left_out: Counter[str] = Counter()
         self.set_ups = make_set_ups(cost_model, space, self.left_out)
@@ -123,7 +123,7 @@ class _Search:
         tried = self._try_fastest(compared) if compared else self._try_all(set_ups[0])
         if not tried:
             raise self._nothing_fits()
-        unrefined = self._pick(tried)
+        unrefined = prefer(tried, self.cost_model.training)
         best = self._refined(unrefined)
         others = {entry.run: entry for entry in (*(entry for _, entry in compared), *tried) if entry.run != best.run}
         slower = [entry for entry in others.values() if entry.step_s >= best.step_s * (1 - _NEARLY)]
@@ -139,9 +139,6 @@ class _Search:
             unrefined=unrefined,
             tried=tuple(tried),
         )
-
-    def _pick(self, found: Sequence[Prediction]) -> Prediction:
-        return self.preference.pick(found)
 
     def _compare_layouts(self) -> list[tuple[SetUp, Prediction]]:
         """Simulate candidates of all layouts in the order of their estimates, until these exceed the fastest step
@@ -171,15 +168,15 @@ class _Search:
         return made
 
     def _try_fastest(self, compared: Sequence[tuple[SetUp, Prediction]]) -> list[Prediction]:
-        """Choose a layout; return the predictions of all its candidates. The plan that preference.py picks may be slower than a
+        """Choose a layout; return the predictions of all its candidates. The plan that prefer() picks may be slower than a
         layout's fastest candidate, so every candidate of the best few layouts is tried."""
         best: dict[SetUp, float] = {}
         for set_up, entry in compared:
             best[set_up] = min(entry.step_s, best.get(set_up, math.inf))
-        most = min(best.values()) * (1 + self.preference.microbatch_gain)
+        most = min(best.values()) * (1 + self.cost_model.training.microbatch_gain)
         near = sorted((set_up for set_up, step_s in best.items() if step_s <= most), key=lambda set_up: best[set_up])
         tried = [found for set_up in near[:_TRIED] if (found := self._try_all(set_up))]
-        picked = [self._refined(self._pick(found)) for found in tried]
+        picked = [self._refined(prefer(found, self.cost_model.training)) for found in tried]
         fastest = min(pick.step_s for pick in picked)
 
         def rank(pick: Prediction) -> tuple[Any, ...]:
@@ -219,7 +216,7 @@ class _Search:
                 partition = self._assign(run, bound_memory)
             except NothingFitsError as error:
                 self.left_out[_NO_MEMORY] += 1
-                self.lacks.append(Lack(run=run, excess_bytes=error.excess_bytes, rank=error.rank))
+                self.lacks.append((error.excess_bytes, error.rank, run.layout))
                 continue
             except ConfigurationError as error:
                 self.trouble = self.trouble or error
@@ -235,7 +232,7 @@ class _Search:
         except NothingFitsError as error:
             if bound_memory:
                 raise
-            self.lacks.append(Lack(run=run, excess_bytes=error.excess_bytes, rank=error.rank))
+            self.lacks.append((error.excess_bytes, error.rank, run.layout))
             return assign_layers(self.cost_model, run, rule, limit_memory=False)
         if bound_memory and self.limit_memory and rule != "self_adapting":
             check_memory(self.cost_model, run, partition)
@@ -286,6 +283,32 @@ class _Search:
                 f"no partition={self.space.partition!r} goes with any of {len(runs)} plans, for example: {self.trouble}"
             )
         return nothing_fits(self.cost_model, runs, lacks=self.lacks, recomputation=self.space.recomputation)
+
+
+def prefer(found: Sequence[Prediction], training: Training) -> Prediction:
+    """Choose between several plans of one layout. Predictions leave out some costs, so that more microbatches, several stages a rank and split
+    backwards must save a share of the step, and of plans that are nearly as fast the simplest is chosen.
+
+    Steps with several stages a rank took 0 to 2 % longer than predicted, relative to plans without (docs/log.md, 2026-11-23).
+    """
+
+    def needed(entry: Prediction) -> float:
+        split = _SPLIT_GAIN if spec_of(entry.run.schedule).is_split else 0.0
+        return max(split, training.chunks_gain if entry.run.num_chunks > 1 else 0.0)
+
+    plain = min((p.step_s for p in found if needed(p) == 0), default=math.inf)
+    kept = [p for p in found if needed(p) == 0 or p.step_s < plain * (1 - needed(p))] or list(found)
+    limit = min(p.step_s for p in kept) * (1 + training.microbatch_gain)
+    count = min(p.run.num_microbatches for p in kept if p.step_s <= limit)
+    kept = [p for p in kept if p.run.num_microbatches == count]
+    fastest = min(p.step_s for p in kept)
+
+    def rank(entry: Prediction) -> tuple[int, int, bool, bool, bool]:
+        slower, spec = math.floor((entry.step_s / fastest - 1) / _ALIKE), spec_of(entry.run.schedule)
+        # of equal plans a layered schedule comes last, since it holds the activations of all microbatches
+        return slower, entry.run.num_chunks, spec.is_split, spec.is_layered, spec.is_eager
+
+    return min(kept, key=rank)
 
 
 def assign_layers(
