@@ -1,7 +1,7 @@
 """CostModel: the durations, bytes and memory of every part of a step, for one way of running it.
 
 It combines a model's costs, a topology's speeds and its devices into StepCosts, which the simulator runs. It decides
-nothing: planner.py evaluates many layouts with it.
+nothing: the search evaluates many layouts with it.
 
     costs = CostModel(model, network, devices=(find_device_type("A100-80GB"),) * 2, training=Training(batch_samples=512))
     layout = Layout(pipeline=2, tensor=1, data=16)

@@ -1,5 +1,6 @@
 """Options: which are refused on their own, and the views that are made of the arguments."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ import pytest
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.partition import Partition
+from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.plan import Plan
 
 SWITCHES = ("broadcast_batch", "async_checkpoint", "master_weights", "save_distributed_checkpoint")
 
@@ -85,3 +89,41 @@ def test_a_folder_for_states_needs_an_optimizer_node() -> None:
 def test_what_sums_over_replicas_is_no_way_to_optimizer_nodes(collective: str) -> None:
     with pytest.raises(ConfigurationError, match=f"gradient_sync='{collective}': nodes sum the gradients; leave"):
         HolmesStrategy(optimizer_nodes=1, gradient_sync=collective)
+
+
+PLAN = Plan(
+    pipeline_parallel_size=1,
+    data_parallel_size=2,
+    num_microbatches=4,
+    eval_num_microbatches=1,
+    schedule="breadth_first",
+    num_chunks=4,
+    layers="layers",
+    partition=Partition((1, 1, 1, 1)),
+    placement=Placement(((0, 1),)),
+    clusters=("one",),
+    sharding="parameters",
+    collectives=("p2p",),
+)
+
+
+def test_a_plan_file_stands_for_all_arguments_that_it_decides(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    PLAN.save(path)
+    options = HolmesStrategy(plan=str(path))._options
+    assert (options.asked.sharding, options.asked.gradient_sync, options.is_layered) == ("parameters", ("p2p",), True)
+    assert options.describe_sharding("parameters")[1] == "write sharding: none in that file"
+    for arguments, words in (
+        ({"sharding": "none"}, "leave out sharding='none'"),
+        ({"gradient_sync": "p2p"}, "leave out gradient_sync='p2p'"),
+        ({"num_microbatches": 4, "partition": [2, 2]}, r"leave out num_microbatches=4, partition=\[2, 2\]"),
+        ({"compression": "bf16"}, "compressed sums are not exact"),
+        ({"optimizer_nodes": 1}, "optimizer_nodes=1 with sharding='parameters'"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            HolmesStrategy(plan=str(path), **arguments)
+    replace(PLAN, sharding="none").save(path)
+    with pytest.raises(
+        ConfigurationError, match="has sharding: none; leave master_weights out, or write sharding: opt"
+    ):
+        HolmesStrategy(plan=str(path), master_weights=True)
