@@ -37,14 +37,13 @@ from lightning_holmes.plan.collective_cost import all_reduce_s, two_level_all_re
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_number
 from lightning_holmes.plan.layout_facts import Devices, LayoutFacts, Levels, StageGroup
-from lightning_holmes.plan.memory import RankMemory, stage_in_flight
+from lightning_holmes.plan.memory import RankMemory, lack_of_memory, stage_in_flight
 from lightning_holmes.plan.node_costs import node_bytes_per_s
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.route import Channel, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import rank_of_stage, ranks_of_stages, spec_of
 from lightning_holmes.plan.self_adapting import Balance
-from lightning_holmes.plan.sharding_choice import ShardingFacts, lack_of_memory
 from lightning_holmes.plan.simulator import StepCosts
 from lightning_holmes.plan.training import Training
 
@@ -474,13 +473,13 @@ class CostModel:
             weights = math.fsum(place.parameter_bytes for place in places) / layout.tensor
             trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
             free = facts.memory[rank] / training.memory_share - weights - trained * training.gradient_ratio
-            known.append(ShardingFacts(state_bytes=round(trained * training.state_ratio), free_bytes=round(free)))
+            known.append((round(trained * training.state_ratio), round(free)))
             update_s = self._update_s(facts, rank, trained)
             whole_s = max(whole_s, self._reduction(facts.groups[rank], trained, False)[0] + update_s)
             in_shards = sum(self._reduction(facts.groups[rank], trained, True)) + update_s / layout.data
             sharded_s = max(sharded_s, in_shards)
         gains = sharded_s < whole_s * (1 - _SHARDING_GAIN)
-        is_small = max(rank.state_bytes for rank in known) < _SMALL_STATE
+        is_small = max(state_bytes for state_bytes, _ in known) < _SMALL_STATE
         return lack_of_memory(known) is not None or (gains and not is_small)
 
     def _shared_seconds(self, layout: Layout, facts: LayoutFacts) -> float:

@@ -1,4 +1,5 @@
-"""RankMemory: the bytes that a rank holds for each part of a model; stage_in_flight: the number of microbatches in flight.
+"""RankMemory: the bytes that a rank holds for each part of a model; stage_in_flight: the number of microbatches in flight; lack_of_memory:
+whether the optimizer's state fits.
 
     memory = RankMemory(training=training, tensor=2, shards=8)
     memory.static_bytes(layer)              # parameters, gradients, optimizer states
@@ -13,12 +14,15 @@ workspace of libraries, temporary copies of gradients in another type.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_holmes.plan.layer_cost import LayerCost
 from lightning_holmes.plan.schedule import make_schedule, max_in_flight, spec_of
 from lightning_holmes.plan.training import Training
+
+_USABLE = 0.9  # of the free memory; activations need some of the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +85,24 @@ def stage_in_flight(schedule: str, ranks: int, num_microbatches: int, num_chunks
     # an upper bound: as if each chunk held all of the microbatches that its rank holds at most
     most = max_in_flight(made)
     return tuple(min(num_microbatches, most[made.rank_of(stage)]) for stage in range(ranks * num_chunks))
+
+
+def lack_of_memory(ranks: Sequence[tuple[float, float]]) -> str | None:
+    """On which rank the optimizer's whole state does not fit, in words; None if it fits on all.
+
+    Args:
+        ranks: for each rank the bytes of the state for all its parameters, and the bytes that are free for it beside parameters and gradients.
+    """
+    for rank, (state_bytes, free_bytes) in enumerate(ranks):
+        if state_bytes > _USABLE * free_bytes:
+            state, free = _size(state_bytes), _size(max(0, free_bytes))
+            return f"{state} of state do not fit the {free} that are free on rank {rank}"
+    return None
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if num_bytes >= 10 or unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

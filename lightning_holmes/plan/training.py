@@ -48,7 +48,7 @@ class Training:
             bf16 weights with fp32 master weights and AdamW).
         least_state_ratio: the same for an optimizer without states: 0, or the ratio of fp32 master weights.
         sharded_optimizer: whether states and update are sharded over replicas; "auto": if a run would shard them
-            (sharding_choice.py).
+            (lack_of_memory).
         sharded_parameters: whether parameters and gradients are sharded, too; a stage is then gathered for its forwards and again for
             its backwards (arXiv 2106.02679).
         optimizer_nodes: number of nodes that hold parameters and optimizer states (LuWu, arXiv 2409.00918); ranks hold two stages at a

@@ -24,8 +24,8 @@ from lightning_holmes.pipeline.attributes import attribute_tensors
 from lightning_holmes.pipeline.device_speed import total_memory_bytes
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.tape import is_fake
+from lightning_holmes.plan.memory import lack_of_memory
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.sharding_choice import ShardingFacts, lack_of_memory
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
 from lightning_holmes.strategy.connection import Connection
@@ -127,10 +127,7 @@ def choose_sharding(
         return True, "asked for"
     if options.asked.sharding == "none" or data_parallel_size == 1:
         return False, ""
-    facts: list[ShardingFacts] = gather(
-        _memory_facts(found, optimizer, trainer.lightning_module, names, device, gather)
-    )
-    lack = lack_of_memory(facts)
+    lack = lack_of_memory(gather(_state_and_free(found, optimizer, trainer.lightning_module, names, device, gather)))
     if refusal:
         return False, refusal
     if lack is not None:
@@ -138,14 +135,14 @@ def choose_sharding(
     return predicted, "a step is predicted to be faster so" if predicted else "the whole state fits"
 
 
-def _memory_facts(
+def _state_and_free(
     found: Separability,
     optimizer: Optimizer,
     module: torch.nn.Module,
     names: Collection[str],
     device: torch.device,
     gather: Callable[[Any], list[Any]],
-) -> ShardingFacts:
+) -> tuple[int, int]:
     """Return the bytes of this rank's optimizer state, and those that will be free for it; all ranks must call."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     released, state, gradients = 0, 0.0, 0
@@ -159,7 +156,7 @@ def _memory_facts(
         elif has_memory:
             released += local.numel() * local.itemsize
     free = _free_bytes(device, gather) + released - gradients
-    return ShardingFacts(state_bytes=round(state), free_bytes=free)
+    return round(state), free
 
 
 def keeps_masters(options: Options, module: torch.nn.Module) -> bool:

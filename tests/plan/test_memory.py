@@ -6,7 +6,7 @@ from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.memory import stage_in_flight
+from lightning_holmes.plan.memory import lack_of_memory, stage_in_flight
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
@@ -50,3 +50,11 @@ def test_what_both_ends_share_is_held_once_and_two_stages_are_whole() -> None:
         costs = CostModel(model, network, devices=(device,), training=training).step_costs(run, Partition((1, 1)))
         assert costs.static_bytes == (held * 4 / 4,)
         assert costs.transient_bytes == (whole,)
+
+
+def test_the_rank_that_cannot_hold_the_state_is_named() -> None:
+    gib, fits = 2**30, (2**30, 10 * 2**30)
+    lack = lack_of_memory([fits, (int(9.5 * gib), 10 * gib), fits])
+    assert lack == "9.5 GiB of state do not fit the 10 GiB that are free on rank 1"
+    assert lack_of_memory([fits, (int(8.9 * gib), 10 * gib)]) is None
+    assert lack_of_memory([(gib // 2, -gib)]) is not None
