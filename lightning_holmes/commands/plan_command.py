@@ -31,12 +31,10 @@ from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.device_speed import DeviceSpeed
 from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
 from lightning_holmes.plan.asked import Asked, AskedSharding
 from lightning_holmes.plan.collective_choice import Sharding, choose_collectives
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.groups import Use, plan_groups
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
@@ -48,7 +46,7 @@ from lightning_holmes.plan.search import SearchResult, SearchSpace, search_with_
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.tables import print_search, search_data
 from lightning_holmes.plan.timeline_plot import PLOT_FORMATS, save_timeline_plot
-from lightning_holmes.plan.training import Training, make_training
+from lightning_holmes.plan.training import make_training
 from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
 from lightning_holmes.strategy.admission import check_module
@@ -178,7 +176,17 @@ def make_cost_model(
     batch_samples = request.batch_samples
     if batch_samples is None:
         batch_samples = _batch_samples(samples, asked, topology)
-    training = _training(request, asked, cost, model, devices, batch_samples, here)
+    operator_s = 0.0 if here is None else here.operator_s
+    training = make_training(
+        asked,
+        cost,
+        batch_samples=batch_samples,
+        device="cuda" if here is None else "cpu",
+        update_s_per_byte=max(device.update_s_per_byte for device in devices),
+        byte_s=carried_byte_s(operator_s),
+        own_s=own_step_s(operator_s),
+    )
+    training = replace(training, sequence_parallel=request.sequence_parallel)
     first = [network.cluster_of_host.index(index) for index in range(len(topology.clusters))]
     return CostModel(cost, network, devices=[devices[host] for host in first], host_devices=devices, training=training)
 
@@ -335,31 +343,9 @@ def _topology(request: PlanRequest, given: Mapping[str, Any], trainer: Mapping[s
     return Topology.single_cluster(num_hosts=1, devices_per_host=devices_per_host(request.device_type, trainer))
 
 
-def _training(
-    request: PlanRequest,
-    asked: Asked,
-    cost: ModelCost,
-    model: pl.LightningModule,
-    devices: Sequence[DeviceType],
-    batch_samples: int,
-    here: DeviceSpeed | None,
-) -> Training:
-    """Make the Training of a step from the strategy's arguments, as in a run. ``here``: of this machine, if the plan is for it."""
-    operator_s = 0.0 if here is None else here.operator_s
-    training = make_training(
-        asked,
-        cost,
-        batch_samples=batch_samples,
-        device="cuda" if here is None else "cpu",
-        update_s_per_byte=max(device.update_s_per_byte for device in devices),
-        byte_s=carried_byte_s(operator_s),
-        own_s=own_step_s(operator_s),
-    )
-    return replace(training, sequence_parallel=request.sequence_parallel)
-
-
 def _strategy(request: PlanRequest, given: Mapping[str, Any]) -> HolmesStrategy:
-    """Make a strategy, which checks its arguments, with the arguments that affect a prediction: those of Asked, the plan file if there is one, and the topology, which may have optimizer nodes."""
+    """Make a strategy, which checks its arguments, with those that affect a prediction: those of Asked, the plan file, and the topology, which may
+    have optimizer nodes."""
     names = {entry.name for entry in fields(Asked)} | {"plan", "topology"}
     found = {name: value for name, value in given.items() if name in names}
     return HolmesStrategy(**found | ({} if request.topology is None else {"topology": request.topology}))
