@@ -12,8 +12,9 @@ Broadcasts take all ranks of a pipeline (gathers of shards: all ranks), but a ho
 So there are rounds: each rank says whether it wants something, then what, and everything wanted is brought to all ranks. At the end of a
 hook, and before the hook calls a collective of the strategy, a rank takes part in rounds until no rank wants anything.
 
-In ``on_exception`` ranks do not meet, and a read of what this rank lacks is refused. Not watched: Lightning's own callbacks, except
-for pruning, which ranks all parameters; data hooks; code that runs before the strategy is set up. If the user has no hooks, nothing is wrapped.
+In ``on_exception`` and in the hooks of a batch's transfer ranks do not meet, and a read of what this rank lacks is refused. Not watched:
+Lightning's own callbacks, except for pruning, which ranks all parameters; data modules; other threads; code that runs before the strategy is
+set up. If the user has no hooks, nothing is wrapped.
 
     with Tripwires(trainer, pipeline, job, rank_of=plan.rank_of, groups=parameter_groups) as tripwires:
         ...
@@ -50,13 +51,20 @@ from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hook
 
 TOPIC_WISHES, TOPIC_GRADIENTS = 12, 13
 _FAILED = "on_exception"
-"""The hook in which ranks do not meet: what a rank lacks is refused there."""
-_UNWATCHED = ("on_load_checkpoint", "on_before_batch_transfer", "on_after_batch_transfer")
+_OF_DATA = (
+    "each moves its batches alone: read it in on_train_batch_start, and leave what this hook needs in an attribute"
+)
+_APART = {
+    _FAILED: "they do not meet any more when one has failed: go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)",
+    **dict.fromkeys(("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"), _OF_DATA),
+}
+"""The hooks in which ranks do not meet, so that what a rank lacks is refused there; and why, with what to do, in words after "all ranks, and"."""
 _BASES = (pl.LightningModule, pl.Callback)
 _WATCHED = {
     *(n for base in _BASES for n in dir(base) if n.startswith("on_") and callable(getattr(base, n))),
-    *(*GRADIENT_HOOKS, "lr_scheduler_step", "optimizer_zero_grad"),
-} - set(_UNWATCHED)
+    *(*GRADIENT_HOOKS, "lr_scheduler_step", "optimizer_zero_grad", *_APART),
+    *(f"{stage}_dataloader" for stage in ("train", "val", "test", "predict")),
+} - {"on_load_checkpoint"}
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _WRITE_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _READ_NOTHING = (READS_NO_VALUE - {_READ_GRAD}) | {
@@ -270,7 +278,7 @@ class Tripwires(Replacements):
             shards=shards,
             waiting=waiting,
             is_split=is_split,
-            meets=meets and name != _FAILED and (is_split or shards is not None) and not self._job.connection.failed,
+            meets=meets and name not in _APART and (is_split or shards is not None) and not self._job.connection.failed,
             # for these, compat/finetuning.py shows the groups, and keeps changes
             shows_groups=not isinstance(owner, pl.callbacks.BaseFinetuning),
             hides_states=hides_states,
@@ -336,12 +344,14 @@ class Tripwires(Replacements):
             return
         is_apart = hook.is_split or hook.shards is not None
         lacking = [n for n in names if not {(kind, n), (kind, _ALL)} & hook.brought] if is_apart else []
+        why_apart = _APART.get(hook.name.rpartition(".")[2])
+        if why_apart is not None and hook.shards is None:
+            lacking = [n for n in lacking if n not in self._pipeline.local_parameters]
         if not lacking:
             return
-        if hook.name.endswith(f".{_FAILED}"):
+        if why_apart is not None:
             raise UnsupportedModuleError(
-                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages or lives in shards, and they do not "
-                f"meet any more when one has failed: go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)"
+                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages or lives in shards, and {why_apart}"
             )
         if not hook.meets:
             raise UnsupportedModuleError(

@@ -103,7 +103,37 @@ class Meets(Net):
         self.found.extend(self.all_gather(self.layers[0][0].bias.detach()).flatten().tolist()[:4])
 
 
-CASES = {"saves": Saves, "data": Data, "logs": Logs, "samples": Samples, "meets": Meets}
+class Mines(Net):
+    """Orders its data anew at each epoch, by the weights."""
+
+    def train_dataloader(self) -> Any:
+        self.found.append(float(self.layers[3][0].weight.detach().norm()))
+        data = torch.randn(24, 4, generator=torch.Generator().manual_seed(int(1e6 * self.found[-1])))
+        return DataLoader(TensorDataset(data), 4)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+class Transfers(Net):
+    """Reads the last layer while a batch is moved to the device, from the third batch on."""
+
+    moved = 0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.moved += 1
+        return [batch[0] * self.layers[3][0].weight.detach().norm()] if self.moved > 3 else batch
+
+
+CASES = {
+    "mines": Mines,
+    "transfers": Transfers,
+    "saves": Saves,
+    "data": Data,
+    "logs": Logs,
+    "samples": Samples,
+    "meets": Meets,
+}
 
 
 def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
@@ -118,9 +148,10 @@ def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
         enable_checkpointing=name == "saves",
         logger=CSVLogger(folder) if name == "logs" else False,
         num_sanity_val_steps=0,
+        reload_dataloaders_every_n_epochs=int(name == "mines"),
     )
     try:
-        trainer.fit(module, loader, loader if name == "samples" else None)
+        trainer.fit(module, None if name == "mines" else loader, loader if name == "samples" else None)
     except HolmesError as refusal:
         return str(refusal)
     if name == "samples":
@@ -141,7 +172,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.xdist_group("later_state")
-@pytest.mark.parametrize("name", ["saves", "data"])
+@pytest.mark.parametrize("name", ["saves", "data", "mines"])
 def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
     plain = run(name, "auto", 1, str(tmp_path))
     assert plain and staged[name] == pytest.approx(plain, rel=1e-5)
@@ -153,6 +184,12 @@ def test_ranks_that_read_alone_come_to_a_collective_with_all_others(staged: dict
     plain = run("meets", "auto", 1, str(tmp_path))
     assert staged["meets"] == pytest.approx(plain, rel=1e-5)
     assert len(staged["meets in shards"]) == len(plain) // 2 and all(map(isfinite, staged["meets in shards"]))
+
+
+@pytest.mark.xdist_group("later_state")
+def test_a_hook_in_which_ranks_do_not_meet_is_refused_what_its_rank_lacks(staged: dict[str, Any]) -> None:
+    assert "Transfers.on_after_batch_transfer reads layers.3.0.weight" in staged["transfers"]
+    assert "read it in on_train_batch_start" in staged["transfers"]
 
 
 @pytest.mark.xdist_group("later_state")
