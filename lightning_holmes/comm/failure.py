@@ -159,19 +159,21 @@ class FailureWatch:
         self._wake.set()
 
     def stop(self, *, at_exit: bool = True) -> None:
-        """End the watch after a run that ended well. Rank 0 waits for the others at the process's exit, or now.
+        """End the watch after a run that ended well. ``at_exit``: rank 0 waits for the others at the process's exit.
 
         Wait for a store that is silent because its link was cut a moment ago: a thread whose request returns while the
         interpreter ends is unwound through torch's code, which aborts the process (exit code -6).
         """
         self._well = True
         self._end(timeout_s=_LAST_ANSWER_S)
-        if self._rank == 0:
-            last = self._store, self._key("left"), self._world_size - 1, self._gone
-            if not at_exit:
-                return _see_off(*last) if self.cause is None and self.ends_process else None
+        if self._rank == 0 and at_exit:
             atexit.unregister(_see_off)  # that of an earlier run
-            atexit.register(_see_off, *last)
+            atexit.register(_see_off, self._store, self._key("left"), self._world_size - 1, self._gone)
+
+    def see_off(self) -> None:
+        """On rank 0, after :meth:`stop`: wait until the other ranks no longer need the store, unless one has failed."""
+        if self.cause is None and self.ends_process:
+            _see_off(self._store, self._key("left"), self._world_size - 1, self._gone)
 
     def _end(self, timeout_s: float) -> None:
         self._stop.set()

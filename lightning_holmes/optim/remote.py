@@ -8,7 +8,6 @@ commit.
     host = RemoteHost(optimizer, names, parameters, reducer, groups, ...)                        # in place of ShardedHost
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,8 +28,8 @@ from lightning_holmes.optim.host import OptimizerHost
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
-from lightning_holmes.optim.node.link import Action
-from lightning_holmes.optim.remote_parameters import RemoteParameters
+from lightning_holmes.optim.node.link import Action, Link, Transfer
+from lightning_holmes.optim.remote_parameters import RemoteParameters, answer_of
 from lightning_holmes.optim.unit import Unit
 
 
@@ -71,7 +70,9 @@ class RemoteReducer(LayeredReducer):
         self._is_last = self.is_eager and last
         super().begin(last=last)
         if self._is_last:
-            self.shards.tell_all(Action.BEGIN, number=self.window, message={"options": self.options()})
+            self.shards.perform(
+                Action.BEGIN, everyone=True, waits=False, number=self.window, message={"options": self.options()}
+            )
 
     def _start_reduction(self, units: Sequence[Unit], buffers: Sequence[Tensor], label: str) -> Work:
         """Start to send gradients; the work that is returned is done when their buffers may be used again."""
@@ -82,10 +83,10 @@ class RemoteReducer(LayeredReducer):
 
         def push() -> None:
             self._host_memory.wait()
-            transfers = []
+            transfers: list[Transfer] = []
             for unit, flags, host in zip(units, touched, hosts or buffers, strict=True):
                 link, number = self.shards.link_of(unit)
-                transfers.append(self.shards.order(link, Action.GRADIENT, unit=number, number=window, flag=is_last))
+                transfers += self.shards.order(link, Action.GRADIENT, unit=number, number=window, flag=is_last)
                 transfers.append(link.send(flags))
                 if tree.size > 1 or flags.any():
                     tree.sum(host)
@@ -224,7 +225,9 @@ class RemoteHost(OptimizerHost):
                 f"may have updated layers already: add it in on_train_batch_start or before, or use optimizer_nodes=0"
             )
         message = {"edits": list(self._edits), "options": options_of(self.optimizer)}
-        self._parameters.tell_all(Action.COMMIT, number=self._reducer.window, message=message)
+        self._parameters.perform(
+            Action.COMMIT, everyone=True, waits=False, number=self._reducer.window, message=message
+        )
         self._reducer.is_half_done = False
         self._parameters.version += 1
 
@@ -305,9 +308,7 @@ class RemoteHost(OptimizerHost):
         parameters = self._parameters
         for unit in parameters.units if states and not parameters.replica else ():
             given = {n: dict(states[n]) for n in unit.names if n in states}
-            link, number = parameters.link_of(unit)
-            load = functools.partial(parameters.order, link, Action.LOAD, unit=number, message=given)
-            parameters.commands.start(lambda load=load: load().wait()).wait()  # type: ignore[misc]
+            parameters.perform(Action.LOAD, unit=unit, message=given)
 
     def _collected(self, unit: Unit, destination: Callable[[str], int] | None) -> dict[str, dict[str, Any]]:
         """Return the states of those of the unit's parameters that this replica wants. All replicas must call."""
@@ -315,17 +316,12 @@ class RemoteHost(OptimizerHost):
         for name in unit.names:
             for replica in range(parameters.num_replicas) if destination is None else [destination(name)]:
                 wanted.setdefault(replica, []).append(name)
-        link, number = parameters.link_of(unit)
-        found: dict[str, dict[str, Any]] = {}
 
-        def run() -> None:
-            order = parameters.order(link, Action.STATES, unit=number, message=wanted)
-            if parameters.replica in wanted:
-                found.update(link.hear().message)
-            order.wait()
+        def take(link: Link) -> dict[str, dict[str, Any]]:
+            return answer_of(link) if parameters.replica in wanted else {}
 
-        parameters.commands.start(run).wait()
-        return found
+        (found,) = parameters.perform(Action.STATES, unit=unit, message=wanted, then=take)
+        return found  # type: ignore[no-any-return]
 
     def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the states, one unit at a time; see OwnedStates."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.collectives import PointToPoint
-from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.lost import naming
 from lightning_holmes.comm.queue import ThreadQueue
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
@@ -102,7 +101,7 @@ class RemoteParameters(StageShards):
         self.version = 0
         self.num_replicas, self.replica, self.tree = num_replicas, replica, tree
         self._num_nodes = num_nodes
-        self._node_of: Mapping[int, int] = {}
+        self._places_of: dict[Unit, tuple[int, int]] = {}  # by unit its node and its number
         self._has_failed = self._has_masters = False
         self._host_memory = HostMemory(device)  # the queue's
 
@@ -125,12 +124,13 @@ class RemoteParameters(StageShards):
         self._has_masters = master_weights
         units = dict(enumerate(self.units))
         num_bytes = {i: unit.numel * unit.dtype.itemsize for i, unit in units.items()}
-        self._node_of = place_units(num_bytes, self._num_nodes, {i: unit.stage for i, unit in units.items()})
+        nodes = place_units(num_bytes, self._num_nodes, {i: unit.stage for i, unit in units.items()})
         found: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._num_nodes)]
         for index in sorted(units, key=lambda i: _place(units[i].stage)):
             unit = units[index]
             unit.has_masters = master_weights and unit.is_trained and unit.dtype in _LOW
-            found[self._node_of[index]][index] = {key: getattr(unit, key) for key in _TOLD}
+            self._places_of[unit] = nodes[index], index
+            found[nodes[index]][index] = {key: getattr(unit, key) for key in _TOLD}
         return found
 
     def grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
@@ -183,37 +183,52 @@ class RemoteParameters(StageShards):
 
     def link_of(self, unit: Unit) -> tuple[Link, int]:
         """Return the link to the node that holds a unit, and the unit's number."""
-        index = next(i for i, own in enumerate(self.units) if own is unit)
-        return self.links[self._node_of[index]], index
+        node, index = self._places_of[unit]
+        return self.links[node], index
 
-    def order(self, link: Link, action: Action, *, everyone: bool = False, **arguments: Any) -> Transfer:
-        """Start to name the next action of a node; only the first worker does, or ``everyone``."""
-        return link.order(action, **arguments) if everyone or not self.replica else Transfer(link, [])
+    def order(self, link: Link, action: Action, **arguments: Any) -> list[Transfer]:
+        """Start to name the next action of a node, which only the first worker does."""
+        return [] if self.replica else [link.order(action, **arguments)]
 
-    def ask(self, action: Action, *, everyone: bool = False, **arguments: Any) -> list[Any]:
-        """Let all nodes perform an action after those that are queued; returns their answers. All replicas must call.
+    def perform(
+        self,
+        action: Action,
+        *,
+        unit: Unit | None = None,
+        everyone: bool = False,
+        waits: bool = True,
+        then: Callable[[Link], Any] = lambda link: None,
+        **arguments: Any,
+    ) -> list[Any]:
+        """Let the node of a unit, or all nodes, perform an action after those that are queued; returns what ``then`` has returned for each node,
+        unless it does not wait. All replicas must call.
+
+        Args:
+            everyone: whether every worker names the action, or else the first one.
+            then: what this worker does with its end of the link.
 
         Raises:
             HolmesError: a node has failed, or is lost.
         """
-        answers: list[Any] = []
+        links, results = self.links, list[Any]()
+        if unit is not None:
+            link, arguments["unit"] = self.link_of(unit)
+            links = [link]
 
         def run() -> None:
-            for order in [self.order(link, action, everyone=everyone, **arguments) for link in self.links]:
-                order.wait()
-            answers.extend(link.hear().message for link in self.links)
-
-        self.commands.start(run).wait()
-        return answers
-
-    def tell_all(self, action: Action, **arguments: Any) -> None:
-        """Let all nodes perform an action that each worker names, after those that are queued. Does not wait."""
-
-        def run() -> None:
-            for order in [self.order(link, action, everyone=True, **arguments) for link in self.links]:
+            orders = [link.order(action, **arguments) for link in links if everyone or not self.replica]
+            results.extend(map(then, links))
+            for order in orders:
                 order.wait()
 
-        self.commands.start(run)
+        work = self.commands.start(run)
+        if waits:
+            work.wait()
+        return results
+
+    def ask(self, action: Action, **arguments: Any) -> list[Any]:
+        """Let all nodes perform an action, and return their answers; see :meth:`perform`."""
+        return self.perform(action, then=answer_of, **arguments)
 
     def settle(self, *, rests: bool = False) -> None:
         """Wait until the nodes have finished the last commit: layers may have been updated before it. ``rests``: the run has ended well.
@@ -231,15 +246,12 @@ class RemoteParameters(StageShards):
             with torch.no_grad():
                 for name, view in unit.views(buffer.zero_()).items():
                     view.copy_(self.parameters[name])
-        link, index = self.link_of(unit)
 
-        def run() -> None:
-            order = self.order(link, Action.KEEP, unit=index, number=self.version + 1)
+        def give(link: Link) -> None:
             if self.replica == 0:
                 link.send(buffer).wait()
-            order.wait()
 
-        self.commands.start(run).wait()
+        self.perform(Action.KEEP, unit=unit, number=self.version + 1, then=give)
         for name in unit.names:
             self._let_go(name)
 
@@ -248,10 +260,10 @@ class RemoteParameters(StageShards):
 
         def bring() -> None:
             with self._host_memory.receiving(buffers) as hosts:
-                transfers = []
+                transfers: list[Transfer] = []
                 for unit, host in zip(units, hosts, strict=True):
                     link, index = self.link_of(unit)
-                    transfers.append(self.order(link, Action.FETCH, unit=index, number=version))
+                    transfers += self.order(link, Action.FETCH, unit=index, number=version)
                     transfers.append(link.receive(self.tree.share(host), FETCHED + index))
                 for transfer in transfers:
                     transfer.wait()
@@ -263,28 +275,25 @@ class RemoteParameters(StageShards):
 
     def _values(self, unit: Unit, replicas: Collection[int]) -> dict[str, Tensor]:
         """Return views of a unit's values on some of the replicas, in new memory on the host; nothing on the others. All replicas must call."""
-        (host,) = allocate([(unit.numel if self.replica in replicas else 0, unit.dtype)], _HOST)
-        link, index = self.link_of(unit)
+        is_wanted = self.replica in replicas
+        (host,) = allocate([(unit.numel * is_wanted, unit.dtype)], _HOST)
 
-        def run() -> None:
-            order = self.order(link, Action.VALUES, unit=index, number=self.version, message=sorted(replicas))
-            if self.replica in replicas:
-                link.receive(host).wait()
-            order.wait()
+        def take(link: Link) -> None:
+            link.receive(host).wait()
 
-        self.commands.start(run).wait()
-        return unit.views(host) if self.replica in replicas else {}
+        self.perform(Action.VALUES, unit=unit, number=self.version, message=sorted(replicas), then=take)
+        return unit.views(host) if is_wanted else {}
 
-    def _collected(self, unit: Unit, destination: Callable[[str], int]) -> dict[str, Tensor]:
+    def _wanted(self, unit: Unit, destination: Callable[[str], int] | None) -> dict[str, Tensor]:
+        if destination is None:
+            return self._whole(unit)
         views = self._values(unit, {destination(name) for name in unit.names})
         return {name: view.clone() for name, view in views.items() if destination(name) == self.replica}
 
     def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
         """See StageShards. Each replica fetches only the units of which it wants a parameter."""
         self.settle()
-        for unit in self.units:
-            give_back_freed_memory()  # of the unit before, which is large
-            yield from (self._whole(unit) if destination is None else self._collected(unit, destination)).items()
+        yield from super().each_whole(destination)
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter and its states: parameters are distributed round-robin."""
@@ -303,25 +312,25 @@ class RemoteParameters(StageShards):
     def close(self) -> None:
         """Give each parameter its values again, unless ``stays`` is set. If a failure prevents the nodes from sending the values of the
         last step, parameters stay NaN placeholders."""
-        self.stays &= not self._has_failed
+        has_failed, alone = self._has_failed, self.num_replicas == 1
+        self.stays &= not has_failed
         try:
-            if not self._has_failed:
+            if not has_failed:
                 self.settle(rests=True)
-            for unit in () if self.stays or (self._has_failed and self.num_replicas > 1) else self.units:
-                if self._has_failed:
-                    views = self._values(unit, {0})
-                else:
-                    (buffer,) = allocate([(unit.numel, unit.dtype)], unit.device)
-                    self._start([unit], [buffer]).wait()
-                    views = unit.views(buffer)
-                for name, view in views.items():
+            for unit in () if self.stays or (has_failed and not alone) else self.units:
+                for name, view in (self._values(unit, {0}) if has_failed else self._whole(unit)).items():
                     dtensor.replace_local(self.parameters[name], view.to(unit.device, copy=True))
-            if self._has_failed and self.num_replicas == 1:
+            if has_failed and alone:
                 self.settle(rests=True)
         except HolmesError:
-            if not self._has_failed:
+            if not has_failed:
                 raise
         self._buffers = None
+
+
+def answer_of(link: Link) -> Any:
+    """Wait for the answer of a node."""
+    return link.hear().message
 
 
 def _place(stage: int | None) -> int:

@@ -258,9 +258,12 @@ class ShardedHost(LocalHost):
             tensor.grad = local.view(-1)[piece.start : piece.stop].view(tensor.shape).to(tensor.dtype)
 
     def unscaled(self, factor: float) -> None:
-        """Multiply the parts of whole gradients that are in no piece by ``factor``, by which the scaler has unscaled the pieces."""
-        for rest in self._rest_of_whole():
-            rest.mul_(factor)
+        """Multiply whole gradients by ``factor``, by which the scaler has unscaled the pieces, some of which are views of them."""
+        own = [(t.grad, t.grad.clone()) for t in self._tensors.values() if t.grad is not None]
+        for whole in self._whole():
+            whole.mul_(factor)
+        for gradient, value in own:
+            gradient.copy_(value)
         self._note_shown()
 
     def _note_shown(self) -> None:
@@ -311,25 +314,10 @@ class ShardedHost(LocalHost):
         if self._filler is not None:
             yield "", self._filler
 
-    def _rest_of_whole(self) -> Iterator[Tensor]:
-        """Yield the elements of whole gradients in ``p.grad`` that share no memory with the gradient of a piece of this rank."""
-        if not self.whole_gradients:
-            return
-        own: dict[str, list[Piece]] = {}
-        for piece, tensor in self._tensors.items():
-            if tensor is self._memory.parameters[piece.name] or not self._master:
-                own.setdefault(piece.name, []).append(piece)
-        for name in self._group_of:
-            gradient = self._memory.parameters[name].grad
-            if gradient is None:
-                continue
-            flat, place = dtensor.local_part(gradient).reshape(-1), 0
-            for piece in sorted(own.get(name, []), key=lambda p: p.start):
-                if piece.start > place:
-                    yield flat[place : piece.start]
-                place = piece.stop
-            if place < flat.numel():
-                yield flat[place:]
+    def _whole(self) -> list[Tensor]:
+        """Return the whole gradients in ``p.grad``, which hooks see."""
+        gradients = [self._memory.parameters[name].grad for name in self._group_of] if self.whole_gradients else []
+        return [dtensor.local_part(gradient) for gradient in gradients if gradient is not None]
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         if self.whole_gradients and not self._master:
@@ -343,8 +331,10 @@ class ShardedHost(LocalHost):
 
     def _clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return every gradient that clipping scales, each element once; including whole gradients that hooks see."""
-        own = [dtensor.local_part(t.grad) for t in self._tensors.values() if t.grad is not None]
-        return [*own, *self._rest_of_whole()]
+        whole = self._whole()
+        if self.whole_gradients and not self._master:
+            return whole  # those of pieces are views
+        return [*(dtensor.local_part(t.grad) for t in self._tensors.values() if t.grad is not None), *whole]
 
     # states
 

@@ -356,9 +356,11 @@ class StageShards(ShardMemory):
         must call, and iterate to the end."""
         for unit in self.units:
             give_back_freed_memory()  # of the unit before, which is large
-            for name, view in self._whole(unit).items():
-                if destination is None or destination(name) == self.rank:
-                    yield name, view
+            yield from self._wanted(unit, destination).items()
+
+    def _wanted(self, unit: Unit, destination: Callable[[str], int] | None) -> dict[str, Tensor]:
+        whole = self._whole(unit).items()
+        return {name: view for name, view in whole if destination is None or destination(name) == self.rank}
 
     def _whole(self, unit: Unit) -> dict[str, Tensor]:
         buffers = allocate(_sizes([unit]), unit.device)

@@ -31,9 +31,10 @@ from lightning_holmes.optim.node.link import Link
 from lightning_holmes.optim.node.role import (
     DEFAULT_PORT,
     END,
+    JOB,
     LEFT,
     PORT,
-    RANKS,
+    REFUSED,
     SECRET,
     open_store,
     read,
@@ -81,7 +82,7 @@ class OptimizerNodes:
             listener = _listen(self._host, port)
             self._port = listener.getsockname()[1]
             self._store = open_store(self._host, self._port, self._secret, listen=listener.detach())
-            write(self._store, RANKS, (connection.world_size, count))
+            write(self._store, JOB, (connection.world_size, count, versions()))
             self._watch()
             if given is None:
                 self.processes += [self._start(number) for number in range(count)]
@@ -109,45 +110,23 @@ class OptimizerNodes:
         """Wait for the nodes, on rank 0; returns where they and the other ranks meet."""
         wait_s = _SHARE * (_COME_S if self._timeout is None else self._timeout.total_seconds())
         wait_s = min(_START_S, wait_s) if self.processes else wait_s
-        end, missing = time.monotonic() + wait_s, list(range(self._count))
+        end = time.monotonic() + wait_s
         if not self.processes:
             print(f"waiting for {self._count} optimizer nodes at {self._host}:{self._port}", flush=True)
-        while missing := [number for number in missing if not self._store.check([f"node/{number}"])]:
+        while True:
+            if self._store.check([REFUSED]):
+                raise ConfigurationError(read(self._store, REFUSED))
+            come = sum(self._store.check([f"node/{number}"]) for number in range(self._count))
+            if come == self._count:
+                return self._host, self._port, self._secret
             ended = [process for process in self.processes if process.poll() is not None]
+            why = f"within {wait_s:.0f} s; nodes of other hosts are started by lightning-holmes optimizer-node, with this job's {SECRET}"
+            if ended:
+                why = f"process {ended[0].pid} ended with code {ended[0].returncode}; what it has printed says why"
             if ended or time.monotonic() > end:
-                why = (
-                    f"process {ended[0].pid} ended with code {ended[0].returncode}; what it has printed says why"
-                    if ended
-                    else f"within {wait_s:.0f} s; nodes of other hosts are started by lightning-holmes optimizer-node, with this job's {SECRET}"
-                )
-                come = self._count - len(missing)
-                raise self._refuse(
-                    HolmesError(
-                        f"{come} of {self._count} optimizer nodes have come to {self._host}:{self._port}: {why}"
-                    )
-                )
+                where = f"{self._host}:{self._port}"
+                raise HolmesError(f"{come} of {self._count} optimizer nodes have come to {where}: {why}")
             time.sleep(0.1)
-        mine = versions()
-        for number in range(self._count):
-            node = read(self._store, f"node/{number}")
-            different = [
-                f"{k} {node['versions'].get(k)}, here {mine[k]}" for k in mine if node["versions"].get(k) != mine[k]
-            ]
-            if different:
-                said = f"optimizer node {number} on {node['host']} has {'; '.join(different)}: install the same versions on all hosts"
-                raise self._refuse(ConfigurationError(said))
-        if not self.processes and (come := self._store.add("nodes", 0)) > self._count:
-            raise self._refuse(
-                ConfigurationError(
-                    f"optimizer_nodes={self._count}, but {come} nodes have come: start {self._count}, or set optimizer_nodes to the number "
-                    f"of those that you start"
-                )
-            )
-        return self._host, self._port, self._secret
-
-    def _refuse(self, error: HolmesError) -> HolmesError:
-        write(self._store, END, {"code": 1, "why": str(error)})
-        return error
 
     def _meet(self) -> None:
         if not self._nodes:
@@ -257,13 +236,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _end(watch: FailureWatch, store: Any, num_nodes: int) -> None:
     """End the watch; on rank 0 the nodes are told before that the job ends. Its store may end when all have read that."""
-    if num_nodes:
-        with contextlib.suppress(Exception):
-            if not store.check([END]):
-                # last_value: the exception that ends a process
-                write(store, END, {"code": int(getattr(sys, "last_value", None) is not None), "why": ""})
-            here = sum(store.check([f"node/{number}"]) for number in range(num_nodes))
-            end = time.monotonic() + _END_S
-            while store.add(LEFT, 0) < here and time.monotonic() < end:
-                time.sleep(0.02)
+    here = 0
+    with contextlib.suppress(Exception):
+        if num_nodes:
+            # last_value: the exception that ends a process
+            write(store, END, int(getattr(sys, "last_value", None) is not None))
+            here, end = sum(store.check([f"node/{number}"]) for number in range(num_nodes)), time.monotonic() + _END_S
+        while num_nodes and store.add(LEFT, 0) < here and time.monotonic() < end:
+            time.sleep(0.02)
     watch.stop(at_exit=False)
+    if here == num_nodes > 0:
+        watch.see_off()

@@ -128,7 +128,7 @@ class Driver:
                 raise self.error
         if room is not None:
             storage: Any = self.session._storage
-            sizes = {s: max(size for (_, name), (_, size) in storage._offsets.items() if name == s) for s in NEEDED}
+            sizes = {s: max(unit[s] for unit in storage._needs.values()) for s in NEEDED}
             storage._limit = sum(times * sizes[section] for section, times in NEEDED.items()) + room
         random = torch.Generator().manual_seed(1)
         for i, unit in self.units.items():

@@ -68,11 +68,21 @@ def test_a_node_of_other_versions_is_refused_with_the_difference(
     mine: Any = optimizer_nodes.versions()
     monkeypatch.setattr(optimizer_nodes, "versions", lambda: mine | {"torch": "1.0"})
     job, code = rank_0(), node(port)
-    difference = f"has torch {torch.__version__}, here 1.0: install the same versions on all hosts"
+    difference = f"has torch {torch.__version__}, and rank 0 1.0: install the same versions on all hosts"
     with pytest.raises(ConfigurationError, match=difference.replace("+", r"\+")):
         job.share([None])
     assert code() == 1
     assert difference in capsys.readouterr().out, "the node says it, too"
+
+
+def test_a_node_too_many_is_refused(port: int) -> None:
+    job, codes = rank_0(), [node(port), node(port)]
+    with pytest.raises(ConfigurationError, match=r"optimizer node 1 on .* is one too many: start 1"):
+        while True:
+            job.share([None])
+            job._nodes.clear()
+    del job
+    assert sorted(code() for code in codes) == [0, 1]
 
 
 def test_nodes_that_do_not_come_are_counted(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,8 +125,8 @@ class Disk(Memory):
     def __init__(
         self, folder: str, needs: Mapping[int, Needs], *, limit_bytes: int, beside: int, scratch: int, name: str
     ) -> None:
-        super().__init__(needs)
-        largest = {key: max(_pages(unit[key]) for unit in needs.values()) for key in ("values", "gradient", "states")}
+        super().__init__({i: {key: _pages(size) for key, size in unit.items()} for i, unit in needs.items()})
+        largest = {key: max(unit[key] for unit in self._needs.values()) for key in ("values", "gradient", "states")}
         resident = psutil.Process().memory_info().rss
         # two units are sent, one receives gradients, one is stepped
         least = 3 * largest["values"] + 2 * largest["gradient"] + largest["states"]
@@ -138,11 +138,11 @@ class Disk(Memory):
                 f"{(least + limit_bytes - self._limit - resident) / 1e6:.0f} MB beside that; give it "
                 f"{(least + limit_bytes - self._limit) / 1e6:.0f}M, or split large layers"
             )
-        self._offsets, self.num_bytes = {}, 0
-        for index, unit in needs.items():
+        self._offsets, self.num_bytes = dict[tuple[int, str], int](), 0
+        for index, unit in self._needs.items():
             for section, size in unit.items():
-                self._offsets[index, section] = self.num_bytes, _pages(size)
-                self.num_bytes += _pages(size)
+                self._offsets[index, section] = self.num_bytes
+                self.num_bytes += size
         free_at_once()
         self._folder = folder
         self._fd, self._is_direct = self._open()
@@ -156,20 +156,12 @@ class Disk(Memory):
         try:
             Path(self._folder).mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self._folder).free
-            file, path = tempfile.mkstemp(suffix=".holmes-states", dir=self._folder)
-            is_direct = False
-            try:
-                if hasattr(os, "O_DIRECT"):
-                    with contextlib.suppress(OSError):  # not on this file system
-                        direct = os.open(path, os.O_RDWR | os.O_DIRECT)
-                        os.close(file)
-                        file, is_direct = direct, True
-                        os.pwritev(file, [_bytes_of(_allocate(_PAGE))], 0)
-            finally:
-                if is_direct and not os.fstat(file).st_size:  # it can be opened so, but not written to
-                    os.close(file)
-                    file, is_direct = os.open(path, os.O_RDWR), False
-                os.unlink(path)
+            with tempfile.NamedTemporaryFile(
+                suffix=".holmes-states", dir=self._folder
+            ) as named:  # the name goes at the end
+                file, is_direct = _open_direct(named.name), True
+                if file is None:
+                    file, is_direct = os.open(named.name, os.O_RDWR), False
         except OSError as error:
             raise ConfigurationError(
                 f"optimizer states cannot be kept in {self._folder!r}: {error}; name a folder of the node that it may write to"
@@ -232,18 +224,16 @@ class Disk(Memory):
         here = [self._cache[key] for key in keys if key in self._cache]
         for entry in here:
             entry.users += 1  # not to be evicted
-        missing = [key for key in keys if key not in self._cache]
-        freed = self._make_room(sum(self._offsets[key][1] for key in missing))
+        missing = {key: self._needs[index][key[1]] for key in keys if key not in self._cache}
+        freed = self._make_room(sum(missing.values()))
         if freed is None:
             for entry in here:
                 entry.users -= 1
             return None
-        for key in missing:
-            offset, size = self._offsets[key]
-            same = next(
-                (i for i, buffer in enumerate(freed) if buffer.numel() == size), None
-            )  # fresh memory costs page faults
-            entry = self._cache[key] = _Entry(_allocate(size) if same is None else freed.pop(same), offset, users=1)
+        for key, size in missing.items():
+            same = next((i for i, buffer in enumerate(freed) if buffer.numel() == size), None)
+            buffer = _allocate(size) if same is None else freed.pop(same)  # fresh memory costs page faults
+            entry = self._cache[key] = _Entry(buffer, self._offsets[key], users=1)
             self._used += size
             if key in self._stored and key[1] not in fresh:
                 entry.reads = self._transfer(os.preadv, entry)
@@ -317,6 +307,19 @@ class Disk(Memory):
         with contextlib.suppress(OSError):
             os.close(self._fd)
         self._cache.clear()
+
+
+def _open_direct(path: str) -> int | None:
+    """Open a file for requests past the page cache; None if its file system has none, which may show only at the first write."""
+    if hasattr(os, "O_DIRECT"):
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDWR | os.O_DIRECT)
+            try:
+                os.pwritev(file, [_bytes_of(_allocate(_PAGE))], 0)
+                return file
+            except OSError:
+                os.close(file)
+    return None
 
 
 def _pages(num_bytes: int) -> int:

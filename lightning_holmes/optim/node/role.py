@@ -38,14 +38,16 @@ PORT = "HOLMES_NODE_PORT"
 """The environment variable that holds the port at which rank 0 waits for nodes on other hosts."""
 DEFAULT_PORT = 29700
 END = "end"
-"""The key under which rank 0 writes that the job ends: its exit code, and why if the job cannot begin."""
+"""The key under which rank 0 writes the exit code when the job ends."""
 LEFT = "left"
 """The key under which nodes count themselves when they have read that."""
 _RANK_0_S = 120.0  # seconds to wait for rank 0
 _DRAIN_S = 60.0  # seconds that workers may stay connected after rank 0 has ended
 _LOOK_S = 0.05
-RANKS = "ranks"
-"""The key under which rank 0 writes the number of ranks, and of optimizer nodes, of the job."""
+JOB = "job"
+"""The key under which rank 0 writes the numbers of ranks and of optimizer nodes of the job, and its versions."""
+REFUSED = "refused"
+"""The key under which a node writes why it is not one of this job's."""
 
 
 def versions() -> dict[str, str]:
@@ -87,7 +89,7 @@ class _Node:
     def __init__(self, store: Any, number: int, cards: Mapping[str, str], **options: Any) -> None:
         self._store, self._number, self._options = store, number, options
         self._interfaces = cards  # by the address of each fast card
-        num_ranks, num_nodes = read(store, RANKS)
+        num_ranks, num_nodes, _ = read(store, JOB)
         self._watch = FailureWatch(store, num_ranks + number, num_ranks + num_nodes, num_nodes=num_nodes)
         self._watch.heartbeat.where = lambda: ("", True)  # nothing that a node does silences it
         self._failed = False
@@ -111,10 +113,9 @@ class _Node:
             time.sleep(_LOOK_S)
         if not self._failed:
             self._watch.stop()
-        if end is not None and end["why"]:
-            print(f"optimizer node {self._number}: the job has ended: {end['why']}", flush=True)
-        code = int(end["code"]) if end is not None else int(not self._num_sessions)
-        return 1 if self._failed else code
+        if self._failed:
+            return 1
+        return int(not self._num_sessions) if end is None else int(end)
 
     def _begin(self) -> None:
         told = read(self._store, f"node/{self._number}/session/{self._num_sessions}")
@@ -176,14 +177,26 @@ def join(
         else:
             time.sleep(1.0)
     number = store.add("nodes", 1) - 1 if number < 0 else number
+    host_name = os.environ.get("HOLMES_HOST_NAME") or socket.gethostname()
+    _, num_nodes, theirs = read(store, JOB)
+    refusal = [
+        f"{key} {mine}, and rank 0 {theirs.get(key)}" for key, mine in versions().items() if mine != theirs.get(key)
+    ]
+    said = f"has {'; '.join(refusal)}: install the same versions on all hosts"
+    if number >= num_nodes:
+        said = f"is one too many: start {num_nodes}, or set optimizer_nodes to the number of those that you start"
+    if refusal or number >= num_nodes:
+        said = f"optimizer node {number} on {host_name} {said}"
+        write(store, REFUSED, said)
+        print(said, flush=True)
+        return 1
     ports = [port for port in probe_host().rdma if port.up]
     about = {
         "address": source_address(socket.gethostbyname(host)),
-        "host": os.environ.get("HOLMES_HOST_NAME") or socket.gethostname(),
+        "host": host_name,
         "pid": os.getpid(),
         "cluster": os.environ.get("HOLMES_CLUSTER"),
         "ports": [(port.kind, address) for port in ports for address in port.addresses],
-        "versions": versions(),
     }
     write(store, f"node/{number}", about)
     cards = {

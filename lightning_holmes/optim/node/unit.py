@@ -59,10 +59,9 @@ class HeldUnit:
         self.optimizer = build_optimizer(kind, told, self.parameters)
         self._reached: set[str] = set()
         self._is_summed = False
-        # states on a disk: by parameter and key the first byte, shape and type; and those that stay in memory
+        # states on a disk: by parameter and key the first byte, shape and type
         self._entries: dict[tuple[str, str], tuple[int, torch.Size, torch.dtype]] = {}
-        self._small: dict[str, dict[str, Any]] = {}
-        self._end = 0  # of the entries, in bytes
+        self._end = 0  # in bytes
 
     # values
 
@@ -194,24 +193,43 @@ class HeldUnit:
                 )
 
     @contextlib.contextmanager
-    def _shown(self, *extra: str, fresh: bool = False) -> Iterator[list[Tensor]]:
-        """Give parameters and states their values inside, and keep what they are afterwards; yields the ``extra`` sections.
-
-        ``fresh``: the states are replaced."""
+    def _shown(self, *extra: str, changes: bool = True) -> Iterator[list[Tensor]]:
+        """Give parameters and states their values inside, and keep what they are afterwards if it ``changes`` them; yields the ``extra``
+        sections."""
         assert self.optimizer is not None
-        on_disk = self._storage.on_disk
-        sections = ["values", "states"] if on_disk else ["values"]
-        new = {"states"} if fresh or not self._entries else set()
-        with self._borrow(*sections, *extra, fresh=new, written=sections) as buffers:
+        sections = ["values", *["states"] * self._storage.on_disk]
+        fresh, written = () if self._entries else ("states",), sections if changes else ()
+        with self._borrow(*sections, *extra, fresh=fresh, written=written) as buffers:
             for name, view in self.layout.views(buffers[0]).items():
                 self.parameters[name].data = view
-            for name, state in self._views(buffers[1]).items() if on_disk and not fresh else ():
-                self.optimizer.state[self.parameters[name]] = state
+            for (name, key), entry in self._entries.items():
+                self.optimizer.state[self.parameters[name]][key].data = _view(buffers[1], *entry)
             yield buffers[len(sections) :]
-            if on_disk:
-                self._put_states(self.optimizer, buffers[1])
-                for parameter in self.parameters.values():
-                    parameter.data = torch.zeros((), dtype=self._dtype).expand(parameter.shape)
+            if self._storage.on_disk:
+                self._put_away(self.optimizer, buffers[1])
+
+    def _put_away(self, optimizer: Optimizer, buffer: Tensor) -> None:
+        """Take the memory of parameters and large states, after states that are not in ``buffer`` yet have been copied there."""
+        for name, parameter in self.parameters.items():
+            _empty(parameter)
+            states = optimizer.state.get(parameter, {}).items()
+            large = {k: v for k, v in states if isinstance(v, Tensor) and v.numel() > _SMALL}
+            for gone in [entry for entry in self._entries if entry[0] == name and entry[1] not in large]:
+                del self._entries[gone]
+            for key, value in large.items():
+                entry = self._entries.get((name, key))
+                if entry is None or entry[1:] != (value.shape, value.dtype):
+                    entry = self._entries[name, key] = self._end, value.shape, value.dtype
+                    self._end += -(-value.nbytes // ALIGNED) * ALIGNED
+                    if self._end > buffer.numel():
+                        raise UnsupportedModuleError(
+                            f"{type(optimizer).__name__} keeps more for {self.layout.names[0]} and its like than a test of it showed, or "
+                            f'states whose shape changes: {self._end} bytes for {buffer.numel()}; use optimizer_states="memory"'
+                        )
+                view = _view(buffer, *entry)
+                if view.data_ptr() != value.data_ptr():
+                    view.copy_(value)
+                _empty(value)
 
     def add_groups(
         self, options: Sequence[Mapping[str, Any]], names: Sequence[Collection[str]], marks: Mapping[str, Any]
@@ -234,53 +252,20 @@ class HeldUnit:
         for given, parameters in zip(options, groups, strict=True):
             Optimizer.add_param_group(self.optimizer, {**given, "params": parameters})
 
-    # states on a disk
-
-    def _views(self, buffer: Tensor) -> dict[str, dict[str, Any]]:
-        found = {name: dict(small) for name, small in self._small.items()}
-        for (name, key), entry in self._entries.items():
-            found[name][key] = _view(buffer, *entry)
-        return found
-
-    def _put_states(self, optimizer: Optimizer, buffer: Tensor) -> None:
-        """Move the states out of the optimizer into ``buffer``, in which most of them are already."""
-        for name, parameter in self.parameters.items():
-            state = optimizer.state.pop(parameter, None)
-            if state is None:
-                continue
-            large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.numel() > _SMALL}
-            self._small[name] = {key: value for key, value in state.items() if key not in large}
-            for gone in [entry for entry in self._entries if entry[0] == name and entry[1] not in large]:
-                del self._entries[gone]
-            for key, value in large.items():
-                entry = self._entries.get((name, key))
-                if entry is None or entry[1:] != (value.shape, value.dtype):
-                    entry = self._entries[name, key] = self._end, value.shape, value.dtype
-                    self._end += -(-value.nbytes // ALIGNED) * ALIGNED
-                    if self._end > buffer.numel():
-                        raise UnsupportedModuleError(
-                            f"{type(optimizer).__name__} keeps more for {self.layout.names[0]} and its like than a test of it showed, or "
-                            f'states whose shape changes: {self._end} bytes for {buffer.numel()}; use optimizer_states="memory"'
-                        )
-                view = _view(buffer, *entry)
-                if view.data_ptr() != value.data_ptr():
-                    view.copy_(value)
-
     # checkpoints
 
     @contextlib.contextmanager
     def states(self) -> Iterator[dict[str, dict[str, Any]]]:
         """Yield the optimizer states by parameter, with the fp32 masters of parameters in low precision."""
-        masters = sorted(self.stepped) if self.layout.has_masters else []
-        sections = ["values"] * bool(masters) + ["states"] * bool(self._entries)
-        with self._borrow(*sections) as buffers:
-            if self._storage.on_disk:
-                found = self._views(buffers[-1] if self._entries else torch.empty(0, dtype=torch.uint8))
-            else:
-                state = {} if self.optimizer is None else self.optimizer.state
-                found = {n: dict(state[p]) for n, p in self.parameters.items() if p in state}
-            views = self.layout.views(buffers[0]) if masters else {}
-            yield found | {n: found.get(n, {}) | {MASTER_WEIGHT: views[n]} for n in masters}
+        if self.optimizer is None:
+            yield {}
+            return
+        with self._shown(changes=False):
+            state = self.optimizer.state
+            found = {n: dict(state[p]) for n, p in self.parameters.items() if p in state}
+            for name in self.stepped if self.layout.has_masters else ():
+                found.setdefault(name, {})[MASTER_WEIGHT] = self.parameters[name].detach()
+            yield found
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Load optimizer states, as ``Optimizer.load_state_dict`` does: in the parameters' types. Masters are loaded if they round to the
@@ -288,9 +273,8 @@ class HeldUnit:
         if self.optimizer is None:
             return
         self._entries.clear()
-        self._small.clear()
         self._end = 0
-        with self._shown(fresh=True):
+        with self._shown():
             for name in states if self.layout.has_masters else ():
                 saved = states[name].get(MASTER_WEIGHT)
                 if saved is not None:
@@ -302,6 +286,10 @@ class HeldUnit:
             given = {n: {k: v for k, v in state.items() if k != MASTER_WEIGHT} for n, state in states.items()}
             held["state"] = {i: given[name] for i, name in enumerate(params) if given.get(name)}
             self.optimizer.load_state_dict(held)
+
+
+def _empty(tensor: Tensor) -> None:
+    tensor.data = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _view(buffer: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
