@@ -176,12 +176,19 @@ class RemoteHost(OptimizerHost):
         Raises:
             UnsupportedModuleError: nodes cannot step a new group, or the parameters of an earlier group were changed.
         """
-        groups = self.optimizer.param_groups
-        if len(groups) == len(self._group_names) and not any(group["params"] for group in groups):
+        groups, known = self.optimizer.param_groups, len(self._group_names)
+        if len(groups) == known and not any(group["params"] for group in groups):
             return
-        added = self._added_groups()
-        if added:
-            self._take_groups(added)
+        name_of = {id(p): n for n, p in self._parameters.parameters.items()}
+        held = [[name_of[id(p)] for p in group["params"]] for group in groups]
+        # earlier groups hold no parameters, or the same ones again (compat/finetuning.py)
+        if len(held) < known or any(now not in ([], then) for now, then in zip(held, self._group_names, strict=False)):
+            raise UnsupportedModuleError(
+                f"the parameter groups of {type(self.optimizer).__name__} were changed while the module trains, and optimizer nodes step "
+                f"those that they know: add groups by add_param_group, or use optimizer_nodes=0"
+            )
+        if held[known:]:
+            self._take_groups(held[known:])
         for group in groups:
             _empty(group)
 
@@ -204,19 +211,6 @@ class RemoteHost(OptimizerHost):
         self._parameters.ask(Action.GROUPS, everyone=True, message=message)
         self._group_names += names
         self._stepped |= {name for of_group in names for name in of_group}
-
-    def _added_groups(self) -> list[list[str]]:
-        """Return the names of this rank's parameters in each new group; earlier groups hold no parameters, or the same ones again
-        (compat/finetuning.py)."""
-        name_of = {id(p): n for n, p in self._parameters.parameters.items()}
-        held = [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        known = len(self._group_names)
-        if len(held) < known or any(now not in ([], then) for now, then in zip(held, self._group_names, strict=False)):
-            raise UnsupportedModuleError(
-                f"the parameter groups of {type(self.optimizer).__name__} were changed while the module trains, and optimizer nodes step "
-                f"those that they know: add groups by add_param_group, or use optimizer_nodes=0"
-            )
-        return held[known:]
 
     def _commit(self) -> None:
         if len(self.optimizer.param_groups) != len(self._group_names):

@@ -135,23 +135,22 @@ class OptimizerNodes:
                 self._store = open_store(*found)
                 self._watch()
             self._nodes = [read(self._store, f"node/{number}") for number in range(self._count)]
+            for node in self._nodes:
+                node["cluster"] = node["cluster"] or cluster_of(node["host"], self._connection.options.optimizer_hosts)
 
     def share(self, clusters: Sequence[str | None]) -> list[list[int]]:
         """Return for each pipeline rank the nodes that hold its stages; ``clusters``: of each pipeline rank. All ranks must call."""
         self._meet()
-        return share_nodes(clusters, [self._cluster(node) for node in self._nodes])
+        return share_nodes(clusters, [node["cluster"] for node in self._nodes])
 
     def clusters_of(self, numbers: Sequence[int]) -> list[str | None]:
         """Return the clusters of nodes; None for nodes whose cluster is not known."""
-        return [self._cluster(self._nodes[number]) for number in numbers]
-
-    def _cluster(self, node: Mapping[str, Any]) -> str | None:
-        return node["cluster"] or cluster_of(node["host"], self._connection.options.optimizer_hosts)
+        return [self._nodes[number]["cluster"] for number in numbers]
 
     def _addresses(self, number: int, ranks: Sequence[int]) -> list[str]:
         """Return the address of a node for each of these global ranks: on a fast card that they share, or else where rank 0 reaches it."""
-        node, name = self._nodes[number], self._cluster(self._nodes[number])
-        own = next((cluster for cluster in self._topology.clusters if cluster.name == name), None)
+        node = self._nodes[number]
+        own = next((cluster for cluster in self._topology.clusters if cluster.name == node["cluster"]), None)
         near = {} if own is None else near_addresses(own, node["ports"])
         return [near.get(self._topology.host_of_rank(rank).name, node["address"]) for rank in ranks]
 

@@ -16,14 +16,12 @@ from torch import nn
 
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node.description import (
-    build_optimizer,
     check_plain,
     describe_module,
-    describe_optimizer,
     find_class,
 )
 from lightning_holmes.optim.node.disk import Disk
-from lightning_holmes.optim.node.link import Action, pack, unpack
+from lightning_holmes.optim.node.link import Action
 from lightning_holmes.optim.node.node_options import NodeOptions, parse_bytes
 
 ROOMS = {"the least": 0, "little": 60_000, "some": 300_000, "for all": 100 << 20}
@@ -323,15 +321,6 @@ def test_a_node_for_another_module_is_refused_with_the_difference(
         Driver(told, expected=expected)
 
 
-def test_a_module_that_hooks_complete_is_compared_by_its_class() -> None:
-    assert describe_module(Net(), is_whole=False) == {"class": "Net", "shapes": None, "precision": None}
-
-
-def test_an_optimizer_without_a_parameter_of_the_unit_is_none() -> None:
-    told = describe_optimizer(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), [["c"]], {})
-    assert build_optimizer(torch.optim.SGD, told, {"a": nn.Parameter(torch.zeros(2))}) is None
-
-
 def test_a_class_that_the_script_has_not_imported_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"antigravity.Mine is not known"):
         find_class({"module": "antigravity", "name": "Mine"}, may_import=False)
@@ -346,9 +335,3 @@ def test_nothing_but_plain_values_is_sent(value: Any) -> None:
     check_plain({"betas": (0.9, 0.99), "maximize": False, "foreach": None}, "options")
     with pytest.raises(ConfigurationError, match="lr is a tensor"):
         check_plain(torch.ones(1), "lr")
-
-
-def test_messages_keep_types() -> None:
-    message = {"betas": (0.9, 0.99), 3: [None, True], "t": torch.arange(3, dtype=torch.bfloat16)}
-    found = unpack(pack(message))
-    assert found["betas"] == (0.9, 0.99) and found[3] == [None, True] and torch.equal(found["t"], message["t"])

@@ -9,10 +9,9 @@ import signal
 import time
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -44,8 +43,7 @@ LAYOUTS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2))
 """(pipeline ranks, workers of each pipeline rank)"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """A fit with ``num_nodes`` optimizer nodes.
 
     states: Where nodes keep optimizer states, "memory" or "disk".
@@ -84,32 +82,11 @@ class Case:
         return "-".join(words) + f"-{self.microbatches}"
 
 
+PRODUCT = product(LAYOUTS, (1, 2), ("memory", "disk"), OPTIMIZERS, OPTIONS, (1, 2, 3), (False, True), (False, True))
 CASES = [
-    Case(
-        layout=layout,
-        num_nodes=nodes,
-        states=states,
-        optimizer=optimizer,
-        option=option,
-        microbatches=parts,
-        tree=tree,
-        copies=copies,
-    )
-    for layout, nodes, states, optimizer, option, parts, tree, copies in selected(
-        [
-            row
-            for row in product(
-                LAYOUTS,
-                (1, 2),
-                ("memory", "disk"),
-                OPTIMIZERS,
-                OPTIONS,
-                (1, 2, 3),
-                (False, True),
-                (False, True),
-            )
-            if row[5] * row[0][1] <= 8 and (not row[6] or row[0][1] > 1)
-        ],
+    Case(*row)
+    for row in selected(
+        [row for row in PRODUCT if row[5] * row[0][1] <= 8 and (not row[6] or row[0][1] > 1)],
         cost=lambda row: 1 + row[0][0] * row[0][1],
     )
 ]
@@ -470,6 +447,35 @@ REFUSED: dict[str, Any] = {
         ),
     ),
 }
+
+
+REASONS = {
+    "an average of weights": "UnsupportedModuleError: optimizer_nodes=1: the callback StochasticWeightAveraging reads",
+    "a weight is read": "reads layers.0.up.weight, but optimizer nodes hold it between steps",
+    "a gradient is read": "reads the gradient of layers.0.up.weight, but optimizer nodes hold it between steps",
+    "states are read": "the state of SGD is read, which optimizer nodes hold: read it in a checkpoint",
+    "states are cleared": "the state of SGD is cleared, which optimizer nodes hold",
+    "states are replaced": "the state of SGD is cleared, which optimizer nodes hold",
+    "a hook of the step": "is called with each step of SGD (register_step_pre_hook or the like)",
+    "a step that is replaced": "SGD.step was replaced on this optimizer",
+    "a step after the fit": "this SGD steps after the fit for which it was made",
+    "a fit with nodes": "this SGD was trained with before, when nodes took its parameters and states",
+    "a fit without": "this SGD steps after the fit for which it was made",
+    "counted in a group": "Counts changes 'count' of its parameter group 0 in each step",
+    "a class in a function": "is defined inside a function, where an optimizer node cannot find it",
+    "a tensor as an option": "param_groups[0]['lr'] is a tensor, and only plain numbers are sent",
+    "an option that changes in a step": "the optimizer's options were [{'lr': 0.05",
+    "an option that changes in the last step": "and [{'lr': 0.03125,",
+    "thawed on disk": "is trained from now on, but was frozen when its place on disk was taken",
+    "thawed without a master": "is trained from now on, but was frozen when optimizer nodes were given it",
+    "a group for an optimizer with a way of its own": "it overrides add_param_group, which nodes do not call",
+    "a group between two batches of a step": "SGD was given a parameter group between batches of one step",
+    "thawed in a step": "scale was frozen when the batch began, and is trained in it: its gradient would be lost",
+    "a group before a step": "SGD was given a parameter group between a batch's beginning and its step",
+    "a parameter in another group": "a hook has changed which parameters are in a group of SGD while the module trains",
+    "two steps": "the optimizer steps twice with the gradients of one batch",
+}
+"""By what is refused, a part of the error."""
 
 
 def run_refusals(folder: Path) -> dict[str, Any]:

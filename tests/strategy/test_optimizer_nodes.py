@@ -17,6 +17,7 @@ from optimizer_node_cases import (
     ADDED,
     CASES,
     OPTIONS,
+    REASONS,
     RESUMED,
     Case,
     Data,
@@ -222,43 +223,9 @@ def test_plain_lightning_goes_on_from_a_file(source: str, folder: Path, plain: d
 
 
 @pytest.mark.xdist_group("optimizer_nodes")
-@pytest.mark.parametrize(
-    ("why", "reason"),
-    [
-        (
-            "an average of weights",
-            "UnsupportedModuleError: optimizer_nodes=1: the callback StochasticWeightAveraging reads",
-        ),
-        ("a weight is read", "reads layers.0.up.weight, but optimizer nodes hold it between steps"),
-        ("a gradient is read", "reads the gradient of layers.0.up.weight, but optimizer nodes hold it between steps"),
-        ("states are read", "the state of SGD is read, which optimizer nodes hold: read it in a checkpoint"),
-        ("states are cleared", "the state of SGD is cleared, which optimizer nodes hold"),
-        ("states are replaced", "the state of SGD is cleared, which optimizer nodes hold"),
-        ("a hook of the step", "is called with each step of SGD (register_step_pre_hook or the like)"),
-        ("a step that is replaced", "SGD.step was replaced on this optimizer"),
-        ("a step after the fit", "this SGD steps after the fit for which it was made"),
-        ("a fit with nodes", "this SGD was trained with before, when nodes took its parameters and states"),
-        ("a fit without", "this SGD steps after the fit for which it was made"),
-        ("counted in a group", "Counts changes 'count' of its parameter group 0 in each step"),
-        ("a class in a function", "is defined inside a function, where an optimizer node cannot find it"),
-        ("a tensor as an option", "param_groups[0]['lr'] is a tensor, and only plain numbers are sent"),
-        ("an option that changes in a step", "the optimizer's options were [{'lr': 0.05"),
-        ("an option that changes in the last step", "and [{'lr': 0.03125,"),
-        ("thawed on disk", "is trained from now on, but was frozen when its place on disk was taken"),
-        ("thawed without a master", "is trained from now on, but was frozen when optimizer nodes were given it"),
-        ("a group for an optimizer with a way of its own", "it overrides add_param_group, which nodes do not call"),
-        ("a group between two batches of a step", "SGD was given a parameter group between batches of one step"),
-        ("thawed in a step", "scale was frozen when the batch began, and is trained in it: its gradient would be lost"),
-        ("a group before a step", "SGD was given a parameter group between a batch's beginning and its step"),
-        (
-            "a parameter in another group",
-            "a hook has changed which parameters are in a group of SGD while the module trains",
-        ),
-        ("two steps", "the optimizer steps twice with the gradients of one batch"),
-    ],
-)
-def test_what_nodes_cannot_do_is_refused(why: str, reason: str, found: Records) -> None:
-    assert reason in found[why][0]
+@pytest.mark.parametrize("why", REASONS)
+def test_what_nodes_cannot_do_is_refused(why: str, found: Records) -> None:
+    assert REASONS[why] in found[why][0]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ next forward. Gradients are summed in the order of the workers, whichever comes 
 """
 
 import functools
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -91,8 +91,8 @@ class Session:
         self._changed, self._hearing = threading.Condition(), threading.Lock()
         self._failure: BaseException | None = None
         self._sending: dict[int, int] = dict.fromkeys(self.units, 0)
-        self._updates: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_updates = 0  # that are queued or run
+        self._updates = ThreadPoolExecutor(1, thread_name_prefix="holmes-node-update")
+        self._last_update: Future[None] | None = None
         self._begun: tuple[int, Any] = 0, None
         self._last_window = self._num_steps = 0
         self._told_at, self._told_steps = time.perf_counter(), 0
@@ -120,12 +120,12 @@ class Session:
     def run(self) -> None:
         """Serve until the run has ended well and the workers are gone. Raises what ends it before."""
         self._answer("ready")
-        for serve in (*[self._pull] * _IN_FLIGHT, self._push, self._update):
+        for serve in (*[self._pull] * _IN_FLIGHT, self._push):
             name = f"holmes-node{serve.__name__}"
             threading.Thread(target=self._guarded, args=(serve,), name=name, daemon=True).start()
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None)
-        self._updates.put(None)
+        self._updates.shutdown(wait=False, cancel_futures=True)
         self._storage.close()
         if not (self.rests and isinstance(self._failure, ConnectionLostError)):
             assert self._failure is not None
@@ -187,7 +187,7 @@ class Session:
         while True:
             order = self._links[0].hear()
             if order.action not in _DURING_STEPS:
-                self._wait(lambda: not self._num_updates)
+                self._wait(self._is_settled)
             self._acts[order.action](order)
             self._note()
 
@@ -254,7 +254,7 @@ class Session:
         self._last_window = window
         begun, options = self._begun
         if begun == window and repr(options) != repr(message["options"]):
-            self._wait(lambda: not self._num_updates)  # whose errors may be more specific
+            self._wait(self._is_settled)  # whose errors may be more specific
             raise HolmesError(
                 f"the optimizer's options were {options} when a batch began, and {message['options']} at its step, while optimizer "
                 f"nodes had updated layers already: change options in on_train_batch_start or before, or override "
@@ -272,16 +272,11 @@ class Session:
         self._queue(lambda: self._step(unit, window, edits, options))
 
     def _queue(self, act: Callable[[], None]) -> None:
-        with self._changed:
-            self._num_updates += 1
-        self._updates.put(act)
+        self._last_update = self._updates.submit(self._guarded, act)
+        self._last_update.add_done_callback(lambda _: self._note())
 
-    def _update(self) -> None:
-        while (act := self._updates.get()) is not None:
-            act()
-            with self._changed:
-                self._num_updates -= 1
-                self._changed.notify_all()
+    def _is_settled(self) -> bool:
+        return self._last_update is None or self._last_update.done()
 
     def _step(self, unit: HeldUnit, window: int, edits: Any, options: Any) -> None:
         order = list(self.units)
@@ -294,15 +289,11 @@ class Session:
 
     def _end_step(self) -> None:
         self._num_steps += 1
-        now = time.perf_counter()
-        steps, passed = self._num_steps - self._told_steps, now - self._told_at
+        steps, passed = self._num_steps - self._told_steps, time.perf_counter() - self._told_at
         if passed > _TOLD_EVERY_S:
-            self._told_at, self._told_steps = now, self._num_steps
-            memory = psutil.Process().memory_info().rss / 1e6
-            print(
-                f"{self.name}: step {self._num_steps}, {passed / steps:.3g} s each, {memory:.0f} MB of memory",
-                flush=True,
-            )
+            self._told_at, self._told_steps = time.perf_counter(), self._num_steps
+            memory = f"{psutil.Process().memory_info().rss / 1e6:.0f} MB of memory"
+            print(f"{self.name}: step {self._num_steps}, {passed / steps:.3g} s each, {memory}", flush=True)
 
     # what is asked between steps
 
