@@ -7,7 +7,7 @@ any class counts by its attributes (object_state.py).
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -103,11 +103,11 @@ class ModuleState:
             wait()
         self._sent.clear()
 
-    def attributes(self) -> dict[Key, Any]:
+    def attributes(self, modules: Iterable[tuple[str, nn.Module]] | None = None) -> dict[Key, Any]:
         """The attributes of the modules that this rank owns, and of objects that they hold, by module and path."""
         found: dict[Key, Any] = {}
         seen: set[int] = set()
-        for name, module in self._pipeline.local_modules():
+        for name, module in self._pipeline.local_modules() if modules is None else modules:
             if isinstance(module, Metric):
                 continue
             for key, value in vars(module).items():
@@ -127,7 +127,8 @@ class ModuleState:
     def _changes(self) -> tuple[dict[Key, Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
         """The attributes and buffers that have changed since the last call, and all metric states; they count as
         known to all ranks from now on."""
-        attributes, buffers, before = self.attributes(), self.buffers(), self._seen
+        modules = list(self._pipeline.local_modules())
+        attributes, buffers, before = self.attributes(modules), self.buffers(), self._seen
         self._seen = _fingerprints(attributes, buffers)
         changed = {key for key, value in self._seen.items() if before.get(key, _UNCHANGED) != value}
         structure = self._pipeline.structure
@@ -140,7 +141,7 @@ class ModuleState:
         attributes = {k: tree.map_all_tensors(_to_host, v) for k, v in attributes.items() if k in changed}
         buffers = {name: _to_host(buffer) for name, buffer in buffers.items() if (name, ()) in changed}
         metrics = {}
-        for name, module in self._pipeline.local_modules():
+        for name, module in modules:
             if isinstance(module, Metric):
                 metrics[name] = (tree.map_tensors(_to_host, module.metric_state), module.update_count)
         return attributes, buffers, metrics
