@@ -171,7 +171,7 @@ class AttributeWatch:
             if (here := self._here()) is not None:
                 use.written.add(here)
 
-        part.__class__ = type(type(part).__name__, (type(part),), {key: property(read, write, delete)})
+        part.__class__ = _made_from(type(part), {key: property(read, write, delete)})
         self._finishers.append(notice)
 
 
@@ -189,7 +189,7 @@ def _takes_class(value: Any) -> bool:
     """Whether an object can be given a class of another's layout."""
     kind = type(value)
     try:
-        value.__class__ = type(kind.__name__, (kind,), {})
+        value.__class__ = _made_from(kind, {})
         value.__class__ = kind
     except TypeError:
         return False
@@ -228,3 +228,8 @@ def attribute_tensors(module: nn.Module) -> dict[str, Tensor]:
             for index, tensor in enumerate(known[id(value)]):
                 found[f"{name}.{key}.{index}" if name else f"{key}.{index}"] = tensor
     return found
+
+
+def _made_from(kind: type, more: dict[str, Any]) -> type:
+    """Return a class with ``more`` that has the names of ``kind``: transformers looks for settings by a class's text."""
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **more})

@@ -37,6 +37,8 @@ TOPIC_STATE = 2
 
 _UNCHANGED = object()
 _SMALL_BYTES = 1 << 16
+_SCALARS = frozenset((type(None), bool, int, str))
+"""Of these is nearly everything that a module holds. Floats need more care: a NaN is not equal to itself."""
 _HASHED = {bool, int, str, bytes, type(None)}
 Key = tuple[str, Path]
 """A module's name, and the path of a value below it; a buffer's whole name has an empty path."""
@@ -225,7 +227,10 @@ class _Seen:
 def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dict[Key, Hashable]:
     """The fingerprints of attributes by module and path, and of buffers by their whole name."""
     # the attributes of an object have keys of their own
-    found = {key: _Seen(v) if is_looked_into(v) else _fingerprint(v) for key, v in attributes.items()}
+    found: dict[Key, Hashable] = {
+        key: (type(v), v) if type(v) in _SCALARS else _Seen(v) if is_looked_into(v) else _fingerprint(v)
+        for key, v in attributes.items()
+    }
     return found | {(name, ()): _fingerprint(buffer) for name, buffer in buffers.items()}
 
 

@@ -5,9 +5,10 @@
 
     before = settings_of(trainer); run(); changed = changed_settings(trainer, before)     # on the rank that runs a step's end
     change_settings(trainer, changed)                                                     # on the others
+    change_settings(trainer, before)                                                      # before each microbatch
 
-The trainer's attributes and the settings of its optimizers and schedulers are restored; should_stop and the settings of optimizers
-are brought to all ranks. Other objects that the trainer refers to (callbacks, loggers, loops) are not copied.
+After a trial the trainer's attributes and the settings of its optimizers and schedulers are restored; of a real step, should_stop and the
+settings of optimizers count. Other objects that the trainer refers to (callbacks, loggers, loops) are not copied.
 """
 
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def changed_settings(trainer: Any, before: list[dict[str, Any]]) -> list[dict[st
 
 
 def change_settings(trainer: Any, changed: list[dict[str, Any]] | None) -> None:
-    """Set what :func:`changed_settings` has found on another rank, whose optimizers have the same groups."""
+    """Set what :func:`settings_of` or :func:`changed_settings` has found, here or on another rank, whose optimizers have the same groups."""
     if changed is not None:
         for key, value in changed[0].items():
             setattr(trainer, key, value)

@@ -133,6 +133,8 @@ class StepDriver:
         weights = self._weights(microbatches, sizes)
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         state = self._state_signature()
+        trainer = trainer_of(self.module) if self._is_staged or count > 1 else None
+        settings = None if trainer is None else settings_of(trainer)
         run = Microbatches(
             schedule=make_schedule(
                 self.schedule,
@@ -141,7 +143,7 @@ class StepDriver:
                 num_chunks=self.num_chunks,
                 forward_only=not request.trains,
             ),
-            step=self._make_step(request, microbatches),
+            step=self._make_step(request, microbatches, settings),
             signatures=[(state, batches.signature(m)) for m in microbatches],
             seeds=[derive_seed(request.seed, request.replica * count + index) for index in range(count)],
             after_forwards=None if self.has_last_stage else self._send_calls,
@@ -153,11 +155,9 @@ class StepDriver:
         self._expect_messages()
         self.is_inside_part = count > 1 or self.pipeline_parallel_size > 1
         guarded = self._metrics if count > 1 else {}
-        trainer = trainer_of(self.module) if self._is_staged else None
-        settings = None if trainer is None else settings_of(trainer)
         own = self._generators if count > 1 or self.pipeline.num_stages > 1 else {}
         generators, place = states_of(own), f"{type(self.module).__name__}.{request.step_name}"
-        several = (
+        is_pipeline = (
             self.pipeline_parallel_size > 1
         )  # in a process that runs whole steps, or microbatches, loggers hear of all
 
@@ -170,7 +170,7 @@ class StepDriver:
                 window.around_batch(),
                 self.recorder.recording(),
                 noticing_compute(guarded, refuse_compute),
-                refusing_loggers(self.module, place) if several else nullcontext(),
+                refusing_loggers(self.module, place) if is_pipeline else nullcontext(),
             ):
                 yield from self.runner.run(request, run)
         finally:
@@ -179,7 +179,7 @@ class StepDriver:
         start = observer.mark()
         for each in unseen:
             yield from self._compare_values(*each)
-        changed = None if settings is None else changed_settings(trainer, settings)
+        changed = changed_settings(trainer, settings) if settings is not None and self._is_staged else None
         result = yield from self._share(request, run, sizes, weights, window, changed)
         observer.add("wait", start)
         return result
@@ -279,21 +279,25 @@ class StepDriver:
         """The state that decides which activations need gradients: training mode and ``requires_grad`` of each parameter."""
         return self.module.training, bytes([parameter.requires_grad for parameter in self.module.parameters()])
 
-    def _make_step(self, request: StepRequest, microbatches: list[Any]) -> Callable[[StageRun, int], Any]:
-        step = getattr(self.module, request.step_name)
+    def _make_step(
+        self, request: StepRequest, microbatches: list[Any], settings: list[dict[str, Any]] | None
+    ) -> Callable[[StageRun, int], Any]:
+        step, several = getattr(self.module, request.step_name), len(microbatches) > 1
 
         def run_step(run: StageRun, microbatch: int) -> Any:
             assert run.seed is not None
             seed_all(run.seed, self.device)
             self.recorder.enter(run, microbatch, self._positions[run.stage])
             part = microbatches[microbatch]
+            if several and settings is not None:  # a step that lowers a learning rate does so once a batch
+                change_settings(trainer_of(self.module), [{}, *settings[1:]])
             if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage starts the step anew
                 part = tree.map_all_tensors(Tensor.clone, part)
             with request.context():
                 try:
                     output = step(part, *request.arguments)
                 except Exception as error:
-                    if len(microbatches) > 1:
+                    if several:
                         error.add_note(
                             f"{request.step_name} ran over microbatch {microbatch} of {len(microbatches)}: with one microbatch it runs over "
                             f"the whole batch, as in plain Lightning"

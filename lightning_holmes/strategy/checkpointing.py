@@ -22,7 +22,7 @@ from lightning_holmes.checkpoint import finding, run_state
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import fabric, pl
-from lightning_holmes.lightning_private import collects_checkpoint, restore_loaders
+from lightning_holmes.lightning_private import average_model, collects_checkpoint, restore_loaders
 from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.stage_shards import StageShards
@@ -272,6 +272,10 @@ class RunCheckpoints:
         assigned = ["optimizer"] * is_sharded + ["state_dict"] * (self._stage_shards is not None)
         if run is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's state there
             checkpoint["state_dict"] = checkpoints.owned(checkpoint["state_dict"], run.pipeline)
+        if self._open_run is None and self._stage_shards is None and "current_model_state" in checkpoint:
+            checkpoint["current_model_state"] = (
+                self.module.state_dict()
+            )  # of averaged weights, which have moved this rank's part there
         about = _names(self.module) | {"plan": plan, "assigned": frozenset(assigned)}
         with self.job.explaining():
             self.manager.save_folder(member, checkpoint, path, background=background, **about)
@@ -310,9 +314,11 @@ class RunCheckpoints:
     def load_module(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Load weights: now if the layout is known, else as soon as it is, so that a rank reads only its part."""
         saved, trainer = checkpoint["state_dict"], self.module.trainer
-        averages = any(isinstance(c, pl.callbacks.WeightAveraging) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        if averages and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
-            saved = checkpoint.get("current_model_state", saved)  # training continues from these, not from the average
+        fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        averages = [c for c in trainer.callbacks if isinstance(c, pl.callbacks.WeightAveraging)]  # type: ignore[attr-defined]
+        if any(fitting or average_model(callback) is not None for callback in averages):
+            # training continues from these, not from the average; and so does an evaluation after a fit with the same callback
+            saved = checkpoint.get("current_model_state", saved)
         self.loaded_state.weights = (saved, strict)
         if self._open_run is None:
             return

@@ -89,6 +89,7 @@ class Fit(Run):
             self.job.optimizer_nodes(self.options.optimizer_nodes)  # they start meanwhile
         self._make_optimizers()
         self._averages: WeightAverages | None = None
+        self._is_partial = False
         self._show_whole_module_to_callbacks(self.job.groups.pipeline)
         self._begin(self.parameter_groups)
 
@@ -196,6 +197,7 @@ class Fit(Run):
             self.shards,
             shards_parameters=self.stage_shards is not None,
             optimizer_nodes=self.options.optimizer_nodes if self.has_gradients else 0,
+            is_partial=self._is_partial,
         )
 
     def _hides_states(self) -> bool:
@@ -463,6 +465,7 @@ class Fit(Run):
     def hand_over(self, *, skipped: bool = False) -> None:
         """Set ``p.grad`` to the gradients that the pipeline has accumulated, reduced unless more batches are to come; ``skipped``: this batch
         had no backward."""
+        self._is_partial = self.accumulates and self.job.placement.data_parallel_size > 1
         noting = nullcontext() if self._clock is None else self._clock.noting("reduce")
         with self.job.explaining(self.job.groups.data_parallel), noting:
             with labelled(lambda: "holmes: wait for the sums of gradients"):

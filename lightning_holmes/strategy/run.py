@@ -34,6 +34,7 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.plan.schedule import Action
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.batch_source import BatchSource
 from lightning_holmes.strategy.building import move_parameters
@@ -86,6 +87,7 @@ class Run:
         self.planned: Plan | None = None
         self.plan: Plan
         self.context = context
+        self._hooks_have_run = True
         self._signals: BatchSignals | None = None
         self._lockstep: Lockstep | None = None
         self._tripwires: Tripwires | None = None
@@ -412,11 +414,18 @@ class Run:
         """Whether this rank is running a part of a user's step now: for one stage, or for one microbatch."""
         return self.is_open and (self.driver.is_inside_part or self._whole_driver.is_inside_part)
 
+    @property
+    def is_inside_step(self) -> bool:
+        """Whether this rank is performing the actions of a step."""
+        return self._action() is not None
+
+    def _action(self) -> Action | None:
+        actions = [d.runner.current_action for d in (self.driver, self._whole_driver)] if self.is_open else []
+        return next((action for action in actions if action is not None), None)
+
     def _where(self) -> tuple[str, bool]:
         """Return where this rank is, in words, and whether it performs the actions of a step; called in another thread."""
-        step = f"in step {self.trainer.global_step}"
-        actions = [d.runner.current_action for d in (self.driver, self._whole_driver)] if self.is_open else []
-        action = next((action for action in actions if action is not None), None)
+        step, action = f"in step {self.trainer.global_step}", self._action()
         return (step, False) if action is None else (f"{step}, {action.describe()}", True)
 
     def _hidden_in_hooks(self) -> Mapping[str, str]:
@@ -487,6 +496,9 @@ class Run:
             loss_scales: see StepRequest; None: forward only.
         """
         self.receive_module_state()
+        if self._hooks_have_run:  # what they have changed on this rank is not the step's
+            self._state.watch()
+            self._hooks_have_run = False
         request = StepRequest(
             step_name=step_name,
             batch=batch,
@@ -515,6 +527,7 @@ class Run:
         else:
             result = self.driver.run(request)
         if step_name in self._state_each_batch:
+            self._hooks_have_run = True
             self._state.send()
             if not self._receives_later(step_name):
                 self._state.receive()
@@ -568,6 +581,7 @@ class Run:
     def synchronise_module_state(self) -> None:
         """Bring the state that steps have left on the module, and metrics, to every rank of the pipeline; all ranks must call."""
         if not self.job.connection.failed:
+            self._hooks_have_run = True
             with self.job.explaining():
                 self._state.synchronise()
 

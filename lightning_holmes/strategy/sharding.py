@@ -321,13 +321,24 @@ def why_deferred(trainer: "pl.Trainer") -> str:
     return next((f"{type(owner).__name__}.{hook} may change a step or leave it out" for owner, hook in found), "")
 
 
-def hidden_in_hooks(shards: OwnedStates | None, *, shards_parameters: bool, optimizer_nodes: int) -> dict[str, str]:
-    """Return which of "value" and "grad" hooks of the user cannot read whole, and why, for Tripwires."""
+def hidden_in_hooks(
+    shards: OwnedStates | None, *, shards_parameters: bool, optimizer_nodes: int, is_partial: bool
+) -> dict[str, str]:
+    """Return which of "value" and "grad" hooks of the user cannot read whole, and why, for Tripwires.
+
+    Args:
+        is_partial: whether gradients are those of a replica's own samples, since more batches are accumulated before they are summed.
+    """
     if optimizer_nodes:
         why = "optimizer nodes hold it between steps; use optimizer_nodes=0"
         return {"value": why, "grad": why}
     if shards_parameters:
         return {"grad": 'each replica holds a share of it; use sharding="none"'}
+    if is_partial:
+        return {
+            "grad": "between accumulated batches each replica has a share of the mean over all: read it in "
+            "on_before_optimizer_step, or use accumulate_grad_batches=1"
+        }
     if shards is None or shards.whole_gradients:
         return {}
     return {

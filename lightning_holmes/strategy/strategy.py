@@ -129,6 +129,7 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
     """
 
     strategy_name = "holmes"
+    _makes_optimizers = False  # whether configure_optimizers is running
 
     @refuses_removed
     def __init__(
@@ -208,6 +209,14 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         only would otherwise leave that to a stage whose part of the step does not reach the call."""
         run = vars(self).get("_run")
         return self.data_parallel_rank if run is not None and run.is_inside_part else super().global_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes; in a step and in ``configure_optimizers`` the number of replicas, as in DDP: learning rates and shares of
+        data scale with it."""
+        run = vars(self).get("_run")
+        in_users_code = self._makes_optimizers or (run is not None and run.is_inside_step)
+        return self.data_parallel_size if in_users_code else super().world_size
 
     @property
     def root_device(self) -> torch.device:
@@ -423,8 +432,12 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
 
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         reset_optimizers(self)
-        with admission.refusing_several_optimizers(trainer.lightning_module):
-            super().setup_optimizers(trainer)
+        self._makes_optimizers = True
+        try:
+            with admission.refusing_several_optimizers(trainer.lightning_module):
+                super().setup_optimizers(trainer)
+        finally:
+            self._makes_optimizers = False
 
     def model_to_device(self) -> None:
         assert self.model is not None
@@ -559,7 +572,7 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
     # collectives
 
     def _refuse_in_parts(self, name: str) -> None:
-        if self.world_size > 1 and self._run is not None and self._run.is_inside_part:
+        if super().world_size > 1 and self._run is not None and self._run.is_inside_part:
             raise UnsupportedModuleError(describe_collective("a step", name))
 
     def _lifted(self) -> AbstractContextManager[None]:
@@ -597,7 +610,7 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         counts the members."""
         self._refuse_in_parts("all_gather")
         group = self._replicas if group in (None, dist.group.WORLD) else group
-        alone = group is None and self._job is not None and self.world_size > 1
+        alone = group is None and self._job is not None and super().world_size > 1
         tensor = _copied(tensor)
         with self._lifted():
             return lightning_collectives.all_gather(tensor, group, alone=alone, sync_grads=sync_grads)

@@ -37,6 +37,9 @@ CURES: tuple[tuple[str, Case], ...] = (
     ),
     ("uses self.logger directly", {"later": "log"}),
     ("overrides optimizer_zero_grad", {"override": "none"}),
+    ("between accumulated batches", {"accumulate": "1"}),
+    ("use GroupNorm or LayerNorm", {"layers": "norm", "head": "linear"}),
+    ("with one microbatch it runs over the whole batch", {"microbatches": "1"}),
     ("calls self.all_gather", {"stages": "1", "microbatches": "1", "resume": "same"}),
 )
 """Words of refusals whose cure is a change of the module, and the traits of the changed one."""
@@ -164,7 +167,7 @@ def try_layout(jobs: Pool, case: Case) -> Outcome:
 
 def cures_in(why: str, case: Case) -> list[Case]:
     """Return the changes of a case that a refusal offers, those that it names last first."""
-    found: list[Case] = []
+    found: list[Case] = [{"resume": "same"}] if why.startswith("resumed") else []
     for match in reversed(list(_ARGUMENT.finditer(why))):
         axis = ARGUMENTS.get(match[1])
         value = match[2] or match[3] or match[4]

@@ -166,10 +166,14 @@ def fit(run: Run) -> Record:
             if trainer.is_global_zero:
                 saved = read_whole(end) if end.is_dir() else torch.load(end, weights_only=False)
                 found["saved"] = {key: saved[key] for key in _OF_CHECKPOINT if key in saved}
+        if evaluation == "test":
+            path = None if checkpoint == "none" else str(end)
+            found["tested"] = trainer.test(module, datamodule=data, ckpt_path=path, weights_only=False, verbose=False)
         record.values |= dict(flat(found))
     except Exception as error:
-        record.error = f"{type(error).__name__}: {error}"
-        record.is_refusal = isinstance(error, REFUSALS)
+        notes = [note for note in getattr(error, "__notes__", ()) if "with one microbatch" in note]
+        record.error = "; ".join((f"{type(error).__name__}: {error}", *notes))
+        record.is_refusal = isinstance(error, REFUSALS) or bool(notes)
         record.is_remote = isinstance(error, HolmesError) and not record.is_refusal
     record.num_batches = len(watch.batches)
     record.values |= dict(flat({"batches": watch.batches}))
@@ -192,11 +196,13 @@ class Data(pl.LightningDataModule):
         return make_loader(self.case, self.trainer, shuffle=self.case.get("shuffle") == "yes")
 
     def val_dataloader(self) -> Any:
-        validates = self.case.get("evaluation", "none") not in ("none", "predict")
+        validates = self.case.get("evaluation", "none") not in ("none", "predict", "test")
         return make_loader(self.case, self.trainer) if validates else []
 
     def predict_dataloader(self) -> Any:
         return make_loader(self.case, self.trainer)
+
+    test_dataloader = predict_dataloader
 
 
 def serve(address: str) -> None:

@@ -16,10 +16,31 @@ from traits import AXES, draw, settle
 FOUND = (
     "later=stops, stages=2",  # a step that stops the trainer after the layers
     "later=rate, stages=2, microbatches=1",
+    "later=rate, stages=2, microbatches=2",
+    "habit=gradient after step, accumulate=2, replicas=2",  # between accumulated batches: a share of the mean
+    "habit=averaging, checkpoint=end, evaluation=test, stages=2, format=folder",
+    "state=attribute, habit=one parameter, stages=2",  # a list to which a hook appends on rank 0 only, and another on all
     "random=torch, microbatches=2",  # a generator of its own, one stage, several microbatches
     "habit=averaging, checkpoint=end, stages=2",  # a checkpoint of the averages after the fit
 )
-"""Smallest cases of faults that are mended."""
+"""Smallest cases of faults that it has found, and that are mended."""
+GIVEN = (
+    "state=object, stages=2",
+    "state=counter, stages=2",
+    "state=nested, stages=2",
+    "state=attribute, read=save, checkpoint=middle, stages=2",
+    "random=numpy, stages=2",
+    "later=logger, stages=2",
+    "habit=equal, nodes=1",
+    "habit=minus, nodes=1",
+    "layers=batchnorm, replicas=2, evaluation=validation, log=synced, checkpoint=end",
+    "layers=batchnorm, stages=2, replicas=2, evaluation=validation, log=synced, checkpoint=end, microbatches=1",
+    "log=world, optimizer=scaled by world, stages=2, replicas=2",
+    "optimizer=schedule-free, replicas=2, sharding=optimizer",
+    "optimizer=schedule-free, nodes=1",
+    "optimizer=schedule-free, stages=2",
+)
+"""Cases that ran to the end with other numbers before there was a fuzzer."""
 
 
 def seeds() -> list[int]:
@@ -48,7 +69,7 @@ def test_equal_or_refused(seed: int, jobs: Pool) -> None:
 
 
 @pytest.mark.xdist_group("fuzz 0")
-@pytest.mark.parametrize("line", FOUND)
+@pytest.mark.parametrize("line", [*FOUND, *GIVEN])
 def test_mended(line: str, jobs: Pool) -> None:
     outcome = examine(jobs, settle(parse(line), splits=True))
     assert not outcome.fails, f"{outcome.verdict}: {outcome.why}"

@@ -59,7 +59,7 @@ class Counting(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.training:
             self.calls += 1
-            self.mean.lerp_(hidden.detach().flatten(0, -2).mean(0), 0.1)
+            self.mean.lerp_(hidden.detach().to(self.mean.dtype).flatten(0, -2).mean(0), 0.1)
         return super().forward(hidden - 0.1 * self.mean).tanh()
 
 
@@ -191,6 +191,7 @@ LOGS: dict[str, tuple[Callable[[Any, Tensor, Tensor, Tensor], Any], dict[str, An
     "sized": (lambda m, loss, out, y: loss, _BOTH | {"batch_size": 3}),
     "accuracy": (lambda m, loss, out, y: (m.accuracy.update(out.flatten(0, -2), y.flatten()), m.accuracy)[1], _EPOCH),
     "number": (lambda m, loss, out, y: float(m.global_step), {}),
+    "world": (lambda m, loss, out, y: 10.0 * m.trainer.world_size + m.trainer.is_global_zero, {}),
     "largest": (lambda m, loss, out, y: loss, _EPOCH | {"reduce_fx": "max"}),
     "summed": (lambda m, loss, out, y: loss, _EPOCH | {"reduce_fx": "sum"}),
     "perplexity": (lambda m, loss, out, y: loss.exp(), _BOTH),
@@ -278,6 +279,7 @@ HABITS: dict[str, Callable[[], Callback] | None] = {
         lambda t, m: float(next(iter(m.head.parameters()), m.extra).sum()) if t.is_global_zero else None,
     ),
     "equal": _hook("on_train_batch_end", lambda t, m: float((next(m.layers.parameters()) == 0).sum())),
+    "minus": _hook("on_train_batch_end", lambda t, m: float((torch.ones(()) - next(m.layers.parameters())).sum())),
     "gradient norm": _hook("on_before_optimizer_step", _gradients),
     "gradient after backward": _hook("on_after_backward", _gradients),
     "gradient after step": _hook("on_train_batch_end", _gradients),
@@ -350,6 +352,41 @@ OVERRIDES: dict[str, tuple[str, Any] | None] = {
 
 # ---------------------------------------------------------------- optimizers and schedules
 
+
+class ScheduleFree(torch.optim.Optimizer):
+    """The gradient is taken at ``y``, between the average ``x``, which ``eval`` puts in its place, and ``z``, which is stepped."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.is_training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for y in group["params"]:
+                if y.grad is not None:
+                    z = self.state[y].setdefault("z", y.clone())
+                    z.sub_(y.grad, alpha=group["lr"])
+                    y.lerp_(z, 0.3)
+        return loss
+
+    @torch.no_grad()
+    def _swap(self, *, is_training: bool) -> None:
+        if is_training != self.is_training:
+            self.is_training = is_training
+            for group in self.param_groups:
+                for y in group["params"]:
+                    if "z" in self.state[y]:
+                        y.lerp_(self.state[y]["z"], 0.5 if is_training else -1.0)
+
+    def eval(self) -> None:
+        self._swap(is_training=False)
+
+    def train(self) -> None:
+        self._swap(is_training=True)
+
+
 optim, rates = torch.optim, torch.optim.lr_scheduler
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (optim.SGD, {"lr": 0.05}),
@@ -357,6 +394,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (optim.AdamW, {"lr": 0.01}),
     "amsgrad": (optim.Adam, {"lr": 0.01, "amsgrad": True, "foreach": False}),
     "groups": (optim.AdamW, {"lr": 0.02}),
+    "schedule-free": (ScheduleFree, {"lr": 0.05}),
+    "scaled by world": (optim.SGD, {"lr": 0.05}),
     "rmsprop": (optim.RMSprop, {"lr": 0.005, "momentum": 0.5, "centered": True}),
     "adagrad": (optim.Adagrad, {"lr": 0.05}),
     "adafactor": (optim.Adafactor, {"lr": 0.02}),
@@ -398,7 +437,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "clip": ("none", "norm", "value"),
     "accumulate": ("1", "2", "3"),
     "scheduler": tuple(SCHEDULERS),
-    "evaluation": ("none", "validation", "mid-epoch", "list", "metric", "predict"),
+    "evaluation": ("none", "validation", "mid-epoch", "list", "metric", "predict", "test"),
     "checkpoint": ("none", "end", "middle", "epoch"),
     # the layout
     "stages": ("1", "2"),
@@ -464,6 +503,7 @@ def settle(case: Case, *, splits: bool = False) -> Case:
         }
         case |= {"habit": "none", "second habit": "none", "override": "none"}  # these, and a penalty, would read parts
         case |= {"loss": "mean"} if case["loss"] == "penalty" else {}
+        case |= {"optimizer": "sgd"} if case["optimizer"] == "adafactor" else {}  # torch's refuses DTensors
         case |= {"later": "never"} if case["later"] == "first layer" else {}
     if case["precision"] == "bf16-mixed":
         case |= {"optimizer": "sgd", "loss": "mean"}  # others make much of rounding
@@ -480,14 +520,16 @@ def settle(case: Case, *, splits: bool = False) -> Case:
         case["chunks"] = "2"
     elif case["schedule"] not in ("auto", "breadth_first"):
         case["chunks"] = "auto"
+    if case["override"] == "clip_gradients":
+        case["clip"] = "none"
     if case["checkpoint"] not in ("middle", "epoch"):
         case["resume"] = "same"
     if case["shuffle"] == "yes":
         case["replicas"] = "1"
         case["sharding"] = "none"
     if not {"early stopping"}.isdisjoint({case["habit"], case["second habit"]}) or case["scheduler"] == "plateau":
-        case["evaluation"] = "validation" if case["evaluation"] in ("none", "predict") else case["evaluation"]
-    if case["read"] == "validation" and case["evaluation"] in ("none", "predict"):
+        case["evaluation"] = "validation" if case["evaluation"] in ("none", "predict", "test") else case["evaluation"]
+    if case["read"] == "validation" and case["evaluation"] in ("none", "predict", "test"):
         case["evaluation"] = "validation"
     if case["read"] == "save" and case["checkpoint"] == "none":
         case["checkpoint"] = "end"
@@ -658,8 +700,15 @@ class Fuzzed(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.note_state("batch end")
 
+    def on_train_epoch_start(self) -> None:
+        if self.traits["optimizer"] == "schedule-free":
+            self.optimizers().optimizer.train()
+
     def on_train_epoch_end(self) -> None:
         self.note_state("epoch end")
+        if self.traits["optimizer"] == "schedule-free":
+            self.optimizers().optimizer.eval()
+            self.seen.append(("averaged", _norm(self.parameters())))
         if self.traits["read"] == "epoch end":
             self.log("average", self.state)
 
@@ -682,6 +731,9 @@ class Fuzzed(pl.LightningModule):
             self.log("val_mean", torch.stack(self.val_losses).mean(), sync_dist=True)
             self.val_losses.clear()
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch)[0], sync_dist=True)
+
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)[1]
 
@@ -693,6 +745,8 @@ class Fuzzed(pl.LightningModule):
             flat, weights = [p for p in parameters if p.ndim <= 1], [p for p in parameters if p.ndim > 1]
             parameters = [{"params": weights, "weight_decay": 0.1}, {"params": flat, "lr": 0.01}]
         kind, options = OPTIMIZERS[self.traits["optimizer"]]
+        if self.traits["optimizer"] == "scaled by world":
+            options = {"lr": 0.05 * self.trainer.world_size}
         optimizer, scheduler = kind(parameters, **options), SCHEDULERS[self.traits["scheduler"]]
         if scheduler is None:
             return optimizer

@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import sys
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from quiet import quiet_trainer
 from torch.utils.data import DataLoader
 
+import lightning_holmes
 from lightning_holmes.errors import ConfigurationError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: pip install lightning-holmes[hf]")
@@ -200,6 +202,31 @@ def test_a_router_loss_is_refused():
     config = dict(LLAMA, model_type="mixtral", num_local_experts=2, num_experts_per_tok=1, output_router_logits=True)
     with pytest.raises(ConfigurationError, match="router loss"):
         HFCausalLM(config=config)
+
+
+class Router(pl.LightningModule):
+    """Router logits are captured by hooks that the first forward puts in, and that belong to a class by its name."""
+
+    def __init__(self, *, warm: bool) -> None:
+        super().__init__()
+        config = dict(LLAMA, num_local_experts=2, output_router_logits=True)
+        del config["model_type"]
+        torch.manual_seed(0)
+        self.model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**config))
+        if warm:
+            self.model(input_ids=torch.zeros(1, 3, dtype=torch.long))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_router_losses_of_layers_are_refused_between_ranks_and_exact_on_one(warm):
+    batch = make_ragged_batch()["input_ids"]
+    refused = lightning_holmes.check(Router(warm=warm), batch, num_microbatches=1).refused
+    assert refused is not None and "a value computed inside layer 0, read after the last layer" in refused
+    assert "use pipeline_parallel_size=1" in refused
+    assert lightning_holmes.check(Router(warm=warm), batch, num_microbatches=1, pipeline_parallel_size=1).ok
 
 
 def test_hf_is_loaded_only_when_asked_for():

@@ -3,7 +3,8 @@
     with hiding_states(trainer.strategy.optimizers, "Logs.on_train_batch_end"):
         ...                         # the user's hook; optimizer.state[p] raises, optimizer.state.clear() works
 
-The optimizer's own methods can still read and write the states, except ``state_dict``. If optimizer nodes hold the states, the user's code can
+The optimizer's own methods can still read and write the states, except ``state_dict``. A method other than ``step`` (schedule-free's ``eval``)
+that asks for a state that this rank does not have is refused. If optimizer nodes hold the states, the user's code can
 never read them, in hooks or elsewhere: ``optimizer.state = StateOnNodes(optimizer)``.
 """
 
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import UnsupportedModuleError
@@ -39,6 +41,31 @@ class HiddenState(MutableMapping[Any, Any]):
             self._refuse()
         return self.own
 
+    def _shown_at(self, key: Any) -> Any:
+        """Return the states like :meth:`_shown`, to a caller that looks for the one of ``key``."""
+        here: Any = inspect.currentframe()
+        frame = here.f_back.f_back
+        while frame.f_globals is globals():  # the states on nodes may be hidden, too
+            frame = frame.f_back
+        if not self.may_read(frame):
+            self._refuse()
+        if isinstance(key, Parameter) and key not in self.own and self._is_own_method(frame):
+            raise UnsupportedModuleError(
+                f"{type(self._optimizer).__name__}.{frame.f_code.co_name} reads the state of a parameter that this rank does not step, or "
+                f'of which it steps a part: use pipeline_parallel_size=1, sharding="none" and optimizer_nodes=0'
+            )
+        return self.own
+
+    def _is_own_method(self, frame: FrameType | None) -> bool:
+        """Return whether the code of ``frame`` is a method of the optimizer's class, and not called by its ``step``."""
+        if frame is None or frame.f_code.co_name in vars(Optimizer):
+            return False
+        while frame is not None:
+            if frame.f_locals.get("self") is self._optimizer and frame.f_code.co_name == "step":
+                return False
+            frame = frame.f_back
+        return True
+
     def may_read(self, frame: FrameType) -> bool:
         """Return whether the code of ``frame`` is a method of the optimizer, other than ``state_dict``."""
         return frame.f_locals.get("self") is self._optimizer and frame.f_code.co_name != "state_dict"
@@ -51,7 +78,7 @@ class HiddenState(MutableMapping[Any, Any]):
         )
 
     def __getitem__(self, key: Any) -> Any:
-        return self._shown()[key]
+        return self._shown_at(key)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._shown()[key] = value
@@ -60,7 +87,7 @@ class HiddenState(MutableMapping[Any, Any]):
         del self._shown()[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._shown()
+        return key in self._shown_at(key)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._shown())
@@ -81,13 +108,13 @@ class HiddenState(MutableMapping[Any, Any]):
         return self._shown().values()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self._shown().get(key, default)
+        return self._shown_at(key).get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
         return self._shown().pop(key, *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        return self._shown().setdefault(key, default)
+        return self._shown_at(key).setdefault(key, default)
 
     def clear(self) -> None:
         """Clear all states of this rank."""
