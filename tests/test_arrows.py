@@ -8,6 +8,7 @@ All imports count, including those inside functions and under TYPE_CHECKING.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,3 +162,10 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
 def test_the_package_follows_the_arrows() -> None:
     assert (ROOT / "__init__.py").is_file()
     assert problems(ROOT) == []
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/]+\.py\b", text))
+    assert len(named) > 40
+    assert not [name for name in sorted(named) if not any((base / name).is_file() for base in (ROOT, ROOT.parent))]

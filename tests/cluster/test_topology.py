@@ -62,11 +62,11 @@ def test_reads_a_file(tmp_path: Path) -> None:
         topology.cluster_of_rank(16)
 
 
-def test_the_example_in_the_docstring_is_valid() -> None:
-    doc = topology_module.__doc__
-    assert doc is not None
-    lines = [line[4:] for line in doc.splitlines() if line.startswith("    ")]
-    assert Topology.from_yaml_text("\n".join(lines)).num_devices == 32
+def test_the_examples_in_docstring_and_docs_are_valid() -> None:
+    docs = Path(__file__).parents[2] / "docs" / "launching.md"
+    for text, devices in ((topology_module.__doc__ or "", 32), (docs.read_text().split("## Topology files")[1], 32)):
+        indented = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+        assert Topology.from_yaml_text("\n".join(indented)).num_devices == devices
 
 
 def test_hosts_with_role_optimizer_are_no_workers() -> None:
