@@ -37,9 +37,8 @@ TOPIC_STATE = 2
 
 _UNCHANGED = object()
 _SMALL_BYTES = 1 << 16
-_SCALARS = frozenset((type(None), bool, int, str))
+_SCALARS = frozenset((type(None), bool, int, str, bytes))
 """Of these is nearly everything that a module holds. Floats need more care: a NaN is not equal to itself."""
-_HASHED = {bool, int, str, bytes, type(None)}
 Key = tuple[str, Path]
 """A module's name, and the path of a value below it; a buffer's whole name has an empty path."""
 
@@ -228,7 +227,7 @@ def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dic
     """The fingerprints of attributes by module and path, and of buffers by their whole name."""
     # the attributes of an object have keys of their own
     found: dict[Key, Hashable] = {
-        key: (type(v), v) if type(v) in _SCALARS else _Seen(v) if is_looked_into(v) else _fingerprint(v)
+        key: _Seen(v) if type(v) not in _SCALARS and is_looked_into(v) else _fingerprint(v)
         for key, v in attributes.items()
     }
     return found | {(name, ()): _fingerprint(buffer) for name, buffer in buffers.items()}
@@ -236,7 +235,7 @@ def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dic
 
 def _fingerprint(value: Any) -> Hashable:
     """A hashable value that differs once ``value`` has changed."""
-    if type(value) in _HASHED:
+    if type(value) in _SCALARS:
         return type(value).__name__, value
     if isinstance(value, Tensor):
         content = zlib.crc32(_bytes_of(value)) if _is_small_on_host(value) else 0
