@@ -23,6 +23,7 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.loss_weights import start_loss_scales
+from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
@@ -465,7 +466,7 @@ class Fit(Run):
     def hand_over(self, *, skipped: bool = False) -> None:
         """Set ``p.grad`` to the gradients that the pipeline has accumulated, reduced unless more batches are to come; ``skipped``: this batch
         had no backward."""
-        self._is_partial = self.accumulates and self.job.placement.data_parallel_size > 1
+        self._is_partial = self.accumulates and not isinstance(self.gradients.reducer, LocalReducer)
         noting = nullcontext() if self._clock is None else self._clock.noting("reduce")
         with self.job.explaining(self.job.groups.data_parallel), noting:
             with labelled(lambda: "holmes: wait for the sums of gradients"):

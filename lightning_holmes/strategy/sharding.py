@@ -327,7 +327,7 @@ def hidden_in_hooks(
     """Return which of "value" and "grad" hooks of the user cannot read whole, and why, for Tripwires.
 
     Args:
-        is_partial: whether gradients are those of a replica's own samples, since more batches are accumulated before they are summed.
+        is_partial: whether gradients are this rank's own, since more batches are accumulated before they are summed over ranks.
     """
     if optimizer_nodes:
         why = "optimizer nodes hold it between steps; use optimizer_nodes=0"
@@ -336,8 +336,8 @@ def hidden_in_hooks(
         return {"grad": 'each replica holds a share of it; use sharding="none"'}
     if is_partial:
         return {
-            "grad": "between accumulated batches each replica has a share of the mean over all: read it in "
-            "on_before_optimizer_step, or use accumulate_grad_batches=1"
+            "grad": "between accumulated batches it is not summed over ranks yet: read it in on_before_optimizer_step, or use "
+            "accumulate_grad_batches=1"
         }
     if shards is None or shards.whole_gradients:
         return {}

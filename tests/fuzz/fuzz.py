@@ -114,32 +114,28 @@ def differences(expected: dict[str, Any], found: dict[str, Any], precision: str)
 
 def judge(case: Case, expected: Record, records: list[Record]) -> Outcome:
     """Compare a run on all ranks with the reference's record."""
-    precision = case.get("precision", "double")
-    first = records[0]
-    failed = [record for record in records if record.error]
-    if failed:
-        named = next((record for record in failed if record.is_refusal), failed[0])
-        if not named.is_refusal or any(not (r.is_refusal or r.is_remote) for r in records):
-            worst = next((r for r in failed if not r.is_refusal and not r.is_remote), named)
-            return Outcome("crashed", worst.error if worst.error != "hung" else f"hung after {named.error}")
-        until = {
-            n: v
-            for n, v in expected.values.items()
-            if n.startswith("/batches") and int(n.split("/")[2]) < first.num_batches
-        }
-        lines = differences(until, {n: v for n, v in first.values.items() if n.startswith("/batches")}, precision)
-        if lines:
-            return Outcome("different", f"{'; '.join(lines[:3])}; only then refused: {named.error}")
-        return Outcome("refused", named.error, late=first.num_batches)
-    lines = differences(expected.values, first.values, precision)
-    if not lines:
-        return Outcome("equal")
+    first, failed = records[0], [record for record in records if record.error]
+    named = next((record for record in failed if record.is_refusal), None)
+    if failed and (named is None or any(not (r.is_refusal or r.is_remote) for r in records)):
+        worst = next((r for r in failed if not r.is_refusal and not r.is_remote), failed[0])
+        return Outcome("crashed", worst.error if worst.error != "hung" else f"hung after {failed[0].error}")
+    # of a run that was refused at a later batch, the batches before it count
+    ended = {
+        name
+        for name in expected.values
+        if not name.startswith("/batches/") or int(name.split("/")[2]) >= first.num_batches
+    }
+    wanted = {n: v for n, v in expected.values.items() if named is None or n not in ended}
+    found = {n: v for n, v in first.values.items() if named is None or n.startswith("/batches/")}
+    lines = differences(wanted, found, case.get("precision", "double"))
     told = [text for record in records for text in record.warnings if "microbatch" in text]
-    if told and case.get("microbatches", "auto") == "2":
+    if lines and told and case.get("microbatches", "auto") == "2":
         return Outcome("warned", told[0])
-    return Outcome(
-        "different", f"{len(lines)} values: {'; '.join(lines[:4])}" + (f" [warned: {told[0]}]" if told else "")
-    )
+    late = "" if named is None else f"; only then refused: {named.error}"
+    if lines:
+        warned = f" [warned: {told[0]}]" if told else ""
+        return Outcome("different", f"{len(lines)} values: {'; '.join(lines[:4])}{warned}{late}")
+    return Outcome("equal") if named is None else Outcome("refused", named.error, late=first.num_batches)
 
 
 def try_layout(jobs: Pool, case: Case) -> Outcome:

@@ -17,7 +17,8 @@ FOUND = (
     "later=stops, stages=2",  # a step that stops the trainer after the layers
     "later=rate, stages=2, microbatches=1",
     "later=rate, stages=2, microbatches=2",
-    "habit=gradient after step, accumulate=2, replicas=2",  # between accumulated batches: a share of the mean
+    "habit=gradient after step, accumulate=2, replicas=2",  # between accumulated batches
+    "shared=layers, habit=gradient after step, accumulate=2, stages=2",
     "habit=averaging, checkpoint=end, evaluation=test, stages=2, format=folder",
     "state=attribute, habit=one parameter, stages=2",  # a list to which a hook appends on rank 0 only, and another on all
     "random=torch, microbatches=2",  # a generator of its own, one stage, several microbatches
