@@ -19,6 +19,7 @@ from typing import NamedTuple
 from lightning_holmes.cluster.network import fabric_of
 from lightning_holmes.cluster.topology import TRANSPORT_KINDS, Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.run_shape import Layout
 
 Fabric = tuple[int, str]
 """(rank of its kind of card, the fastest kind first; name)."""
@@ -138,11 +139,16 @@ def make_placement(
     return Placement(tuple(stage.ranks for stage in stages), tensor_parallel_size)
 
 
-def device_grid(grid: Sequence[Sequence[int]], topology: Topology) -> tuple[tuple[int, ...], ...]:
-    """A placement's grid with device indices in the order of the topology instead of global ranks."""
+def layout_of(placement: Placement, topology: Topology) -> Layout:
+    """The layout of a placement: its ranks as devices in the order of the topology."""
     order = [rank for host in topology.hosts for rank in topology.ranks_of_host(host.name)]
     device = {rank: index for index, rank in enumerate(order)}
-    return tuple(tuple(device[rank] for rank in row) for row in grid)
+    return Layout(
+        pipeline=placement.pipeline_parallel_size,
+        tensor=placement.tensor_parallel_size,
+        data=placement.data_parallel_size,
+        grid=tuple(tuple(device[rank] for rank in row) for row in placement.grid),
+    )
 
 
 def is_plain(topology: Topology, stage_size: int) -> bool:

@@ -23,10 +23,9 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.groups import GroupPlan
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
-from lightning_holmes.plan.placement import Placement, clusters_of
+from lightning_holmes.plan.placement import Placement, clusters_of, layout_of
 from lightning_holmes.plan.plan import WHOLE_MODULE, MadeFor, Plan
 from lightning_holmes.plan.prediction import Prediction
-from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.search.notes import describe_result
 from lightning_holmes.plan.search.shard_search import search_with_sharding
@@ -44,7 +43,7 @@ class Known:
         layers, num_layers: the name and length of the layer list; None and 0 for a module that is not split.
         batch_size: samples in a training batch of one replica, if known.
         forbidden_cuts: layers after which no stage may end.
-        costs: the costs of the module on these hosts, and ``layout`` its ranks there; or why they are not known, if they are needed.
+        costs: the costs of the module on these hosts; or why they are not known, if they are needed.
         described: where the costs come from, in words.
         not_interleaved: why several stages on a rank must not be chosen, in words; None: they may.
         not_layered: why stages of one rank cannot run breadth-first, in words; None: they can.
@@ -62,7 +61,6 @@ class Known:
     batch_size: int | None = None
     forbidden_cuts: tuple[int, ...] = ()
     costs: CostModel | str | None = None
-    layout: Layout | None = None
     described: str = ""
     not_interleaved: str | None = None
     not_layered: str | None = None
@@ -260,7 +258,7 @@ def _by_costs(known: Known, asked: Asked, costs: CostModel) -> Plan:
     space = space_of(
         asked,
         interleaves=known.not_interleaved is None,
-        layout=known.layout,
+        layout=layout_of(known.placement, costs.network.topology),
         recomputation=(False,),
         splits=known.may_split and can_split(costs.model),
         is_settled=not asked.leaves_open,

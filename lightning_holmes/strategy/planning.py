@@ -227,7 +227,7 @@ def _choose(
 
 def _with_costs(known: Known, *, costs: Costs, asked: Asked, context: RunContext) -> tuple[Known, str]:
     """Return ``known`` with the costs of its placement, and a note if links have no known speed, else ""."""
-    cost_model, layout, note = make_cost_model(
+    cost_model, note = make_cost_model(
         costs,
         context.job.layout,
         known.placement,
@@ -236,7 +236,7 @@ def _with_costs(known: Known, *, costs: Costs, asked: Asked, context: RunContext
         batch_size=known.batch_size or 1,
         forbidden_cuts=known.forbidden_cuts,
     )
-    return replace(known, costs=cost_model, layout=layout, described=costs.described), note
+    return replace(known, costs=cost_model, described=costs.described), note
 
 
 def _forbidden_cuts(known: Known, asked: Asked, structure: ModuleStructure, size: int) -> tuple[int, ...]:

@@ -31,10 +31,9 @@ from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import ModelCost
-from lightning_holmes.plan.placement import Placement, device_grid
+from lightning_holmes.plan.placement import Placement, layout_of
 from lightning_holmes.plan.rounding import rounded, rounded_links
 from lightning_holmes.plan.route import REACHED, SOCKETS, Network
-from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.training import make_training
 from lightning_holmes.strategy.job_layout import JobLayout
 from lightning_holmes.strategy.run_context import RunContext, step_context
@@ -224,27 +223,20 @@ def make_cost_model(
     device: str,
     batch_size: int,
     forbidden_cuts: tuple[int, ...],
-) -> tuple[CostModel, Layout, str]:
-    """Return the cost model, the layout of the ranks, and a note if links have no known speed, else "".
+) -> tuple[CostModel, str]:
+    """Return the cost model, and a note if links have no known speed, else "".
 
     Args:
         device: "cpu" or "cuda".
         batch_size: of a replica.
     """
     topology = rounded_links(job.topology)
-    layout = Layout(
-        pipeline=placement.pipeline_parallel_size,
-        tensor=placement.tensor_parallel_size,
-        data=placement.data_parallel_size,
-        grid=device_grid(placement.grid, topology),
-    )
     sockets = job.is_gloo
     note = ""
     one_host = job.num_hosts == 1
     if one_host:
         # whatever clusters a topology file assigns the ranks to
         topology = Topology.single_cluster(1, placement.world_size)
-        layout = replace(layout, grid=tuple(tuple(row) for row in placement.grid))
     ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
     local = [
         min(costs.local_bytes_per_s[rank] for host in cluster.hosts for rank in ranks[host.name])
@@ -283,14 +275,14 @@ def make_cost_model(
     make = functools.partial(CostModel, model, devices=devices, training=training, host_speeds=host_speeds)
     cost_model = make(connect(topology))
     try:
-        cost_model.facts(layout)
+        cost_model.facts(layout_of(placement, topology))
     except ConfigurationError as unknown:
         cost_model = make(connect(_with_stated_speeds(topology)))
         note = (
             f"links: taken as 10 Gbit/s where nothing is known ({str(unknown).splitlines()[0][:160]}); "
             "lightning-holmes topology measures them"
         )
-    return cost_model, layout, note
+    return cost_model, note
 
 
 def _with_stated_speeds(topology: Topology) -> Topology:

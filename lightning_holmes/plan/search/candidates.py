@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_holmes.cluster.topology import Topology
@@ -19,7 +19,7 @@ from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.partition import PARTITION_NAMES
-from lightning_holmes.plan.placement import device_grid, is_plain, make_placement
+from lightning_holmes.plan.placement import is_plain, layout_of, make_placement
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import spec_of
 
@@ -162,7 +162,7 @@ def _as_placed(topology: Topology, layout: Layout) -> Layout:
         pipeline_parallel_size=layout.pipeline,
         tensor_parallel_size=layout.tensor,
     )
-    return replace(layout, grid=device_grid(placement.grid, topology))
+    return layout_of(placement, topology)
 
 
 def _runs(

@@ -59,7 +59,6 @@ def chosen(asked: Asked, model: CostModel, layout: Layout = LAYOUT, **facts: Any
         layers="layers",
         num_layers=model.model.num_layers,
         costs=model,
-        layout=layout,
     )
     return choose(dataclasses.replace(known, **facts), asked)
 
