@@ -89,10 +89,11 @@ def run_plan(
     given = strategy_settings(strategy)
     if request.sharding is not None:
         given["sharding"] = request.sharding
-    asked = _strategy(request, given).asked
+    holmes = _strategy(request, given)
+    asked = holmes.asked
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
-    if "plan" in given:
-        _check_given_plan(str(given["plan"]), cost_model)
+    if holmes.given_plan is not None:
+        _check_given_plan(holmes.given_plan, str(given["plan"]), cost_model)
     space = _space(request, asked, is_plan="plan" in given, model=cost_model.model)
     result = search_with_sharding(cost_model, space, asked.sharding)
     if request.output is not None:
@@ -187,8 +188,7 @@ def make_cost_model(
         own_s=own_step_s(operator_s),
     )
     training = replace(training, sequence_parallel=request.sequence_parallel)
-    first = [network.cluster_of_host.index(index) for index in range(len(topology.clusters))]
-    return CostModel(cost, network, devices=[devices[host] for host in first], host_devices=devices, training=training)
+    return CostModel(cost, network, devices=devices, training=training)
 
 
 def strategy_settings(strategy: Any) -> dict[str, Any]:
@@ -351,9 +351,9 @@ def _strategy(request: PlanRequest, given: Mapping[str, Any]) -> HolmesStrategy:
     return HolmesStrategy(**found | ({} if request.topology is None else {"topology": request.topology}))
 
 
-def _check_given_plan(path: str, cost_model: CostModel) -> None:
+def _check_given_plan(plan: Plan, path: str, cost_model: CostModel) -> None:
     """Refuse a plan file that fit would refuse. Raises ConfigurationError with the differences."""
-    plan, topology, model = Plan.load(path), cost_model.network.topology, cost_model.model
+    topology, model = cost_model.network.topology, cost_model.model
     check_plan(
         plan,
         topology=topology,

@@ -32,10 +32,9 @@ from functools import partial
 
 import numpy as np
 
-from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.collective_cost import all_reduce_s, two_level_all_reduce_s
 from lightning_holmes.plan.device_type import DeviceType
-from lightning_holmes.plan.layer_cost import LayerCost, ModelCost, check_number
+from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.layout_facts import Devices, LayoutFacts, Levels, StageGroup
 from lightning_holmes.plan.memory import RankMemory, lack_of_memory, stage_in_flight
 from lightning_holmes.plan.node_costs import node_bytes_per_s
@@ -62,38 +61,23 @@ class CostModel:
     """The costs of a model on a topology.
 
     Args:
-        devices: the device type of each cluster, in the order of the topology.
-        host_devices: the device type of each host, where hosts of one cluster differ.
-        host_speeds: FLOPs per second of each host's devices, in the order of the topology; overrides the speeds of the types.
+        devices: the device type of each host, or of each cluster, in the order of the topology.
     """
 
     def __init__(
-        self,
-        model: ModelCost,
-        network: Network,
-        *,
-        devices: Sequence[DeviceType],
-        training: Training,
-        host_speeds: Sequence[float] | None = None,
-        host_devices: Sequence[DeviceType] | None = None,
+        self, model: ModelCost, network: Network, *, devices: Sequence[DeviceType], training: Training
     ) -> None:
-        clusters = network.topology.clusters
-        if len(devices) != len(clusters):
-            raise ConfigurationError(
-                f"{len(devices)} device types for {len(clusters)} clusters; give one for each cluster"
-            )
         self.model, self.network, self.training = model, network, training
-        cluster = network.cluster_of_host
-        self.host_devices = tuple(host_devices or (devices[index] for index in cluster))
-        assert len(self.host_devices) == len(network.hosts), (len(self.host_devices), len(network.hosts))
-        counted = host_speeds is None
-        rates = [device.flops_per_s for device in self.host_devices] if host_speeds is None else list(host_speeds)
+        if len(devices) == len(network.topology.clusters):
+            devices = [devices[cluster] for cluster in network.cluster_of_host]
+        assert len(devices) == len(network.hosts), (len(devices), len(network.hosts))
+        self.host_devices = tuple(devices)
         self._devices = Devices(
             network,
-            speed=[check_number(rate, "a host's speed", positive=True) for rate in rates],
-            product_s=[device.product_s if counted else 0.0 for device in self.host_devices],
-            byte_s=[device.moved_byte_s if counted else 0.0 for device in self.host_devices],
-            memory_bytes=[device.memory_bytes * training.memory_share for device in self.host_devices],
+            speed=[device.flops_per_s for device in devices],
+            product_s=[device.product_s for device in devices],
+            byte_s=[device.moved_byte_s for device in devices],
+            memory_bytes=[device.memory_bytes * training.memory_share for device in devices],
         )
         self._facts: dict[Layout, LayoutFacts] = {}
         self._sharded: dict[Layout, bool] = {}

@@ -247,20 +247,18 @@ def make_cost_model(
     if not one_host:
         connect = functools.partial(connect, efficiency=SOCKETS if sockets else REACHED, sockets=sockets)
 
-    def device_memory(host: Host) -> float:
-        """Return the bytes of a host's smallest device; on CPUs an equal share of the host's memory."""
-        return min(costs.memory[rank] for rank in ranks[host.name]) / (host.devices if device == "cpu" else 1)
-
-    devices = tuple(
+    devices = [
         DeviceType(
-            name=f"devices of {cluster.name}",
-            peak_flops_per_s=1.0,  # not used: the hosts' speeds stand in for it
-            memory_bytes=min(map(device_memory, cluster.hosts)),
-            local_bytes_per_s=rate,
+            name=f"devices of {host.name}",
+            peak_flops_per_s=min(costs.speeds[rank] for rank in ranks[host.name]),
+            # of the smallest device; on CPUs an equal share of the host's memory
+            memory_bytes=min(costs.memory[rank] for rank in ranks[host.name])
+            / (host.devices if device == "cpu" else 1),
+            local_bytes_per_s=min(costs.local_bytes_per_s[rank] for rank in ranks[host.name]),
             efficiency=1.0,
         )
-        for cluster, rate in zip(topology.clusters, local, strict=True)
-    )
+        for host in topology.hosts
+    ]
     training = make_training(
         asked,
         costs.model,
@@ -270,9 +268,8 @@ def make_cost_model(
         byte_s=costs.byte_s if sockets and device == "cpu" else 0.0,
         own_s=costs.own_s,
     )
-    host_speeds = [min(costs.speeds[rank] for rank in ranks[host.name]) for host in topology.hosts]
     model = replace(costs.model, forbidden_cuts=forbidden_cuts)
-    make = functools.partial(CostModel, model, devices=devices, training=training, host_speeds=host_speeds)
+    make = functools.partial(CostModel, model, devices=devices, training=training)
     cost_model = make(connect(topology))
     try:
         cost_model.facts(layout_of(placement, topology))

@@ -267,6 +267,11 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         return self._options.asked
 
     @property
+    def given_plan(self) -> Plan | None:
+        """The plan of the file or checkpoint that ``plan`` names."""
+        return self._options.given_plan
+
+    @property
     def _joined(self) -> Job:
         if self._job is None:
             raise HolmesError(

@@ -120,7 +120,10 @@ def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
     plan = Plan.load(path)
     assert plan.made_for.module == "GPT" and [c.hosts for c in plan.made_for.clusters] == [1, 1]
     assert [c.cards for c in plan.made_for.clusters] == [("infiniband",), ("roce",)]
-    given = [f"--trainer.strategy.init_args.plan={path}", "--trainer.strategy.init_args.num_microbatches=auto"]
+    checkpoint = tmp_path / "last.ckpt"
+    checkpoint.mkdir()
+    path.rename(checkpoint / "plan.yaml")
+    given = [f"--trainer.strategy.init_args.plan={checkpoint}", "--trainer.strategy.init_args.num_microbatches=auto"]
     code, out, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--format=json")
     assert code == 0, err
     best = json.loads(out[out.index("{") :])["best"]

@@ -300,11 +300,14 @@ def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float,
             for kind in kinds
         )
     )
+    devices = [device, device]
+    if speeds is not None:
+        whole = {"efficiency": 1.0, "product_s": 0.0, "moved_bytes_per_s": None}
+        devices = [replace(device, peak_flops_per_s=speed, **whole) for speed in speeds]
     return CostModel(
         gpt_cost(3072, 30),
         Network(topology, local_bytes_per_s=device.local_bytes_per_s, efficiency=REACHED),
-        devices=(device, device),
-        host_speeds=None if speeds is None else [speed for speed in speeds for _ in range(hosts)],
+        devices=devices,
         training=Training(
             batch_samples=_BATCH,
             state_ratio=6.0,

@@ -269,8 +269,7 @@ def test_hosts_of_a_cluster_may_have_unlike_devices() -> None:
     costs = CostModel(
         MODEL,
         network,
-        devices=(DEVICE, DEVICE),
-        host_devices=(DEVICE, slow, DEVICE, DEVICE),
+        devices=(DEVICE, slow, DEVICE, DEVICE),
         training=Training(batch_samples=8),
     )
     assert costs.speeds(Layout(pipeline=2, data=4)) == (5e11, 1e12)

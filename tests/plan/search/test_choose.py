@@ -46,8 +46,11 @@ def costs(
     model = ModelCost(
         microbatch_samples=1, layers=(LAYER,) * layers, after=LayerCost(forward=head, backward=2 * head), **changes
     )
-    device = DeviceType(name="host", peak_flops_per_s=1.0, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0)
-    return CostModel(model, network, devices=(device,) * 2, training=Training(batch_samples=batch), host_speeds=speeds)
+    devices = [
+        DeviceType(name="h", peak_flops_per_s=speed, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0)
+        for speed in speeds
+    ]
+    return CostModel(model, network, devices=devices, training=Training(batch_samples=batch))
 
 
 def chosen(asked: Asked, model: CostModel, layout: Layout = LAYOUT, **facts: Any) -> Plan:

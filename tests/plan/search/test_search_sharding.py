@@ -37,7 +37,6 @@ def costs(*, memory: float = HUGE, bandwidth: float = 1e12, held: float = 1e3, *
             DeviceType(name="d", peak_flops_per_s=1.0, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0),
         ),
         training=Training(batch_samples=16, overlap_reduce=True, overlap_gather=True, **training),
-        host_speeds=(1.0,) * 4,
     )
 
 
