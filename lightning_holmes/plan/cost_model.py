@@ -72,13 +72,7 @@ class CostModel:
             devices = [devices[cluster] for cluster in network.cluster_of_host]
         assert len(devices) == len(network.hosts), (len(devices), len(network.hosts))
         self.host_devices = tuple(devices)
-        self._devices = Devices(
-            network,
-            speed=[device.flops_per_s for device in devices],
-            product_s=[device.product_s for device in devices],
-            byte_s=[device.moved_byte_s for device in devices],
-            memory_bytes=[device.memory_bytes * training.memory_share for device in devices],
-        )
+        self._devices = Devices(network, devices, memory_share=training.memory_share)
         self._facts: dict[Layout, LayoutFacts] = {}
         self._sharded: dict[Layout, bool] = {}
         self._models: dict[tuple[int, bool], ModelCost] = {}

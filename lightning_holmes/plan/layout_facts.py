@@ -3,7 +3,7 @@
 They depend on layout, network and devices alone, not on the model's layers; cost_model.py combines both. Transfers that use a network
 card or a link between clusters at the same time share its bandwidth.
 
-    devices = Devices(network, speed=[1e12, 5e11], product_s=[0.0, 0.0], byte_s=[0.0, 0.0], memory_bytes=[4e10, 4e10])     # by host
+    devices = Devices(network, [find_device_type("A100-80GB")] * 2, memory_share=0.92)
     facts = devices.facts(Layout(pipeline=2), ratio=lambda first, second: 1.0, joins_ends=False)
     facts.speeds[1], facts.routes[0, 1].hops
 """
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lightning_holmes.plan.collective_cost import shared
+from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.route import LOCAL, Channel, Network
 from lightning_holmes.plan.run_shape import Layout
 from lightning_holmes.plan.simulator import Route
@@ -65,27 +66,20 @@ class LayoutFacts:
 
 
 class Devices:
-    """The speed and memory of a topology's devices, by host. All arguments are in the order of the network's hosts.
+    """The devices of a topology.
 
     Args:
-        speed: work per second of a device.
-        product_s, byte_s: fixed seconds of each matrix product, and seconds for each byte that other operators move.
-        memory_bytes: bytes of a device that a plan may use.
+        devices: the type of each host's, in the order of the network's hosts.
+        memory_share: of a device's memory, that a plan may use.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        *,
-        speed: Sequence[float],
-        product_s: Sequence[float],
-        byte_s: Sequence[float],
-        memory_bytes: Sequence[float],
-    ) -> None:
+    def __init__(self, network: Network, devices: Sequence[DeviceType], *, memory_share: float) -> None:
         self._network = network
         self._host = np.asarray(network.host_of_device)
-        self._speed, self._memory_bytes = np.asarray(speed), np.asarray(memory_bytes)
-        self._product_s, self._byte_s = np.asarray(product_s), np.asarray(byte_s)
+        self._speed = np.asarray([device.flops_per_s for device in devices])
+        self._product_s = np.asarray([device.product_s for device in devices])
+        self._byte_s = np.asarray([device.moved_byte_s for device in devices])
+        self._memory_bytes = np.asarray([device.memory_bytes * memory_share for device in devices])
 
     @property
     def number(self) -> int:
