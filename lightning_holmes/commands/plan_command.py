@@ -170,10 +170,7 @@ def make_cost_model(
     devices = find_devices(request.device_type, topology, here)
     kind = "half" if cost.parameter_itemsize <= _HALF_BYTES else KINDS[precision]
     devices = tuple(device.at(kind) for device in devices)
-    by_host = iter(devices)
-    local = [min(next(by_host).local_bytes_per_s for _ in cluster.hosts) for cluster in topology.clusters]
-    latency_s = max(device.local_latency_s for device in devices)
-    network = Network(topology, local_bytes_per_s=local, local_latency_s=latency_s, efficiency=REACHED)
+    network = Network.of_devices(topology, devices, efficiency=REACHED)
     batch_samples = request.batch_samples
     if batch_samples is None:
         batch_samples = _batch_samples(samples, asked, topology)

@@ -18,9 +18,11 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_holmes.cluster.topology import Host, Link, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.host_cards import RDMA, HostCards, UsedCards
 from lightning_holmes.plan.layer_cost import check_number
 
@@ -93,6 +95,14 @@ class Network:
         )
         self._links = {frozenset(link.ends): link for link in topology.links}
         self._known: dict[tuple[int, int], Channel] = {}
+
+    @classmethod
+    def of_devices(cls, topology: Topology, devices: Sequence[DeviceType], **settings: Any) -> Network:
+        """The network of hosts with these devices: inside a host it is as fast as the slowest devices of the host's cluster."""
+        of_host = iter(devices)
+        local = [min(next(of_host).local_bytes_per_s for _ in cluster.hosts) for cluster in topology.clusters]
+        latency_s = max(device.local_latency_s for device in devices)
+        return cls(topology, local_bytes_per_s=local, local_latency_s=latency_s, **settings)
 
     def between_hosts(self, first: int, second: int) -> Channel:
         """The connection between two hosts (indices in the order of the topology).

@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -238,15 +239,6 @@ def make_cost_model(
         # whatever clusters a topology file assigns the ranks to
         topology = Topology.single_cluster(1, placement.world_size)
     ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
-    local = [
-        min(costs.local_bytes_per_s[rank] for host in cluster.hosts for rank in ranks[host.name])
-        for cluster in topology.clusters
-    ]
-    latency = costs.local_latency_s
-    connect = functools.partial(Network, local_bytes_per_s=local, local_latency_s=latency)
-    if not one_host:
-        connect = functools.partial(connect, efficiency=SOCKETS if sockets else REACHED, sockets=sockets)
-
     devices = [
         DeviceType(
             name=f"devices of {host.name}",
@@ -255,6 +247,7 @@ def make_cost_model(
             memory_bytes=min(costs.memory[rank] for rank in ranks[host.name])
             / (host.devices if device == "cpu" else 1),
             local_bytes_per_s=min(costs.local_bytes_per_s[rank] for rank in ranks[host.name]),
+            local_latency_s=costs.local_latency_s,
             efficiency=1.0,
         )
         for host in topology.hosts
@@ -269,12 +262,17 @@ def make_cost_model(
         own_s=costs.own_s,
     )
     model = replace(costs.model, forbidden_cuts=forbidden_cuts)
-    make = functools.partial(CostModel, model, devices=devices, training=training)
-    cost_model = make(connect(topology))
+    reached: dict[str, Any] = {} if one_host else {"efficiency": SOCKETS if sockets else REACHED, "sockets": sockets}
+
+    def make(topology: Topology) -> CostModel:
+        network = Network.of_devices(topology, devices, **reached)
+        return CostModel(model, network, devices=devices, training=training)
+
+    cost_model = make(topology)
     try:
         cost_model.facts(layout_of(placement, topology))
     except ConfigurationError as unknown:
-        cost_model = make(connect(_with_stated_speeds(topology)))
+        cost_model = make(_with_stated_speeds(topology))
         note = (
             f"links: taken as 10 Gbit/s where nothing is known ({str(unknown).splitlines()[0][:160]}); "
             "lightning-holmes topology measures them"
