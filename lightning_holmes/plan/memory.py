@@ -95,14 +95,6 @@ def lack_of_memory(ranks: Sequence[tuple[float, float]]) -> str | None:
     """
     for rank, (state_bytes, free_bytes) in enumerate(ranks):
         if state_bytes > _USABLE * free_bytes:
-            state, free = _size(state_bytes), _size(max(0, free_bytes))
-            return f"{state} of state do not fit the {free} that are free on rank {rank}"
+            free = max(0.0, free_bytes / 2**30)
+            return f"{state_bytes / 2**30:.3g} GiB of state do not fit the {free:.3g} GiB that are free on rank {rank}"
     return None
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if num_bytes >= 10 or unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"

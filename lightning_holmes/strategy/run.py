@@ -69,8 +69,7 @@ class Run:
 
     Attributes:
         known: what tracing has found out about the module's steps.
-        planned: the plan; None before it is made.
-        plan: the same, for what runs after that.
+        planned: the plan; None before it is made, while ``plan`` may not be read.
         pipeline: this rank's part of the module.
         stage_shards: this rank's shards of the parameters, also those that optimizer nodes hold; None if the parameters are whole.
         base_seed: the seed of all random numbers in steps; the same on all ranks.
@@ -85,7 +84,6 @@ class Run:
         self.is_open = False
         self.known = TraceResult()
         self.planned: Plan | None = None
-        self.plan: Plan
         self.context = context
         self._hooks_have_run = True
         self._signals: BatchSignals | None = None
@@ -106,6 +104,12 @@ class Run:
         context.builder.begin(self.pipeline, is_pipeline=divides, overwritten=context.loaded_state.weights is not None)
         if not context.builder.waits:
             context.loaded_state.put_weights(self.pipeline)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, once it is made."""
+        assert self.planned is not None
+        return self.planned
 
     def _make_driver(self, pipeline: PipelineModule, schedule: str, num_chunks: int) -> StepDriver:
         groups = self.job.groups
@@ -195,7 +199,7 @@ class Run:
             )
         held = None if self.planned is None else self._held()
         connection = self.job.connection
-        self.planned = self.plan = plan
+        self.planned = plan
         if training is not None and plan.num_microbatches > 1:
             admission.refuse_accumulation_hooks(self.module)
         self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
