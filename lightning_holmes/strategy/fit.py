@@ -73,7 +73,6 @@ class Fit(Run):
     has_gradients = False
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
-        self._found: Separability | None = None  # how the optimizer can be sharded, once it is tested
         self._num_tested = 0  # the optimizer's groups that were tested
         super().__init__(trainer, context)
         context.loaded_state.optimizers = []  # drop those of an earlier run that ended before its first batch
@@ -179,19 +178,6 @@ class Fit(Run):
         on_nodes = self.has_gradients and self.options.optimizer_nodes
         shards = self.stage_shards if on_nodes else None  # with other shards, finetuning callbacks are refused
         return self.pipeline.parameters.items() if shards is None else shards.each_whole()
-
-    def _why_not_sharded(self) -> str | None:
-        if not self.may_shard:
-            return "whole ones fit"
-        optimizers = self.trainer.strategy.optimizers
-        optimizer = optimizers[0] if optimizers else None
-        return sharding.why_not_sharded(
-            self._found,
-            optimizer,
-            self.trainer,
-            compression=self.options.compression,
-            structure=self.known.structure,
-        )
 
     def _hidden_in_hooks(self) -> Mapping[str, str]:
         return sharding.hidden_in_hooks(
@@ -346,22 +332,6 @@ class Fit(Run):
             self.gradients.host.abandon()
         if self._averages is not None:
             self._averages.abandon()
-
-    def _shards_optimizer(self, names: set[str], predicted: bool) -> tuple[bool, str]:
-        if self._found is None:
-            return False, ""
-        connection, (optimizer,) = self.job.connection, self.trainer.strategy.optimizers
-        return sharding.choose_sharding(
-            self.options,
-            self._found,
-            optimizer,
-            self.trainer,
-            names,
-            predicted=predicted,
-            data_parallel_size=self.job.placement.data_parallel_size,
-            device=connection.device,
-            gather=connection.all_gather,
-        )
 
     def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup | None) -> None:
         """Let averages of weights cover all stages and shards, and norms of gradients all stages."""

@@ -21,6 +21,7 @@ from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.comm.objects import broadcast_value
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.asked import Asked
@@ -32,8 +33,10 @@ from lightning_holmes.plan.planner import Known, choose, complete, settle
 from lightning_holmes.plan.rounding import rounded_links
 from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.tables import print_plan
+from lightning_holmes.strategy import sharding
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.job_layout import JobLayout
+from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.profiling import Costs, find_costs, make_cost_model
 from lightning_holmes.strategy.run_context import RunContext, step_context
 from lightning_holmes.strategy.samples import StepSample
@@ -42,10 +45,6 @@ from lightning_holmes.torch_private import is_compiled
 
 _WORTH_ADVISING = 1.05  # times the samples a second
 
-ShardsOptimizer = Callable[[set[str], bool], tuple[bool, str]]
-"""(parameters that this rank will hold, whether a step is predicted to be faster with a sharded optimizer) -> whether to shard it, and
-why; every rank must call it."""
-
 
 def plan_run(
     trainer: pl.Trainer,
@@ -53,16 +52,16 @@ def plan_run(
     traced: TraceResult,
     training: StepSample | None,
     *,
-    why_not_sharded: str | None = None,
-    shards_optimizer: ShardsOptimizer | None = None,
+    separability: Separability | None = None,
+    may_shard_parameters: bool = False,
 ) -> Plan:
     """Make the plan of a run of a traced module. Every rank must call.
 
     Args:
         traced: what tracing has found out about the module.
         training: a batch of the training step; None if nothing is trained.
-        why_not_sharded: why the parameters cannot live in shards with ``sharding="auto"``; None if they can.
-        shards_optimizer: None if there is no optimizer.
+        separability: how the optimizer of a fit can be sharded; None if it was not tested.
+        may_shard_parameters: see sharding.may_shard_parameters.
 
     Raises:
         HolmesError: the options are refused, on every rank alike.
@@ -83,7 +82,7 @@ def plan_run(
             else _not_interleaved(options.topology != "auto", layout, structure),
             not_layered=_not_layered(traced),
             may_split=not any(map(is_compiled, module.modules())),
-            why_not_sharded=why_not_sharded,
+            why_not_sharded=_why_not_sharded(trainer, options, separability, structure, may_shard_parameters),
             num_microbatches=_exact_microbatches(traced, resumed),
             made_for=MadeFor(
                 module=type(module).__name__,
@@ -99,15 +98,15 @@ def plan_run(
     if structure is not None and known.former is None and _needs_costs(trainer, options.monitor, known, asked):
         costs = find_costs(trainer, context, traced, training)
     plan = _from_rank_0(connection.rank, lambda: _choose(known, asked, structure, costs, context))
-    sharding, why = _choose_sharding(plan, asked, structure, module, connection.rank, shards_optimizer)
+    sharded, why = _choose_sharding(trainer, context, plan, structure, separability if training else None)
     plan = complete(
         plan,
-        sharding=sharding,
+        sharding=sharded,
         collectives=choose_collectives(
             "auto" if asked.optimizer_nodes else asked.gradient_sync,
             layout.placement,
             rounded_links(layout.topology),
-            sharding=sharding,
+            sharding=sharded,
             sockets=layout.is_gloo,
             by_links=layout.num_hosts > 1 and not torch.are_deterministic_algorithms_enabled(),
         ),
@@ -140,27 +139,55 @@ def _needs_costs(trainer: pl.Trainer, monitor: bool | int, known: Known, asked: 
     return staged or (asks_sharding and known.placement.data_parallel_size > 1)
 
 
-def _choose_sharding(
-    plan: Plan,
-    asked: Asked,
+def _why_not_sharded(
+    trainer: pl.Trainer,
+    options: Options,
+    separability: Separability | None,
     structure: ModuleStructure | None,
-    module: torch.nn.Module,
-    rank: int,
-    shards_optimizer: ShardsOptimizer | None,
+    may_shard_parameters: bool,
+) -> str | None:
+    """Return why parameters cannot live in shards with ``sharding="auto"``; None if they can."""
+    if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
+        return "nothing is trained"
+    if not may_shard_parameters:
+        return "whole ones fit"
+    optimizer = next(iter(trainer.strategy.optimizers), None)
+    return sharding.why_not_sharded(
+        separability, optimizer, trainer, compression=options.compression, structure=structure
+    )
+
+
+def _choose_sharding(
+    trainer: pl.Trainer,
+    context: RunContext,
+    plan: Plan,
+    structure: ModuleStructure | None,
+    separability: Separability | None,
 ) -> tuple[Sharding, list[str]]:
     """Return what is sharded over the replicas, and a note. Every rank must call."""
+    asked, connection, module = context.options.asked, context.job.connection, trainer.lightning_module
     if asked.optimizer_nodes:
         return "none", []  # nodes hold everything
     if asked.sharding == "parameters" or plan.sharding == "parameters":
         return "parameters", []
-    if shards_optimizer is None:
+    if separability is None:
         return "none", []
     names = {name for name, _ in module.named_parameters()}
     if structure is not None:
-        own, _, _ = plan.placement.coordinate(rank)
+        own, _, _ = plan.placement.coordinate(connection.rank)
         names = set().union(*(structure.parameters_of(plan.partition, stage) for stage in plan.stages_of(own)))
-    predicted = plan.prediction is not None and plan.prediction.sharded_optimizer
-    on, reason = shards_optimizer(names, predicted)
+    (optimizer,) = trainer.strategy.optimizers
+    on, reason = sharding.choose_sharding(
+        context.options,
+        separability,
+        optimizer,
+        trainer,
+        names,
+        predicted=plan.prediction is not None and plan.prediction.sharded_optimizer,
+        data_parallel_size=plan.data_parallel_size,
+        device=connection.device,
+        gather=connection.all_gather,
+    )
     return "optimizer" if on else "none", [f"sharding: {'optimizer' if on else 'none'}, {reason}"] if reason else []
 
 

@@ -24,6 +24,7 @@ from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import active_loop, loaders_of
+from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
@@ -78,6 +79,7 @@ class Run:
 
     def __init__(self, trainer: "pl.Trainer", context: RunContext) -> None:
         self.trainer, self.job, self.options = trainer, context.job, context.options
+        self._found: Separability | None = None  # how the optimizer of a fit can be sharded, once it is tested
         self.module = trainer.lightning_module
         self.exchange: ParameterExchange | None = None
         self.stage_shards: StageShards | None = None
@@ -188,14 +190,13 @@ class Run:
         with self._learning():
             self.known = learn_steps(self.trainer, self.context, self.known, samples)
             training = next((sample for sample in samples if sample.step_name == "training_step"), None)
-            why = self._why_not_sharded()
             plan = plan_run(
                 self.trainer,
                 self.context,
                 self.known,
                 training,
-                why_not_sharded=why,
-                shards_optimizer=None if training is None else self._shards_optimizer,
+                separability=self._found,
+                may_shard_parameters=self.may_shard,
             )
         held = None if self.planned is None else self._held()
         connection = self.job.connection
@@ -262,19 +263,6 @@ class Run:
             shards.lay_out(by_elements=True)
         module_shards.keep(shards, self.module)
         self.exchange = shards
-
-    def _why_not_sharded(self) -> str | None:
-        """Return why parameters cannot live in shards with ``sharding="auto"``; None if they can."""
-        return "nothing is trained"
-
-    def _shards_optimizer(self, names: set[str], predicted: bool) -> tuple[bool, str]:
-        """Return whether the optimizer is sharded over the replicas, and why; all ranks must call.
-
-        Args:
-            names: the parameters that this rank will hold.
-            predicted: whether a step is predicted to be faster so.
-        """
-        return False, ""
 
     def _held(self) -> list[set[str]]:
         """Return the names of the parameters that each rank of the pipeline holds by the plan."""
