@@ -25,14 +25,13 @@ OVERRIDDEN = {
     ("models/hf.py", "_apply"),
     ("models/lora.py", "_build"),  # overrides the method of HFCausalLM
 }
-# Names of other libraries: a named tuple's public methods, documented names of os and sys, and names of argparse,
+# Names of other libraries: a named tuple's public methods, documented names of os, and names of argparse,
 # jsonargparse and transformers' models.
 OTHERS = {
     "_fields",
     "_replace",
     "_asdict",
     "_exit",
-    "_current_frames",
     "_actions",
     "_subcommands_action",
     "_init_weights",

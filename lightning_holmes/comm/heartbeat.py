@@ -15,17 +15,19 @@ actions of a step. Else it is reported after the same time, and ends the run at 
 """
 
 import contextlib
+import faulthandler
 import json
 import os
+import re
 import socket
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lightning_holmes.comm.lost import is_of_libraries
@@ -38,6 +40,7 @@ _BUSY = 0.05  # a thread that computes for more than this part of the time does 
 _SHOWN = 5  # frames of a stack, and ranks, that a message shows
 _STANDARD = (sysconfig.get_paths()["stdlib"] + os.sep, "<")
 _INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
+_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$', re.MULTILINE)
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
@@ -101,6 +104,7 @@ class Heartbeat:
         self._host, self._machine = socket.gethostname(), _machine()
         self.number = self._waited = 0
         self._at: tuple[str, ...] = ()
+        self._dump = _nameless_file()
         self._asked = self._asks_late = False
         self._census: tuple[int, dict[int, _Beat]] | None = None
 
@@ -126,8 +130,8 @@ class Heartbeat:
         self._say_at(-1, "", False, False, [])
 
     def _say(self) -> None:
-        frame = sys._current_frames().get(self._thread)
-        waits, stack = frame is not None and _waits(frame), [] if frame is None else _stack_of(frame)
+        frames = self._frames()
+        waits, stack = _waits(frames), _shown(frames)
         place, in_step = self.where()
         at = (place, *stack)
         now, computed_s = time.monotonic(), self._cpu_s()
@@ -139,6 +143,22 @@ class Heartbeat:
             self.late = ""
         self.number += 1
         self._say_at(self.number, place, in_step, waits, stack)
+
+    def _frames(self) -> list[tuple[str, str]]:
+        """The file and the place in words of each frame of the training thread, the innermost first; empty if it has ended.
+
+        Not by ``sys._current_frames``: in Python 3.11 it may wait for ever (https://github.com/python/cpython/issues/106883), and reading
+        frames of a thread that goes on has ended processes by signal 11 (https://github.com/python/cpython/issues/111363).
+        """
+        self._dump.seek(0)
+        self._dump.truncate()
+        faulthandler.dump_traceback(self._dump, all_threads=True)
+        self._dump.seek(0)
+        _, _, of_thread = self._dump.read().decode(errors="replace").partition(f"hread {self._thread:#018x} ")
+        return [
+            (file, f"{os.path.basename(file)}:{line} {name}")
+            for file, line, name in _FRAME.findall(of_thread.partition("\n\n")[0])
+        ]
 
     def _say_at(self, number: int, place: str, in_step: bool, waits: bool, stack: list[str]) -> None:
         beat = _Beat(number, self._host, self._machine, os.getpid(), in_step, place, waits, stack, self._name)
@@ -210,6 +230,13 @@ def _describe(beats: dict[int, _Beat], silent: frozenset[int]) -> str:
     return "; ".join(told) + (f"; and {left} more" if left > 0 else "")
 
 
+def _nameless_file() -> Any:
+    """A file for a moment's text, in memory where the system has such files."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("stacks"), "w+b", 0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
 def _machine() -> str:
     """What processes that see each other in /proc have in common; a process without /proc sees no other."""
     with contextlib.suppress(OSError):
@@ -226,22 +253,14 @@ def _state_of(pid: int) -> str:
     return "has ended" if letter in "ZX" else "is stopped" if letter in "Tt" else "is held by one call, or swapped out"
 
 
-def _stack_of(frame: FrameType) -> list[str]:
+def _shown(frames: Sequence[tuple[str, str]]) -> list[str]:
     """The innermost frames of a stack, and the innermost one of the user's own code."""
-    frames: list[tuple[str, str]] = []
-    at: FrameType | None = frame
-    while at is not None:
-        code = at.f_code
-        frames.append((code.co_filename, f"{os.path.basename(code.co_filename)}:{at.f_lineno} {code.co_name}"))
-        at = at.f_back
     shown = [words for _, words in frames[:_SHOWN]]
     own = next((words for file, words in frames if not file.startswith((*_STANDARD, _INSTALLED, _PACKAGE))), None)
     return shown if own is None or own in shown else [*shown[:-1], own]
 
 
-def _waits(frame: FrameType) -> bool:
-    """Whether a thread at ``frame`` waits for other ranks: in this package's communication or torch's, directly or through the standard library."""
-    at: FrameType | None = frame
-    while at is not None and at.f_code.co_filename.startswith(_STANDARD) and _INSTALLED not in at.f_code.co_filename:
-        at = at.f_back
-    return at is not None and is_of_libraries(at.f_code.co_filename)
+def _waits(frames: Sequence[tuple[str, str]]) -> bool:
+    """Whether a thread in ``frames`` waits for other ranks: in this package's communication or torch's, directly or through the standard library."""
+    files = (file for file, _ in frames if not file.startswith(_STANDARD) or _INSTALLED in file)
+    return is_of_libraries(next(files, ""))

@@ -141,21 +141,31 @@ def lost_connection() -> RuntimeError:
 
 
 @pytest.mark.usefixtures("ended")
-def test_the_first_failure_is_the_one_that_all_show_and_is_told_once() -> None:
-    store = KeptStore()
-    watches = [FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
+@pytest.mark.parametrize("name", [None, "optimizer node 0"])
+def test_the_first_failure_is_the_one_that_all_show_and_is_told_once(name: str | None) -> None:
+    store, who = KeptStore(), name or "rank 1"
+    watches = [FailureWatch(store, rank=rank, world_size=2, num_nodes=int(name is not None)) for rank in range(2)]
     found: dict[int, Failure | None] = {}
     first = threading.Thread(target=lambda: found.update({1: watches[1].report(ValueError("two\nlines"))}))
     first.start()
     explained = watches[0].explain(lost_connection())
-    assert isinstance(explained, RemoteError) and "rank 1 failed first: ValueError: two\nlines" in str(explained)
+    assert isinstance(explained, RemoteError) and f"{who} failed first: ValueError: two\nlines" in str(explained)
     found[0] = watches[0].report(explained)
     first.join(60)
-    assert found[0] == found[1] == Failure(1, "ValueError: two\nlines", told_by=1)
-    assert found[0].line("rank 0") == "[rank 0] ends, because rank 1 failed: ValueError: two"
+    assert found[0] == found[1] == Failure(1, "ValueError: two\nlines", told_by=1, name=name)
+    assert found[0].line("rank 0") == f"[rank 0] ends, because {who} failed: ValueError: two"
     assert watches[0].report(KeyError("again")) == found[0]
     user = ValueError("not a lost connection")
     assert watches[0].explain(user) is user
+
+
+def test_a_process_whose_own_run_has_failed_is_not_ended(ended: list[int]) -> None:
+    store = KeptStore()
+    watches = [FailureWatch(store, rank=rank, world_size=2, num_nodes=1) for rank in range(2)]
+    watches[0].ends_process = False
+    watches[1].report(ValueError("on a node"))
+    watches[0]._thread.join(60)
+    assert watches[0].cause is not None and not ended
 
 
 def test_a_rank_that_left_a_batch_before_its_step_ends_those_that_wait_in_it(
