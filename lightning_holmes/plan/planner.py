@@ -119,9 +119,8 @@ def choose(known: Known, asked: Asked) -> Plan:
     except ConfigurationError as error:
         if not known.forbidden_cuts or isinstance(error, NothingFitsError):
             raise
-        return _by_count(
-            known, asked, "no split point is free"
-        )  # a later check names the value that a split would lose
+        # a later check names the value that a split would lose
+        return _by_count(known, asked, "no split point is free")
 
 
 def complete(

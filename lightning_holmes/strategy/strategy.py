@@ -97,8 +97,9 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
             layers and of the code before and after them and the speeds of the hosts, and then moved where that makes the
             simulated step faster; "proportional": in proportion to
             these speeds; "uniform": by count; or a list, the number of layers of each stage.
-        plan: a plan file of another run (its plan.yaml), or a checkpoint of that run. It decides the sizes, the schedule, the chunks and the
-            layers of each stage, and is refused if it was made for other clusters or another module.
+        plan: a plan file of another run (its plan.yaml), or a checkpoint of that run. It decides the sizes, the schedule, the chunks,
+            microbatches and layers of each stage, what is sharded, and how gradients are summed; it is refused if it was made for other
+            clusters or another module.
         layers: the name of the module's layer list, an nn.ModuleList or nn.Sequential; "auto" finds it.
         broadcast_batch: the first stage of a replica loads its batches and sends them to the other stages,
             for data that does not load identically on several ranks.
