@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.schedule import Schedule, make_schedule
 
 
@@ -25,10 +24,6 @@ class Layout:
     tensor: int = 1
     data: int = 1
     grid: tuple[tuple[int, ...], ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("pipeline", "tensor", "data"):
-            check_count(getattr(self, name), name)
 
     @property
     def num_devices(self) -> int:
