@@ -33,6 +33,7 @@ REFUSED = {
     "EmbeddingMaxNorm": "the step changes embed.weight",
     "MeanTeacher": "the step changes teacher",
     "OwnBackward": "or the step calls backward itself",
+    "OwnGenerator": "self.generator, a generator of its own",
 }
 """Modules refused with sharded parameters. What the table of wild_modules.py refuses may run here, on one rank, and must be exact then."""
 
