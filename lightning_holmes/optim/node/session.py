@@ -96,19 +96,6 @@ class Session:
         self._begun: tuple[int, Any] = 0, None
         self._last_window = self._num_steps = 0
         self._told_at, self._told_steps = time.perf_counter(), 0
-        self._acts: dict[Action, Callable[[Order], None]] = {
-            Action.GRADIENT: self._gradient,
-            Action.BEGIN: self._begin,
-            Action.COMMIT: self._commit,
-            Action.GROUPS: self._groups,
-            Action.NORM: self._norm,
-            Action.FINITE: lambda order: self._answer(all(u.is_finite(order.number) for u in self.units.values())),
-            Action.KEEP: self._keep,
-            Action.VALUES: self._values,
-            Action.STATES: self._states,
-            Action.LOAD: lambda order: self.units[order.unit].load(order.message),
-            Action.SETTLE: self._settle,
-        }
         where = self._storage.describe()
         num_bytes = sum(unit.numel * held_dtype(unit).itemsize for unit in layouts.values())
         print(
@@ -181,14 +168,14 @@ class Session:
         """Wait until no worker receives the unit's values, before they change."""
         self._wait(lambda: not self._sending[index])
 
-    # gradients and other actions
+    # gradients and other actions: each action has a method of its name
 
     def _push(self) -> None:
         while True:
             order = self._links[0].hear()
             if order.action not in _DURING_STEPS:
                 self._wait(self._is_settled)
-            self._acts[order.action](order)
+            getattr(self, f"_{order.action.name.lower()}")(order)
             self._note()
 
     def _gradient(self, order: Order) -> None:
@@ -305,6 +292,12 @@ class Session:
         names = set(order.message["names"])
         found = (unit.norm_squared(order.number, names, order.message["edits"]) for unit in self.units.values())
         self._answer(sum(found))
+
+    def _finite(self, order: Order) -> None:
+        self._answer(all(unit.is_finite(order.number) for unit in self.units.values()))
+
+    def _load(self, order: Order) -> None:
+        self.units[order.unit].load(order.message)
 
     def _groups(self, order: Order) -> None:
         message = self._told_alike(order)
