@@ -45,6 +45,7 @@ SAMPLED = {
     "strategy/test_tripwires.py::*": 3,
     "strategy/test_hooks.py::*": 2,
     "strategy/test_step_state.py::*": 2,
+    "fuzz/test_fuzz.py::test_mended*": 3,
 }
 """Tests of many cases, of which `make test` runs one in this many, whichever the order of the cases. A launch of many cases runs those that
 are chosen (launch.chosen)."""

@@ -133,7 +133,8 @@ class StepDriver:
         weights = self._weights(microbatches, sizes)
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         state = self._state_signature()
-        trainer = trainer_of(self.module) if self._is_staged or count > 1 else None
+        repeats = count > 1 or len(self.pipeline.stages) > 1  # this rank starts the step several times
+        trainer = trainer_of(self.module) if self._is_staged or repeats else None
         settings = None if trainer is None else settings_of(trainer)
         run = Microbatches(
             schedule=make_schedule(
@@ -143,7 +144,7 @@ class StepDriver:
                 num_chunks=self.num_chunks,
                 forward_only=not request.trains,
             ),
-            step=self._make_step(request, microbatches, settings),
+            step=self._make_step(request, microbatches, settings if repeats else None),
             signatures=[(state, batches.signature(m)) for m in microbatches],
             seeds=[derive_seed(request.seed, request.replica * count + index) for index in range(count)],
             after_forwards=None if self.has_last_stage else self._send_calls,
@@ -282,14 +283,14 @@ class StepDriver:
     def _make_step(
         self, request: StepRequest, microbatches: list[Any], settings: list[dict[str, Any]] | None
     ) -> Callable[[StageRun, int], Any]:
-        step, several = getattr(self.module, request.step_name), len(microbatches) > 1
+        step = getattr(self.module, request.step_name)
 
         def run_step(run: StageRun, microbatch: int) -> Any:
             assert run.seed is not None
             seed_all(run.seed, self.device)
             self.recorder.enter(run, microbatch, self._positions[run.stage])
             part = microbatches[microbatch]
-            if several and settings is not None:  # a step that lowers a learning rate does so once a batch
+            if settings is not None:  # a step that lowers a learning rate does so once a batch
                 change_settings(trainer_of(self.module), [{}, *settings[1:]])
             if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage starts the step anew
                 part = tree.map_all_tensors(Tensor.clone, part)
@@ -297,7 +298,7 @@ class StepDriver:
                 try:
                     output = step(part, *request.arguments)
                 except Exception as error:
-                    if several:
+                    if len(microbatches) > 1:
                         error.add_note(
                             f"{request.step_name} ran over microbatch {microbatch} of {len(microbatches)}: with one microbatch it runs over "
                             f"the whole batch, as in plain Lightning"

@@ -488,9 +488,8 @@ class Run:
             loss_scales: see StepRequest; None: forward only.
         """
         self.receive_module_state()
-        if self._hooks_have_run:  # what they have changed on this rank is not the step's
-            self._state.watch()
-            self._hooks_have_run = False
+        self._pass_over_hooks()
+        self._hooks_have_run = False
         request = StepRequest(
             step_name=step_name,
             batch=batch,
@@ -570,12 +569,18 @@ class Run:
             with self.job.explaining():
                 self._state.receive()
 
+    def _pass_over_hooks(self) -> None:
+        """Take what hooks have changed since the last step as this rank's own: each rank runs them."""
+        if self._hooks_have_run:
+            self._state.watch()
+
     def synchronise_module_state(self) -> None:
         """Bring the state that steps have left on the module, and metrics, to every rank of the pipeline; all ranks must call."""
         if not self.job.connection.failed:
-            self._hooks_have_run = True
             with self.job.explaining():
+                self._pass_over_hooks()
                 self._state.synchronise()
+            self._hooks_have_run = True
 
 
 class Evaluation(Run):

@@ -37,6 +37,7 @@ CURES: tuple[tuple[str, Case], ...] = (
     ),
     ("uses self.logger directly", {"later": "log"}),
     ("overrides optimizer_zero_grad", {"override": "none"}),
+    ("change options in on_train_batch_start", {"later": "never", "habit": "decay"}),
     ("between accumulated batches", {"accumulate": "1"}),
     ("use GroupNorm or LayerNorm", {"layers": "norm", "head": "linear"}),
     ("with one microbatch it runs over the whole batch", {"microbatches": "1"}),
@@ -144,7 +145,7 @@ def try_layout(jobs: Pool, case: Case) -> Outcome:
     resumed = case | OTHER_LAYOUTS.get(case.get("resume", "same"), {})
     ours: str | None = None
     theirs: str | None = None
-    with tempfile.TemporaryDirectory(prefix="holmes-fuzz-") as name:
+    with tempfile.TemporaryDirectory(prefix="holmes-fuzz-", ignore_cleanup_errors=True) as name:
         for number, part in enumerate((case, resumed)):
             folders = [Path(name, f"{side}{number}") for side in ("plain", "here")]
             reference = jobs.run(Run(case=case, folder=str(folders[0]), resume=theirs), replicas)
@@ -167,13 +168,8 @@ def cures_in(why: str, case: Case) -> list[Case]:
     for match in reversed(list(_ARGUMENT.finditer(why))):
         axis = ARGUMENTS.get(match[1])
         value = match[2] or match[3] or match[4]
-        if (
-            axis is not None
-            and value in AXES[axis]
-            and case.get(axis, AXES[axis][0]) != value
-            and {axis: value} not in found
-        ):
-            found.append({axis: value})
+        if axis is not None and value in AXES[axis] and case.get(axis, AXES[axis][0]) != value:
+            found.append({axis: value} | ({"schedule": "auto"} if axis == "chunks" else {}))
     return [cure for words, cure in CURES if words in why] + found
 
 
@@ -206,7 +202,7 @@ def shrink(jobs: Pool, case: Case, verdict: str) -> Case:
     while is_smaller:
         is_smaller = False
         for axis in list(case):
-            fewer = settle({a: value for a, value in case.items() if a != axis}, splits=True)
+            fewer = settle({a: value for a, value in case.items() if a != axis})
             if len(fewer) < len(case) and examine(jobs, fewer).verdict == verdict:
                 case, is_smaller = fewer, True
                 break

@@ -28,7 +28,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from quiet import quiet_trainer
 from torch import Tensor
-from traits import HABITS, Case, make_loader, make_module
+from traits import HABITS, TRAINER, Case, make_loader, make_module
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint.converting import read_whole
@@ -136,24 +136,23 @@ def fit(run: Run) -> Record:
         when: dict[str, Any] = {"every_n_train_steps": 3} if checkpoint == "middle" else {"every_n_epochs": 1}
         callbacks.append(ModelCheckpoint(folder, "{step}", save_top_k=-1, **when))
     evaluation, clip = case.get("evaluation", "none"), case.get("clip")
-    trainer = quiet_trainer(
-        strategy,
-        devices=world_size,
-        default_root_dir=folder,
-        precision=case["precision"] if case.get("precision", "double") != "double" else "32-true",
-        max_epochs=2 if run.resume is None else 3,
-        accumulate_grad_batches=int(case.get("accumulate", "1")),
-        gradient_clip_val={"norm": 0.2, "value": 0.01}.get(clip or ""),
-        gradient_clip_algorithm=clip,
-        val_check_interval=2 if evaluation == "mid-epoch" else None,
-        limit_val_batches=2,
-        num_sanity_val_steps=1 if evaluation == "metric" else 0,
-        log_every_n_steps=1,
-        logger=logger,
-        enable_checkpointing=checkpoint in ("middle", "epoch"),
-        use_distributed_sampler=False,
-        callbacks=[*callbacks, watch],
-    )
+    options: dict[str, Any] = {
+        "default_root_dir": folder,
+        "precision": case["precision"] if case.get("precision", "double") != "double" else "32-true",
+        "max_epochs": 2 if run.resume is None else 3,
+        "accumulate_grad_batches": int(case.get("accumulate", "1")),
+        "gradient_clip_val": {"norm": 0.2, "value": 0.01}.get(clip or ""),
+        "gradient_clip_algorithm": clip,
+        "val_check_interval": 2 if evaluation == "mid-epoch" else None,
+        "limit_val_batches": 2,
+        "num_sanity_val_steps": 1 if evaluation == "metric" else 0,
+        "log_every_n_steps": 1,
+        "logger": logger,
+        "enable_checkpointing": checkpoint in ("middle", "epoch"),
+        "use_distributed_sampler": False,
+        "callbacks": [*callbacks, watch],
+    }
+    trainer = quiet_trainer(strategy, devices=world_size, **(options | TRAINER[case.get("trainer", "default")]))
     try:
         data = Data(case)
         trainer.fit(module, datamodule=data, ckpt_path=run.resume, weights_only=False if run.resume else None)
@@ -173,7 +172,8 @@ def fit(run: Run) -> Record:
     except Exception as error:
         notes = [note for note in getattr(error, "__notes__", ()) if "with one microbatch" in note]
         record.error = "; ".join((f"{type(error).__name__}: {error}", *notes))
-        record.is_refusal = isinstance(error, REFUSALS) or bool(notes)
+        # a node's refusals have the base class
+        record.is_refusal = isinstance(error, REFUSALS) or type(error) is HolmesError or bool(notes)
         record.is_remote = isinstance(error, HolmesError) and not record.is_refusal
     record.num_batches = len(watch.batches)
     record.values |= dict(flat({"batches": watch.batches}))
@@ -229,7 +229,7 @@ class Job:
     """Processes that form one job."""
 
     def __init__(self, world_size: int) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="holmes-fuzz-")
+        self.folder = tempfile.TemporaryDirectory(prefix="holmes-fuzz-", ignore_cleanup_errors=True)
         root, address = Path(self.folder.name), f"{self.folder.name}/socket"
         (root / "payload").write_bytes(pickle.dumps(("runs:serve", address)))
         environment = {"PYTHON_EXEC": forked_executable(), "HOLMES_CACHE_DIR": f"{root}/cache"}
@@ -268,6 +268,10 @@ class Job:
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        ends = [Path(self.folder.name, f"exit{rank}") for rank in range(len(self.pids))]
+        until = time.monotonic() + 5
+        while time.monotonic() < until and not all(end.exists() for end in ends):
+            time.sleep(0.005)  # the nursery still writes there
         self.folder.cleanup()
 
 

@@ -17,10 +17,13 @@ FOUND = (
     "later=stops, stages=2",  # a step that stops the trainer after the layers
     "later=rate, stages=2, microbatches=1",
     "later=rate, stages=2, microbatches=2",
+    "later=rate at start, stages=2, chunks=2, schedule=breadth_first, microbatches=1",
     "habit=gradient after step, accumulate=2, replicas=2",  # between accumulated batches
     "shared=layers, habit=gradient after step, accumulate=2, stages=2",
     "habit=averaging, checkpoint=end, evaluation=test, stages=2, format=folder",
     "state=attribute, habit=one parameter, stages=2",  # a list to which a hook appends on rank 0 only, and another on all
+    "state=last, read=batch end, habit=one parameter, stages=2, microbatches=1",
+    "habit=states, nodes=1",
     "random=torch, microbatches=2",  # a generator of its own, one stage, several microbatches
     "habit=averaging, checkpoint=end, stages=2",  # a checkpoint of the averages after the fit
 )
@@ -85,7 +88,7 @@ def test_a_difference_is_seen() -> None:
 def test_cures_are_read_from_a_refusal() -> None:
     case = {"stages": "2", "sharding": "parameters"}
     why = 'sharding="parameters": the step reads it; use sharding="none", num_chunks=1, pipeline_parallel_size=1'
-    assert cures_in(why, case) == [{"stages": "1"}, {"chunks": "1"}, {"sharding": "none"}]
+    assert cures_in(why, case) == [{"stages": "1"}, {"chunks": "1", "schedule": "auto"}, {"sharding": "none"}]
 
 
 def test_a_case_settles_and_can_be_written_down() -> None:

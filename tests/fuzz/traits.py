@@ -15,7 +15,13 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -216,6 +222,7 @@ LATER: dict[str, Callable[[Any, Tensor], Any]] = {
     "logger": lambda m, loss: m.logger.experiment.append(loss.item()),
     "attribute": lambda m, loss: setattr(m, "found_late", loss.item()),
     "rate": lambda m, loss: _decay(m.trainer, m),
+    "rate at start": lambda m, loss: None,  # see training_step
     "scaled": lambda m, loss: loss,
     "stops": lambda m, loss: setattr(m.trainer, "should_stop", True),
     "gathers": lambda m, loss: 0 * m.all_gather(loss.detach()).sum(),
@@ -288,6 +295,11 @@ HABITS: dict[str, Callable[[], Callback] | None] = {
     "freeze": _hook("on_train_epoch_start", _freeze),
     "decay": _hook("on_train_batch_start", _decay),
     "own average": _hook("on_train_batch_end", _own_average),
+    "sets": _hook("on_train_batch_start", lambda t, m: setattr(m, "factor", 1 + 0.1 * t.global_step)),
+    "appends": _hook(
+        "on_train_batch_end", lambda t, m: m.kept.append(torch.ones(())) if type(m.kept) is list else None
+    ),
+    "accumulates": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
     "copy": _hook("on_train_epoch_end", lambda t, m: _norm(copy.deepcopy(m.layers).parameters())),
     "logs": _hook("on_train_batch_end", lambda t, m: m.log("hook", float(t.global_step) ** 2)),
     "logs epoch": _hook("on_train_epoch_end", lambda t, m: m.log("epoch_hook", 1.0 + t.current_epoch)),
@@ -409,6 +421,18 @@ SCHEDULERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]] | None] = {
     "plateau": (rates.ReduceLROnPlateau, {"patience": 0, "threshold": 0.5}, {"monitor": "val_loss"}),
 }
 
+TRAINER: dict[str, dict[str, Any]] = {
+    "default": {},
+    "max_steps": {"max_steps": 6},
+    "limited": {"limit_train_batches": 3},
+    "reloads": {"reload_dataloaders_every_n_epochs": 1},
+    "no inference mode": {"inference_mode": False},
+    "logs rarely": {"log_every_n_steps": 3},
+    "detects anomalies": {"detect_anomaly": True},
+    "validates rarely": {"check_val_every_n_epoch": 2},
+    "sanity": {"num_sanity_val_steps": 2},
+}
+
 
 # ---------------------------------------------------------------- the axes
 
@@ -439,6 +463,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "scheduler": tuple(SCHEDULERS),
     "evaluation": ("none", "validation", "mid-epoch", "list", "metric", "predict", "test"),
     "checkpoint": ("none", "end", "middle", "epoch"),
+    "trainer": tuple(TRAINER),
     # the layout
     "stages": ("1", "2"),
     "replicas": ("1", "2"),
@@ -503,7 +528,8 @@ def settle(case: Case, *, splits: bool = False) -> Case:
         }
         case |= {"habit": "none", "second habit": "none", "override": "none"}  # these, and a penalty, would read parts
         case |= {"loss": "mean"} if case["loss"] == "penalty" else {}
-        case |= {"optimizer": "sgd"} if case["optimizer"] == "adafactor" else {}  # torch's refuses DTensors
+        case |= {"optimizer": "sgd"} if case["optimizer"] in ("adafactor", "schedule-free") else {}
+        case |= {"trainer": "default"} if case["trainer"] == "detects anomalies" else {}  # torch has none for DTensors
         case |= {"later": "never"} if case["later"] == "first layer" else {}
     if case["precision"] == "bf16-mixed":
         case |= {"optimizer": "sgd", "loss": "mean"}  # others make much of rounding
@@ -520,6 +546,8 @@ def settle(case: Case, *, splits: bool = False) -> Case:
         case["chunks"] = "2"
     elif case["schedule"] not in ("auto", "breadth_first"):
         case["chunks"] = "auto"
+    if "accumulates" in (case["habit"], case["second habit"]):
+        case["accumulate"] = "1"
     if case["override"] == "clip_gradients":
         case["clip"] = "none"
     if case["checkpoint"] not in ("middle", "epoch"):
@@ -628,7 +656,7 @@ class Fuzzed(pl.LightningModule):
         self.kept = STATES[self.traits["state"]][0]()
         self.seen: list[tuple[str, float]] = []
         self.val_losses: list[Tensor] = []
-        self.is_shared_out = False
+        self.is_shared_out, self.factor = False, 1.0
         if self.traits["precision"] == "double":
             self.double()
 
@@ -673,9 +701,11 @@ class Fuzzed(pl.LightningModule):
             )
         if self.traits["batch"] == "extras":
             loss = loss * batch["scale"]
-        return loss, out, y
+        return loss * self.factor, out, y
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.traits["later"] == "rate at start" and self.global_step >= FROM_STEP:
+            _decay(self.trainer, self)
         loss, out, y = self.loss(batch)
         STATES[self.traits["state"]][1](self, loss.detach())
         for name in dict.fromkeys((self.traits["log"], self.traits["second log"])):

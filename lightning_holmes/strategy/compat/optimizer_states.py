@@ -74,7 +74,7 @@ class HiddenState(MutableMapping[Any, Any]):
         raise UnsupportedModuleError(
             f"{self._place} reads the state of {type(self._optimizer).__name__}, of which each rank has what it steps: that of "
             f"its own stages, or of its share of them. Read it in a checkpoint (optimizer_states), or use "
-            f'pipeline_parallel_size=1 and sharding="none"'
+            f'pipeline_parallel_size=1, sharding="none" and optimizer_nodes=0'
         )
 
     def __getitem__(self, key: Any) -> Any:
