@@ -3,6 +3,7 @@
 The schedule decides when (comm/parameter_exchange.py). :class:`LocalReducer` leaves gradients to autograd; :class:`UnitReducer` is what
 BucketReducer (bucket_reducer.py: parameters that stay) and LayeredReducer (layered.py: a stage at a time) have in common.
 
+    reducer.forget()                        # before the first batch of a window
     reducer.begin(last=True)                # before a batch's microbatches; last: the last batch of an accumulation window
     ...                                     # backwards; backward(stage, ...), reduce(stage) for each stage
     reducer.end()                           # after them; p.grad is empty: Lightning calls zero_grad between a step and its backward
@@ -40,6 +41,10 @@ class LocalReducer(LocalExchange):
         self.parameters = parameters
         self._gradients: dict[str, Tensor] = {}
         self._is_new = True
+
+    def forget(self) -> None:
+        """Forget the gradients of a window whose last batch has not come, as Lightning does by ``zero_grad`` before the first of the next."""
+        self._gradients = {}
 
     def begin(self, *, last: bool) -> None:
         """Begin a batch: its backwards add to the gradients accumulated so far."""
@@ -121,6 +126,14 @@ class UnitReducer:
     def reached(self) -> frozenset[str]:
         """Return the names of the parameters that have a gradient: after the last batch of a window on any replica, before on this rank."""
         return self._reached
+
+    def forget(self) -> None:
+        """Forget the gradients of a window whose last batch has not come, as Lightning does by ``zero_grad`` before the first of the next."""
+        if not self._is_new:
+            for work in self._works:
+                work.wait()
+            self._works.clear()
+            self._is_new = True
 
     def _attach(self, views: Mapping[str, Tensor]) -> None:
         """Let gradients accumulate in ``views``, by name; those of hooked parameters only, so that others show in ``p.grad``."""

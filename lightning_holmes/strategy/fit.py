@@ -383,6 +383,8 @@ class Fit(Run):
         in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
         for optimizer in trainer.strategy.optimizers:
             self.parameter_groups.take_added(optimizer, in_window=in_window)
+        if not in_window:
+            self.gradients.reducer.forget()
         self.gradients.reducer.begin(last=not self.accumulates)
         output = self.step(
             "training_step",

@@ -24,6 +24,9 @@ FOUND = (
     "state=attribute, habit=one parameter, stages=2",  # a list to which a hook appends on rank 0 only, and another on all
     "state=last, read=batch end, habit=one parameter, stages=2, microbatches=1",
     "habit=states, nodes=1",
+    "override=skips, accumulate=2",  # a window without its last batch
+    "override=skips, accumulate=2, replicas=2, sharding=parameters",
+    "override=skips, accumulate=2, nodes=1",
     "random=torch, microbatches=2",  # a generator of its own, one stage, several microbatches
     "habit=averaging, checkpoint=end, stages=2",  # a checkpoint of the averages after the fit
 )
