@@ -533,6 +533,8 @@ def settle(case: Case, *, splits: bool = False) -> Case:
         case |= {"later": "never"} if case["later"] == "first layer" else {}
     if case["precision"] == "bf16-mixed":
         case |= {"optimizer": "sgd", "loss": "mean"}  # others make much of rounding
+        case |= {axis: AXES[axis][0] for axis in ("log", "second log") if case[axis] == "accuracy"}
+        case |= {"evaluation": "validation"} if case["evaluation"] == "metric" else {}
     if case["nodes"] != "0" or case["sharding"] == "parameters":
         case["schedule"] = "auto"
     if case["nodes"] != "0":
