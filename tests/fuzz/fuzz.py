@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
-from runs import Pool, Record, Run
+from fuzz_runs import Pool, Record, Run
 from torch import Tensor
 from traits import AXES, LAYOUT, Case, draw, settle
 

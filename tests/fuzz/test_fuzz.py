@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import EXHAUSTIVE
 from fuzz import cures_in, differences, examine, line_of, parse
-from runs import Pool
+from fuzz_runs import Pool
 from traits import AXES, draw, settle
 
 FOUND = (

@@ -231,7 +231,7 @@ class Job:
     def __init__(self, world_size: int) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="holmes-fuzz-", ignore_cleanup_errors=True)
         root, address = Path(self.folder.name), f"{self.folder.name}/socket"
-        (root / "payload").write_bytes(pickle.dumps(("runs:serve", address)))
+        (root / "payload").write_bytes(pickle.dumps(("fuzz_runs:serve", address)))
         environment = {"PYTHON_EXEC": forked_executable(), "HOLMES_CACHE_DIR": f"{root}/cache"}
         port = free_port()
         with Listener(address, backlog=world_size) as listener:
