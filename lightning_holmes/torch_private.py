@@ -5,6 +5,7 @@ No other file imports a name with a leading underscore from torch.
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,8 +33,10 @@ __all__ = [
     "collective_ranks",
     "computes",
     "default_store",
+    "divisor_of",
     "fake_mode_of",
     "forward_number",
+    "gives_one_number",
     "gloo_device",
     "gloo_group",
     "gloo_timeout",
@@ -347,6 +350,27 @@ def attention_flop_formulas() -> dict[Any, Any]:
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: forward,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
+
+
+def gives_one_number(node: Any) -> bool:
+    """Whether the operator that made a node of the autograd graph has given a single number."""
+    return all(math.prod(output.shape) == 1 for output in node._input_metadata)
+
+
+def divisor_of(node: Any) -> Tensor | float | None:
+    """The number by which the operator that made a node of the autograd graph divides: that of a division by a single number, the
+    elements of a mean, the weights of the targets of a negative log-likelihood; None if it divides by none."""
+    name = node.name()
+    if name.startswith("DivBackward"):
+        other = node._saved_other
+        return other if not isinstance(other, Tensor) or other.numel() == 1 else None
+    if name.startswith("NllLoss"):
+        return node._saved_total_weight if node._saved_reduction == 1 else None
+    if name == "MeanBackward0":
+        return float(node._saved_self_sym_numel)
+    if getattr(node, "_saved_reduction", 0) == 1:
+        return float(node._saved_self.numel())
+    return None
 
 
 def forward_number(node: Any) -> int:

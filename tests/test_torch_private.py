@@ -217,6 +217,26 @@ def test_a_node_of_autograd_tells_its_place_and_whether_its_backward_has_run() -
     assert [torch_private.backward_has_run(node) for node in nodes] == [False, True]
 
 
+def test_a_node_of_autograd_tells_by_what_its_operator_divides_and_whether_it_gives_one_number() -> None:
+    x, y = torch.ones(4, 3, requires_grad=True), torch.tensor([0, 1, -100, 2])
+    mask = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    rows = x.sum(1)
+    divisors = {
+        3.0: nn.functional.cross_entropy(x, y),
+        12.0: x.mean(),
+        4.0: nn.functional.mse_loss(rows, mask),
+        2.0: (rows * mask).sum() / mask.sum(),
+        7.0: rows.sum() / 7,
+        5.0: rows.sum() / torch.tensor(5),
+    }
+    for divisor, loss in divisors.items():
+        assert float(torch_private.divisor_of(loss.grad_fn)) == divisor  # type: ignore[arg-type]
+        assert torch_private.gives_one_number(loss.grad_fn)
+    for value in (rows, rows.sum(), rows / rows.detach(), nn.functional.cross_entropy(x, y, reduction="sum")):
+        assert torch_private.divisor_of(value.grad_fn) is None
+    assert not torch_private.gives_one_number(rows.grad_fn)
+
+
 def test_operators_that_compute_are_told_from_views() -> None:
     ops = torch.ops.aten
     assert not any(map(torch_private.computes, (ops.view.default, ops.t.default, ops.detach.default, ops.split.Tensor)))

@@ -132,7 +132,7 @@ def _check_steps(
         structure.check_partition(stages, one_rank=pipeline_parallel_size == 1)
         if num_microbatches > 1 and "training_step" in modules and not structure.changed_parameters:
             arguments = step_arguments(module, "training_step")
-            found, _ = find_batch_dependence(module, "training_step", batch, arguments, splitter)
+            found = find_batch_dependence(module, "training_step", batch, arguments, splitter).dependence
             if found is not None and found.is_cut_along_time:
                 raise UnsupportedModuleError(f"num_microbatches={num_microbatches}: {found.reason}")
             if found is not None:

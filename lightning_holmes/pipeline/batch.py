@@ -65,7 +65,20 @@ class BatchSplitter:
                 f"use a batch size of at least {num_microbatches} or num_microbatches={size}"
             )
         bounds = microbatch_bounds(size, num_microbatches)
-        return [_slice(batch, start, stop, size, per_sample, depth=0, path="batch") for start, stop in bounds]
+        return [_take(batch, slice(*each), size, per_sample, depth=0, path="batch") for each in bounds]
+
+    def spread(self, batch: Any, count: int) -> Any:
+        """A batch of ``count`` samples, at least 2, evenly spaced from the first to the last: neighbours may be alike, as where
+        samples are sorted. The batch itself if it has no more.
+
+        Raises:
+            UnsupportedModuleError: as by :meth:`split`.
+        """
+        size, per_sample = self._read(batch)
+        if size <= count:
+            return batch
+        rows = [index * (size - 1) // (count - 1) for index in range(count)]
+        return _take(batch, rows, size, per_sample, depth=0, path="batch")
 
     def _read(self, batch: Any) -> tuple[int, bool]:
         """The batch size, and whether lists hold one entry per sample."""
@@ -236,9 +249,10 @@ def _structure_key(value: Any) -> Hashable:
     return type(value).__name__
 
 
-def _slice(value: Any, start: int, stop: int, size: int, per_sample: bool, depth: int, path: str) -> Any:
+def _take(value: Any, rows: slice | list[int], size: int, per_sample: bool, depth: int, path: str) -> Any:
+    """The samples ``rows`` of ``value``: views of its tensors for a slice, copies for a list."""
     if isinstance(value, Tensor):
-        return value[start:stop] if value.ndim > 0 else value
+        return value[rows] if value.ndim > 0 else value
     if _is_plain_list(value):
         strings = bool(value) and not tree.tensors_of(value)
         whole_list = (
@@ -249,14 +263,14 @@ def _slice(value: Any, start: int, stop: int, size: int, per_sample: bool, depth
             and (len(value) == size and all(tree.is_container(v) for v in value))
         )
         if len(value) == size and (whole_list or (depth > 0 and per_sample) or (strings and depth > 0)):
-            return value[start:stop]
+            return value[rows] if isinstance(rows, slice) else type(value)(value[row] for row in rows)
     if tree.is_container(value):
         return tree.map_children(
-            lambda key, child: _slice(child, start, stop, size, per_sample, depth + 1, f"{path}[{key!r}]"),
+            lambda key, child: _take(child, rows, size, per_sample, depth + 1, f"{path}[{key!r}]"),
             value,
         )
     if hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0 and len(value) == size:
-        return value[start:stop]
+        return value[rows]
     if isinstance(value, CONSTANTS):
         return value
     raise UnsupportedModuleError(f"cannot split {path}, a {type(value).__name__}, into microbatches; {_CURE}")

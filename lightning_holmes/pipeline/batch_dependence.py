@@ -7,9 +7,9 @@ alike by chance, every value that is logged, and what the step leaves on the mod
 changes (a spectral norm's vectors, running means) are found in the same way. So are batches whose first dimension is
 time, not samples: layers that know which dimension is time (``batch_first``) show that its length changes with the split.
 
-    found, merges = find_batch_dependence(module, "training_step", batch, (0,), splitter)
-    found.reason, found.is_cut_along_time       # found is None if nothing was found
-    merges["tokens"]                            # "sum": the whole batch's value is the sum of its parts'
+    findings = find_batch_dependence(module, "training_step", batch, (0,), splitter)
+    findings.dependence.reason                  # dependence is None if nothing was found
+    findings.merges["tokens"]                   # "sum": the whole batch's value is the sum of its parts'
 """
 
 import math
@@ -26,6 +26,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, weighted_mean
+from lightning_holmes.pipeline.divisors import are_shares
 from lightning_holmes.pipeline.replay import MERGES, merge_values, usual_merge
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.trial import Lengths, Outcome, Trial
@@ -33,6 +34,8 @@ from lightning_holmes.torch_private import is_batch_norm
 
 _SAMPLES = 4
 _TOLERANCE = 1e-4
+_SAME = 1e-6
+"""Relative difference between two runs over the same samples from which on a step draws random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,20 @@ class BatchDependence:
     is_cut_along_time: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What a trial has found.
+
+    Attributes:
+        merges: how the parts of logged values are put together where that is not the usual way, or as it was known (replay.MERGES).
+        divisors: for each number by which the loss divides (divisors.py), whether parts of a batch had their shares of it.
+    """
+
+    dependence: BatchDependence | None = None
+    merges: Mapping[str, str] = field(default_factory=dict)
+    divisors: Sequence[bool] = ()
+
+
 def find_batch_dependence(
     module: pl.LightningModule,
     step_name: str,
@@ -52,18 +69,21 @@ def find_batch_dependence(
     splitter: BatchSplitter,
     *,
     context: Callable[[], Any] | None = None,
-) -> tuple[BatchDependence | None, dict[str, str]]:
+    trial: Trial | None = None,
+    known: Mapping[str, str] | None = None,
+) -> Findings:
     """Find why splitting a batch changes the results of a step of ``module``; None if no dependence is found.
 
     The loss of a step that draws random numbers other than for dropout (noise, time steps) cannot be judged.
 
-    Returns:
-        The dependence, and how the parts of logged values are put together where that is not the usual way (replay.MERGES).
+    Args:
+        trial: runs the steps; None: one on this process, which has the whole module.
+        known: how the parts of logged values are put together, as far as an earlier trial has found.
     """
     trains = step_name == "training_step"
     name = type(module).__name__
     norms = [n for n, m in module.named_modules() if is_batch_norm(m) and m.training] if trains else []
-    trial = Trial(module, step_name, arguments, context)
+    trial = trial or Trial(module, step_name, arguments, context)
     parts = _parts(module, batch, splitter)
     found, moved = _Differences(), []
     if parts is not None:
@@ -72,9 +92,9 @@ def find_batch_dependence(
             if not callable(getattr(module, "split_batch", None)):
                 time = _read_as_time(trial.lengths(small), trial.lengths(halves[0]))
                 if time is not None:
-                    return _cut_along_time(name, step_name, time), {}
+                    return Findings(dependence=_cut_along_time(name, step_name, time))
             if trains and all(m.track_running_stats for m in module.modules() if is_batch_norm(m)):
-                found = _find_differences(trial, small, halves, weights)
+                found = _find_differences(trial, small, halves, weights, known or {})
             moved = _moved_buffers(trial, small, halves)
     reasons, causes = [], []
     if norms:
@@ -106,6 +126,13 @@ def find_batch_dependence(
             f"the number of tokens; or use num_microbatches=1"
         )
         causes.append("the gradients depend on which samples are in it")
+    if found.is_uneven:
+        reasons.append(
+            f"the loss of {name} is a mean over elements (targets that are not ignored, a mask) of which not each sample has as many: "
+            f"it depends on which samples are together; define `microbatch_weight(self, batch)`, the number of elements, or use "
+            f"num_microbatches=1"
+        )
+        causes.append("the loss is a mean over elements of which not each sample has as many")
     if found.logged:
         reasons.append(
             f"what {step_name} of {name} logs as {_some(found.logged)} is no mean, sum, least or greatest value over the parts of a batch: "
@@ -129,7 +156,7 @@ def find_batch_dependence(
         )
         causes.append(f"each run of the step changes buffers ({shown})")
     dependence = BatchDependence(reason="; ".join(reasons), cause=", and ".join(causes)) if reasons else None
-    return dependence, found.merges
+    return Findings(dependence=dependence, merges=found.merges, divisors=found.divisors)
 
 
 def _some(names: list[str]) -> str:
@@ -147,11 +174,9 @@ def _parts(
         if callable(own):
             small, halves = batch, list(own(batch, 2))
         else:
-            size = splitter.batch_size(batch)
-            count = min(_SAMPLES, size)
-            if count < 2:
+            if splitter.batch_size(batch) < 2:
                 return None
-            small = splitter.split(batch, -(-size // count))[0]
+            small = splitter.spread(batch, _SAMPLES)
             halves = splitter.split(small, 2)
         weights = [float(weigh(h) if callable(weigh) else splitter.batch_size(h)) for h in halves]
     except UnsupportedModuleError:  # the run itself reports the reason
@@ -171,6 +196,9 @@ class _Differences:
     kept: list[str] = field(default_factory=list)
     output: str = ""
     merges: dict[str, str] = field(default_factory=dict)
+    divisors: Sequence[bool] = ()
+    is_uneven: bool = False
+    """Whether a loss that cannot be judged, since each run gives another, divides by numbers of which the parts have not their shares."""
     failure: str = ""
     """Why the step fails over a half, where it does not over the samples together."""
 
@@ -179,7 +207,9 @@ class _Differences:
         return self.loss is None and not (self.gradient or self.logged or self.kept or self.output)
 
 
-def _find_differences(trial: Trial, small: Any, halves: list[Any], weights: list[float]) -> _Differences:
+def _find_differences(
+    trial: Trial, small: Any, halves: list[Any], weights: list[float], known: Mapping[str, str]
+) -> _Differences:
     """Compare a step over the samples together with steps over their halves.
 
     Copying the module takes longer than such a step, so at first there are two copies: one for the samples together,
@@ -192,7 +222,7 @@ def _find_differences(trial: Trial, small: Any, halves: list[Any], weights: list
         return _Differences()
     try:
         in_turn = trial.outcome(trial.copy(), halves, 1)
-        found = _compare(together, in_turn, weights)
+        found = _compare(together, in_turn, weights, known)
         if found.is_none:
             return found
         kept = found.kept
@@ -205,7 +235,7 @@ def _find_differences(trial: Trial, small: Any, halves: list[Any], weights: list
         raise
     except Exception as error:
         return _Differences(failure=one_line(error))
-    found, chance = _compare(together, apart, weights), _compare(together, [again], [1.0])
+    found, chance = _compare(together, apart, weights, known), _compare(together, [again], [1.0], {}, _SAME)
     return replace(
         found,
         loss=None if chance.loss is not None else found.loss,
@@ -213,26 +243,36 @@ def _find_differences(trial: Trial, small: Any, halves: list[Any], weights: list
         logged=[name for name in found.logged if name not in chance.logged],
         output="" if chance.output else found.output,
         kept=[name for name in kept if name not in chance.kept],
+        is_uneven=chance.loss is not None and not all(found.divisors),
     )
 
 
-def _compare(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> _Differences:
+def _compare(
+    together: Outcome,
+    parts: Sequence[Outcome],
+    weights: Sequence[float],
+    known: Mapping[str, str],
+    tolerance: float = _TOLERANCE,
+) -> _Differences:
     apart = weighted_mean([part.loss for part in parts], list(weights))
-    logged, merges = _compare_logged(together, parts, weights)
+    logged, merges = _compare_logged(together, parts, weights, known, tolerance)
     last = parts[-1].kept
     return _Differences(
-        loss=None if _agree(together.loss, apart) else (together.loss.item(), apart.item()),
+        loss=None if _agree(together.loss, apart, tolerance) else (together.loss.item(), apart.item()),
         gradient=_gradient_difference(together, parts, weights),
         logged=logged,
         kept=[name for name, value in together.kept.items() if name not in last or not _alike(value, last[name])],
-        output=_compare_output(together, parts, weights),
+        output=_compare_output(together, parts, weights, tolerance),
         merges=merges,
+        divisors=_compare_divisors(together, parts, weights),
     )
 
 
-def _compare_output(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> str:
+def _compare_output(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float], tolerance: float) -> str:
     """Why the step's output cannot be put together from its parts, or a number in it is no mean over them; "" if neither is so."""
     sizes = [round(weight) for weight in weights]
+    if not all(bool(part.loss.isfinite()) for part in parts):
+        return ""  # the loss tells
     try:
         merged = merge_outputs([part.output for part in parts], sizes, list(weights), "what it returns")
     except UnsupportedModuleError as reason:
@@ -240,13 +280,15 @@ def _compare_output(together: Outcome, parts: Sequence[Outcome], weights: Sequen
     pairs = list(zip(tree.tensors_of(together.output), tree.tensors_of(merged), strict=False))
     if any(one.shape != other.shape for one, other in pairs):
         return "a tensor that it returns cannot be put together from those of the parts of a batch, as one entry a sample can"
-    if any(one.ndim == 0 and not _agree(one.detach().double(), other.detach().double()) for one, other in pairs):
+    if any(
+        one.ndim == 0 and not _agree(one.detach().double(), other.detach().double(), tolerance) for one, other in pairs
+    ):
         return "a number that it returns is no mean over the parts of a batch"
     return ""
 
 
-def _agree(together: Tensor, apart: Tensor) -> bool:
-    return float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)) <= _TOLERANCE
+def _agree(together: Tensor, apart: Tensor, tolerance: float) -> bool:
+    return float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)) <= tolerance
 
 
 def _gradient_difference(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> float:
@@ -264,7 +306,7 @@ def _gradient_difference(together: Outcome, parts: Sequence[Outcome], weights: S
 
 
 def _compare_logged(
-    together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]
+    together: Outcome, parts: Sequence[Outcome], weights: Sequence[float], known: Mapping[str, str], tolerance: float
 ) -> tuple[list[str], dict[str, str]]:
     """The names of logged values that no way of putting their parts together gives, and that way for those where it is not the usual one."""
     differing, merges = [], {}
@@ -273,17 +315,25 @@ def _compare_logged(
         values = [entry[0] for entry in found if entry is not None]
         if len(values) < len(parts):
             continue  # logged in some parts only
-        usual = usual_merge(reduce_fx)
+        usual = known.get(name) or usual_merge(reduce_fx)
         fitting = [
             way
             for way in dict.fromkeys((usual, *MERGES))
-            if _agree(value, merge_values(way, values, list(weights)).double())
+            if _agree(value, merge_values(way, values, list(weights)).double(), tolerance)
         ]
         if not fitting:
             differing.append(name)
         elif fitting[0] != usual:
             merges[name] = fitting[0]
     return list(dict.fromkeys(differing)), merges
+
+
+def _compare_divisors(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> list[bool]:
+    outcomes = (together, *parts)
+    if len({len(outcome.divisors) for outcome in outcomes}) > 1:  # one for each sample
+        return []
+    shares = (sum(weights), *weights)
+    return [are_shares(values, shares) for values in zip(*(outcome.divisors for outcome in outcomes), strict=True)]
 
 
 def _alike(left: Any, right: Any) -> bool:

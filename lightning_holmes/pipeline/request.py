@@ -21,6 +21,9 @@ class StepRequest:
     replicas, counted from ``replica`` 0. So a microbatch draws the same numbers however the batch of all replicas is
     split.
 
+    ``divisors``: for each number by which the loss divides, whether microbatches must have their shares of it, as in the first batch;
+    a batch where they have not is refused (``refuses``), or a warning says so.
+
     ``loss_scales`` (training) is called on the last stage with the microbatches' weights when the batch has been
     split. It returns a function that is called at the first backward and returns the factors of the microbatches'
     losses.
@@ -42,6 +45,8 @@ class StepRequest:
     is_last: bool = False
     broadcasts: bool = False
     merges: Mapping[str, str] = field(default_factory=dict)
+    divisors: Sequence[bool] = ()
+    refuses: bool = False
     loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None
     may_skip: bool = False
     exchange: ParameterExchange | None = None

@@ -227,7 +227,10 @@ class PipelineModule:
         layer = self._layer_holding(name)
         if layer is not None:
             return self.partition.stage_of(layer)
-        return self.structure.buffer_stage(self.partition, name)
+        if name in self.structure.buffer_writers or name in self.parameters:
+            return self.structure.buffer_stage(self.partition, name)
+        owner = name.rpartition(".")[0]  # of a buffer that the traced steps have not written, but later ones may
+        return self._stage_that_knows(owner, self.module.get_submodule(owner))
 
     def _layer_holding(self, name: str) -> int | None:
         assert self.structure is not None
@@ -282,12 +285,7 @@ class PipelineModule:
         """Put the gates in place and replace the parameters of other stages by placeholders, which frees their memory."""
         if self.structure is None:
             return
-        places: dict[nn.Module, list[int]] = {}
-        for index, name in enumerate(self.structure.layer_names):
-            places.setdefault(self.module.get_submodule(name), []).append(index)
-        for layer, indices in places.items():
-            self._forwards.append((layer, "forward" in vars(layer), vars(layer).get("forward")))
-            layer.forward = _Gate(self, layer, indices)
+        self._install_gates()
         compiled = self.compiled_parameters
         for name, parameter in self.parameters.items():
             if name not in self.local_parameters:
@@ -296,6 +294,28 @@ class PipelineModule:
                 if compiled.get(name, True):
                     cure = "pipeline_parallel_size=1"
                     self._elsewhere[name] = Source(absence=self.absence, what=name, cure=cure, blank=blank)
+
+    def _install_gates(self) -> None:
+        places: dict[nn.Module, list[int]] = {}
+        for index, name in enumerate(() if self.structure is None else self.structure.layer_names):
+            places.setdefault(self.module.get_submodule(name), []).append(index)
+        for layer, indices in places.items():
+            self._forwards.append((layer, "forward" in vars(layer), vars(layer).get("forward")))
+            layer.forward = _Gate(self, layer, indices)
+
+    def twin(self, copy: nn.Module) -> "PipelineModule":
+        """The same stages of ``copy``, a copy of the module that shares its parameters, with gates of their own."""
+        twin = PipelineModule(copy, self.structure, self.partition, self.stages, self.device)
+        twin.parameters, twin.absence, twin._elsewhere = self.parameters, self.absence, self._elsewhere
+        twin._install_gates()
+        return twin
+
+    @property
+    def is_past_layers(self) -> bool:
+        """Whether the step that runs now is past its last layer: only the last stage's gets there."""
+        return self.current is not None and (
+            self.structure is None or self.current.position == self.structure.num_layers - 1
+        )
 
     def uninstall(self) -> None:
         """Take the gates away; parameters of other stages remain placeholders until their values are set."""

@@ -4,6 +4,7 @@ This module does what happens around the runner: it compares the ranks' batches,
 microbatches, and returns outputs and logs from the last stage. The caller reduces the gradients.
 """
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.checksum import Checksum
+from lightning_holmes.pipeline.divisors import Divisors
 from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
 from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
@@ -88,6 +90,7 @@ class StepDriver:
         }
         self.is_inside_part = False
         """Whether only a part of a step is running: that of one of several pipeline ranks, or of one of several microbatches."""
+        self._has_warned = False
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
         self._generators = find_generators(module)
 
@@ -107,6 +110,18 @@ class StepDriver:
         last = self.pipeline.num_stages - 1
         return rank_of_stage(self.schedule, last, pipeline_parallel_size=self.pipeline_parallel_size)
 
+    def over(self, pipeline: PipelineModule) -> "StepDriver":
+        """A driver like this one that runs the stages of ``pipeline``."""
+        return StepDriver(
+            pipeline,
+            self.p2p,
+            schedule=self.schedule,
+            num_chunks=self.num_chunks,
+            device=self.device,
+            splitter=self.splitter,
+            tensor_p2p=self.tensor_p2p,
+        )
+
     def _other_ranks(self) -> list[int]:
         return [rank for rank in range(self.pipeline_parallel_size) if rank != self.last_rank]
 
@@ -119,6 +134,15 @@ class StepDriver:
             except StopIteration as end:
                 result: StepResult = end.value
                 return result
+
+    def agree(self, request: StepRequest) -> Any:
+        """The batch that all ranks of the pipeline run for ``request``; all of them must call."""
+        agreement = self._agree_on(request)
+        while True:
+            try:
+                next(agreement)
+            except StopIteration as end:
+                return end.value[0]
 
     def run_in_turn(self, request: StepRequest) -> Generator[None, None, StepResult]:
         """Like :meth:`run`, but yields wherever another stage of the same process has to go on first."""
@@ -136,6 +160,7 @@ class StepDriver:
         repeats = count > 1 or len(self.pipeline.stages) > 1  # this rank starts the step several times
         trainer = trainer_of(self.module) if self._is_staged or repeats else None
         settings = None if trainer is None else settings_of(trainer)
+        divisors = Divisors(count) if request.trains and count > 1 and any(request.divisors) else None
         run = Microbatches(
             schedule=make_schedule(
                 self.schedule,
@@ -144,7 +169,7 @@ class StepDriver:
                 num_chunks=self.num_chunks,
                 forward_only=not request.trains,
             ),
-            step=self._make_step(request, microbatches, settings if repeats else None),
+            step=self._make_step(request, microbatches, settings if repeats else None, divisors),
             signatures=[(state, batches.signature(m)) for m in microbatches],
             seeds=[derive_seed(request.seed, request.replica * count + index) for index in range(count)],
             after_forwards=None if self.has_last_stage else self._send_calls,
@@ -180,6 +205,8 @@ class StepDriver:
         start = observer.mark()
         for each in unseen:
             yield from self._compare_values(*each)
+        if divisors is not None and self.has_last_stage:
+            self._compare_divisors(request, divisors, weights)
         changed = changed_settings(trainer, settings) if settings is not None and self._is_staged else None
         result = yield from self._share(request, run, sizes, weights, window, changed)
         observer.add("wait", start)
@@ -281,7 +308,11 @@ class StepDriver:
         return self.module.training, bytes([parameter.requires_grad for parameter in self.module.parameters()])
 
     def _make_step(
-        self, request: StepRequest, microbatches: list[Any], settings: list[dict[str, Any]] | None
+        self,
+        request: StepRequest,
+        microbatches: list[Any],
+        settings: list[dict[str, Any]] | None,
+        divisors: Divisors | None,
     ) -> Callable[[StageRun, int], Any]:
         step = getattr(self.module, request.step_name)
 
@@ -304,6 +335,8 @@ class StepDriver:
                             f"the whole batch, as in plain Lightning"
                         )
                     raise
+                if divisors is not None and output is not None:
+                    divisors.note(microbatch, loss_of(output, request.step_name))
                 if any(map(dtensor.is_dtensor, tree.tensors_of(output))):
                     return tree.map_tensors(dtensor.whole, output)
                 return output
@@ -325,6 +358,24 @@ class StepDriver:
         """Send the log calls of this rank's stages to the last stage, early enough that it does not wait for them."""
         assert self.p2p is not None
         self.p2p.send_message(self.last_rank, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
+
+    def _compare_divisors(self, request: StepRequest, divisors: Divisors, weights: list[float]) -> None:
+        """Refuse a batch whose loss is a mean over other numbers of elements than the microbatches' weights, before the optimizer's step."""
+        found = divisors.unshared(weights, request.divisors)
+        if not found:
+            return
+        name, shown = type(self.module).__name__, ", ".join(f"{value:g}" for value in found)
+        reason = (
+            f"{request.step_name} of {name}: the loss of this batch divides by {shown} in microbatches of the weights "
+            f"{', '.join(f'{weight:g}' for weight in weights)}: it is a mean over elements (targets that are not ignored, a mask) of which "
+            f"not each sample has as many, and the trial at the run's start saw as many in each. Split, it is another loss than that of "
+            f"the whole batch: use num_microbatches=1, or define `microbatch_weight(self, batch)`, the number of elements"
+        )
+        if request.refuses:
+            raise UnsupportedModuleError(reason)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(reason, stacklevel=2)
 
     def _share(
         self,

@@ -21,6 +21,7 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import changes, snapshot, value_at
+from lightning_holmes.pipeline.divisors import divisors_of
 from lightning_holmes.pipeline.object_state import is_plain
 from lightning_holmes.pipeline.replay import log_arguments
 from lightning_holmes.pipeline.runner import loss_of
@@ -41,7 +42,7 @@ class Outcome:
     """What runs of a step over some samples have given.
 
     ``output``: what the step returned. ``gradients``: those of some small parameters, with ``gradient_tolerance``. ``logged``: by name and count of the call, the value and
-    its ``reduce_fx``. ``kept``: what has changed on the module, by path; only numbers, texts, tensors and containers of these.
+    its ``reduce_fx``. ``divisors``: those of the loss. ``kept``: what has changed on the module, by path; only numbers, texts, tensors and containers of these.
     """
 
     loss: Tensor
@@ -49,6 +50,7 @@ class Outcome:
     gradients: Sequence[Tensor] = ()
     gradient_tolerance: float = _GRADIENT_TOLERANCE
     logged: Mapping[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
+    divisors: Sequence[float] = ()
     kept: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -85,6 +87,7 @@ class Trial:
             with torch.enable_grad():
                 output = self._run(copy, batch, seed)
                 loss = loss_of(output, self._step_name)
+                divisors = [float(value) for value in divisors_of(loss)]
                 gradients = _gradients(copy, loss)
             tolerance = _GRADIENT_TOLERANCE if self._computes_in_fp32(copy) else _GRADIENT_TOLERANCE_16
             found.append(
@@ -94,6 +97,7 @@ class Trial:
                     gradients=gradients,
                     gradient_tolerance=tolerance,
                     logged=logged,
+                    divisors=divisors,
                 )
             )
         vars(copy)["log"] = lambda *_, **__: None
@@ -153,6 +157,11 @@ class Trial:
         for submodule in copy.modules():
             if is_dropout(submodule) or is_batch_norm(submodule):
                 submodule.eval()
+            for name, value in vars(submodule).items():
+                if "dropout" in name and isinstance(
+                    value, float
+                ):  # attention and recurrent layers have a rate, and no layer for it
+                    vars(submodule)[name] = 0.0
         set_trainer(copy, trainer_of(self._module))
         vars(copy)["log"] = lambda *_, **__: None
         return copy

@@ -9,6 +9,7 @@ The optimizer's names and shards stay readable after a fit has ended, for Traine
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -29,8 +30,11 @@ from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded_host import ShardedStep
+from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 from lightning_holmes.pipeline.observer import UNOBSERVED
+from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.runner import loss_of
+from lightning_holmes.pipeline.staged_trial import LaterTrials, StagedTrial
 from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.strategy import admission, sharding
 from lightning_holmes.strategy.compat.averaging import WeightAverages
@@ -82,6 +86,7 @@ class Fit(Run):
         self._buffers = ReplicaBuffers(groups.data_parallel, groups.replicas_on_host, source=source)
         self._aligns_buffers = self._buffers.has_others
         self._clock: StepClock | None = None
+        self._trials = LaterTrials()
         self.gradients: Gradients
         self.has_gradients = False
         self.shards: OwnedStates | None = None
@@ -378,6 +383,8 @@ class Fit(Run):
         self._has_stepped = True
         if self._lockstep is not None:
             self._lockstep.begin_step()
+        if self.plan.num_microbatches > 1 and not self.known.dependence and self._trials.are_due(trainer):
+            self._ask_again(batch, arguments, (0, step))
         if self._clock is not None:
             self._clock.begin_step(step)
         in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
@@ -405,6 +412,43 @@ class Fit(Run):
             loss_of(output, "training_step")
         self.unchanged.note()
         return output
+
+    def _ask_again(self, batch: Any, arguments: tuple[Any, ...], place: tuple[int, ...]) -> None:
+        """Ask on the module's present state whether this batch may be split; if not, it and all later ones run whole, or, with a number that
+        the user has set, a warning says why. All ranks must call."""
+        self.gradients.host.settle()
+        if self._clock is not None:
+            self._clock.interrupt()
+        request = self._request("training_step", batch, arguments, self.plan.num_microbatches, place)
+        if request.broadcasts:
+            batch = self.driver.agree(request)
+        with self._learning(), preserved_trainer(self.trainer):
+            trial = StagedTrial(self.driver, request)
+            tried = find_batch_dependence(
+                self.module,
+                "training_step",
+                batch,
+                arguments,
+                self.context.splitter,
+                trial=trial,
+                known=self.known.merges,
+            )
+        found = tried.dependence
+        mine = ("", "") if found is None else (found.reason, found.cause)
+        answers = self.job.connection.all_gather((mine, tried.merges))
+        reason, cause = next((each for each, _ in answers if any(each)), ("", ""))
+        merges = dict(self.known.merges)
+        for _, others in answers:
+            merges |= others
+        self.known = replace(self.known, merges=merges, dependence=cause)
+        if not reason:
+            return
+        if self.options.asked.num_microbatches != "auto":
+            pl.utilities.rank_zero_warn(reason)
+            return
+        note = f"num_microbatches: 1 from step {self.trainer.global_step} on, as in plain Lightning: {cause}"
+        self.planned = replace(self.plan, num_microbatches=1, notes=(*self.plan.notes, note))
+        pl.utilities.rank_zero_warn(f"{note}; give a number to split batches all the same")
 
     def step(self, step_name: str, *args: Any, **options: Any) -> Any:
         if self._aligns_buffers:

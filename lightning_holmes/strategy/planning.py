@@ -202,10 +202,10 @@ def _not_layered(traced: TraceResult) -> str | None:
 
 def _exact_microbatches(traced: TraceResult, resumed: int | None) -> tuple[int, str] | None:
     """Return the only exact number of microbatches, if there is one, and why: that of the run that is resumed, or 1."""
-    if resumed is not None and resumed <= (traced.batch_size or resumed):
-        return resumed, "as in the run that is resumed, so that random numbers go on"
     if traced.dependence:
         return 1, f"as in plain Lightning: {traced.dependence}; give a number to split batches all the same"
+    if resumed is not None and resumed <= (traced.batch_size or resumed):
+        return resumed, "as in the run that is resumed, so that random numbers go on"
     return None
 
 

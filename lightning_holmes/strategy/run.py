@@ -487,10 +487,36 @@ class Run:
             place: the batch's place among all batches, from which its random seed is derived.
             loss_scales: see StepRequest; None: forward only.
         """
+        request = self._request(step_name, batch, arguments, num_microbatches, place, loss_scales, observer)
+        if step_name in self._whole_steps:
+            alone = replace(request, exchange=None)  # all parameters are here
+            result = self.with_whole_module(lambda: self._whole_driver.run(alone))
+        else:
+            result = self.driver.run(request)
+        if step_name in self._state_each_batch:
+            self._hooks_have_run = True
+            self._state.send()
+            if not self._receives_later(step_name):
+                self._state.receive()
+        if result.calls:
+            replay(self.module, result.calls, self.job.connection.device)
+        return result.output
+
+    def _request(
+        self,
+        step_name: str,
+        batch: Any,
+        arguments: tuple[Any, ...],
+        num_microbatches: int,
+        place: tuple[int, ...],
+        loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None,
+        observer: StepObserver = UNOBSERVED,
+    ) -> StepRequest:
+        """The request to run a step on the module's present state; all ranks of the pipeline must call."""
         self.receive_module_state()
         self._pass_over_hooks()
         self._hooks_have_run = False
-        request = StepRequest(
+        return StepRequest(
             step_name=step_name,
             batch=batch,
             arguments=arguments,
@@ -506,25 +532,14 @@ class Run:
                 replica=(self.job.groups.data_parallel_rank, self.job.placement.data_parallel_size),
             ),
             merges=self.known.merges if step_name == "training_step" else {},
+            divisors=() if self.known.dependence else self.known.divisors,
+            refuses=self.options.asked.num_microbatches == "auto",
             context=functools.partial(step_context, self.trainer, step_name),
             loss_scales=loss_scales,
             may_skip=self.job.connection.world_size == 1,
             exchange=self.exchange,
             observer=observer,
         )
-        if step_name in self._whole_steps:
-            alone = replace(request, exchange=None)  # all parameters are here
-            result = self.with_whole_module(lambda: self._whole_driver.run(alone))
-        else:
-            result = self.driver.run(request)
-        if step_name in self._state_each_batch:
-            self._hooks_have_run = True
-            self._state.send()
-            if not self._receives_later(step_name):
-                self._state.receive()
-        if result.calls:
-            replay(self.module, result.calls, self.job.connection.device)
-        return result.output
 
     def _ends_loader(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
         """Whether this is the last batch of an evaluation loader, after which Lightning computes metrics."""

@@ -38,10 +38,10 @@ class TraceResult:
         structure: the structure of the module's steps; None if nothing was traced, or no structure was found.
         batch_size: the number of samples in a training batch; None if it is not known.
         reason: why the module runs whole: a step could not be traced, in a run that need not split the module; empty if all steps could.
-        dependence: why its training steps are exact with one microbatch only, in a few words; empty if no reason was found,
-            or if the user has given a number of microbatches.
+        dependence: why its training steps are exact with one microbatch only, in a few words; empty if no reason was found.
         merges: by the name of a value that training steps log, how the values of microbatches are put together (pipeline/replay.py), where the
             trial has shown another way than the usual one.
+        divisors: see Findings in pipeline/batch_dependence.py.
     """
 
     structure: ModuleStructure | None = None
@@ -49,6 +49,7 @@ class TraceResult:
     reason: str = ""
     dependence: str = ""
     merges: Mapping[str, str] = field(default_factory=dict)
+    divisors: Sequence[bool] = ()
 
     def knows(self, step_name: str) -> bool:
         """Return whether a step has been traced, or need not be."""
@@ -132,7 +133,7 @@ def _trace(
         try:
             if not known.reason:
                 found, failure = _trace_sample(module, sample, small, layers=layers, context=step_context)
-                if failure and wanted == "auto":
+                if failure and training and wanted == "auto":
                     known = replace(known, dependence=f"{step_name} fails over a part of it ({failure})")
         except Exception as error:
             if not may_run_whole:
@@ -145,12 +146,16 @@ def _trace(
             with (
                 nullcontext() if found is not None else suppress(Exception)
             ):  # a step that could not be traced may fail here, too
-                company, merges = find_batch_dependence(
+                tried = find_batch_dependence(
                     module, step_name, batch, sample.arguments, splitter, context=step_context
                 )
-                known = replace(known, merges=merges) if training else known
+                company = tried.dependence
+                known = replace(known, merges=tried.merges, divisors=tried.divisors) if training else known
             if company is not None:
-                known = replace(known, dependence=_answer(company, step_name, wanted))
+                if wanted != "auto":
+                    _warn(company, step_name, wanted)
+                if training:
+                    known = replace(known, dependence=company.cause)
         if found is None:
             continue
         if splits and found.computed_metrics:
@@ -190,18 +195,15 @@ def _trace_over(
     return trace_step(module, sample.step_name, (batch, *sample.arguments), layers=layers, context=context)
 
 
-def _answer(company: BatchDependence, step_name: str, wanted: Any) -> str:
-    """Return the reason to use one microbatch, if the number is "auto"; else warn of the user's number, and return "".
+def _warn(company: BatchDependence, step_name: str, wanted: int) -> None:
+    """Warn of the user's number of microbatches.
 
     Raises:
-        UnsupportedModuleError: the split cuts along time, with a number given by the user.
+        UnsupportedModuleError: the split cuts along time.
     """
-    if wanted == "auto":
-        return company.cause
     if company.is_cut_along_time:
         raise UnsupportedModuleError(f"{microbatches_argument(step_name)}={wanted}: {company.reason}")
     pl.utilities.rank_zero_warn(company.reason)
-    return ""
 
 
 def microbatches_argument(step_name: str) -> str:

@@ -74,6 +74,26 @@ class Noisy(Classifier):
         return self.layers(batch["x"] + torch.randn_like(batch["x"])).square().mean()
 
 
+class AttendingTokenMean(TokenMean):
+    """Dropout in attention, which is no layer, must not hide that the loss is a mean over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5)
+
+    def training_step(self, batch: Any) -> Tensor:
+        x = batch["x"][None]
+        return super().training_step({**batch, "x": self.attention(x, x, x)[0][0] + batch["x"]})
+
+
+class ChoosingTokens(Classifier):
+    """A mean over tokens that are chosen at random, as for masked language models."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        ignored = torch.rand(len(batch["y"])) * torch.arange(len(batch["y"])) > 1
+        return F.cross_entropy(self.layers(batch["x"]), batch["y"].masked_fill(ignored, -100))
+
+
 class Scaled(nn.Module):
     """A layer with a buffer: the number of its calls, the mean or the sum of its inputs, or a constant."""
 
@@ -94,7 +114,7 @@ class Scaled(nn.Module):
 
 def batch() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return {"x": torch.randn(8, 4), "y": torch.tensor([1, 2, 1, 0, 0, 0, 1, 0])}
+    return {"x": torch.randn(8, 4), "y": torch.tensor([1, 2, 1, 0, 0, 0, 1, 2])}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +127,8 @@ def batch() -> dict[str, Tensor]:
         (Contrastive(), ["Contrastive", "negatives", "microbatch_weight"]),
         (TokenMean(), ["TokenMean", "microbatch_weight"]),
         (WeightedTokenMean(), None),
+        (AttendingTokenMean(), ["AttendingTokenMean", "microbatch_weight"]),
+        (ChoosingTokens(), ["ChoosingTokens", "not each sample has as many", "microbatch_weight"]),
         (Noisy(), None),
         (KeepsFirst("scale"), ["KeepsFirst", "microbatch_weight"]),
         (KeepsFirst("mask"), ["self.kept"]),
@@ -125,7 +147,7 @@ def batch() -> dict[str, Tensor]:
     ids=lambda v: type(v).__name__ if isinstance(v, LightningModule) else None,
 )
 def test_what_depends_on_company_is_named(module: LightningModule, words: list[str] | None) -> None:
-    found, _ = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter())
+    found = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter()).dependence
     assert (found is None) == (words is None), found
     assert found is None or all(word in found.reason for word in words or [])
     assert found is None or not found.is_cut_along_time
@@ -141,7 +163,7 @@ class SameLoss(TokenMean):
 
 
 def test_losses_that_are_alike_by_chance_do_not_hide_other_gradients() -> None:
-    found, _ = find_batch_dependence(SameLoss(), "training_step", batch(), (), BatchSplitter())
+    found = find_batch_dependence(SameLoss(), "training_step", batch(), (), BatchSplitter()).dependence
     assert found is not None and "gradients of SameLoss" in found.reason and "microbatch_weight" in found.reason
 
 
@@ -168,9 +190,11 @@ class LogsPerplexity(Logs):
 
 def test_how_logged_values_are_put_together_is_found_for_each() -> None:
     ways = {"worst": "mean", "tokens": "sum", "highest": "max"}
-    assert find_batch_dependence(Logs(), "training_step", batch(), (), BatchSplitter()) == (None, ways)
-    found, merges = find_batch_dependence(LogsPerplexity(), "training_step", batch(), (), BatchSplitter())
-    assert found is not None and "logs as perplexity is no mean" in found.reason and merges == ways
+    tried = find_batch_dependence(Logs(), "training_step", batch(), (), BatchSplitter())
+    assert tried.dependence is None and tried.merges == ways
+    tried = find_batch_dependence(LogsPerplexity(), "training_step", batch(), (), BatchSplitter())
+    assert tried.dependence is not None and "logs as perplexity is no mean" in tried.dependence.reason
+    assert tried.merges == ways
 
 
 class Returns(Classifier):
@@ -196,7 +220,7 @@ class Returns(Classifier):
     [("rows", ""), ("mean", ""), ("name", ""), ("two", "cannot be put together"), ("exp", "no mean over the parts")],
 )
 def test_what_a_step_returns_is_compared(what: str, words: str) -> None:
-    found, _ = find_batch_dependence(Returns(what), "training_step", batch(), (), BatchSplitter())
+    found = find_batch_dependence(Returns(what), "training_step", batch(), (), BatchSplitter()).dependence
     assert (found is None) == (not words) and (found is None or words in found.reason), found
 
 
@@ -225,7 +249,7 @@ class Leaves(Classifier):
 @pytest.mark.parametrize(("what", "named"), [("last", True), ("losses", True), ("seen", False), ("time", False)])
 def test_what_a_step_leaves_on_the_module_is_compared(what: str, named: bool) -> None:
     module = Leaves(what)
-    found, _ = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter())
+    found = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter()).dependence
     assert (found is not None and f"leaves self.{what} on the module" in found.reason) == named
     assert found is None or named
     assert not hasattr(module, "last") and len(module.losses) == 1 and module.seen == 0
@@ -283,7 +307,7 @@ def test_a_batch_that_is_cut_along_time_is_told_by_the_layers_that_read_it(
     module: Recurrent, layer: str | None, step_name: str
 ) -> None:
     for length in (8, 4, 6):  # of samples or time, including as many as the trial uses
-        found, _ = find_batch_dependence(module, step_name, torch.randn(8, length, 4), (), BatchSplitter())
+        found = find_batch_dependence(module, step_name, torch.randn(8, length, 4), (), BatchSplitter()).dependence
         if layer is None:
             assert found is None or not found.is_cut_along_time, found
         else:

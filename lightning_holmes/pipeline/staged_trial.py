@@ -1,0 +1,118 @@
+"""StagedTrial: a trial of a step whose module is divided: the samples pass through the stages of all ranks, forward only.
+
+Each rank runs a copy of its part of the module, so that nothing of a run stays: no gradient, no log, no metric, no buffer.
+The step's output and logs come back to every rank, as those of a step do, so that all ranks find the same.
+
+    trial = StagedTrial(driver, request)
+    found, merges = find_batch_dependence(module, "training_step", batch, splitter=splitter, trial=trial)   # all ranks of a pipeline
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_holmes.lightning_package import pl
+from lightning_holmes.pipeline.observer import UNOBSERVED
+from lightning_holmes.pipeline.replay import LogCall, MetricValue
+from lightning_holmes.pipeline.request import StepRequest
+from lightning_holmes.pipeline.runner import loss_of
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.steps import StepDriver
+from lightning_holmes.pipeline.trial import Lengths, Outcome, Trial
+from lightning_holmes.pipeline.whole_steps import refusing_collectives
+
+
+class StagedTrial(Trial):
+    """Every rank of the pipeline must make one, and call its methods together.
+
+    Args:
+        driver: runs the steps of the module itself.
+        request: the step; its batch is left out.
+    """
+
+    has_buffers = False  # of which each rank knows only its own
+
+    def __init__(self, driver: StepDriver, request: StepRequest) -> None:
+        super().__init__(driver.module, request.step_name, request.arguments, request.context)
+        self._driver = driver
+        self._request = replace(
+            request, num_microbatches=1, loss_scales=None, observer=UNOBSERVED, broadcasts=False, may_skip=True
+        )
+
+    def lengths(self, batch: Any) -> Lengths:
+        """None: the trial of the first batch has told."""
+        return {}
+
+    def outcome(self, copy: pl.LightningModule, batches: Sequence[Any], seed: int) -> list[Outcome]:
+        """The outcome of steps over ``batches`` in turn, without gradients and what is kept on the module.
+
+        A step that fails after the layers has an infinite loss: only the last stage fails, and all have to go on.
+        """
+        twin = self._driver.pipeline.twin(copy)
+        driver = self._driver.over(twin)
+        vars(copy)[self._request.step_name] = _without_failure(getattr(copy, self._request.step_name), twin)
+        found = []
+        trained = [(parameter, parameter.requires_grad) for parameter in copy.parameters()]
+        for batch in batches:
+            request = replace(self._request, batch=batch, seed=seed)
+            alone = refusing_collectives(copy, f"{type(copy).__name__}.{request.step_name}")
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), alone:
+                result = driver.run(request)
+            for parameter, requires_grad in trained:  # the copy shares them
+                parameter.requires_grad_(requires_grad)
+            output = _FAILED if result.output is None else result.output
+            loss = loss_of(output, request.step_name).detach().double()
+            found.append(Outcome(loss=loss, output=output, logged=_values(result.calls)))
+        return found
+
+
+_FAILED = torch.tensor(torch.inf)
+
+
+def _without_failure(step: Callable[..., Any], twin: PipelineModule) -> Callable[..., Any]:
+    """``step``, which returns an infinite loss instead of failing after the last layer."""
+
+    def run(*args: Any) -> Any:
+        try:
+            return step(*args)
+        except Exception:
+            if not twin.is_past_layers:
+                raise
+            return _FAILED
+
+    return run
+
+
+def _values(calls: Sequence[LogCall]) -> Mapping[tuple[str, int], tuple[Any, Any]]:
+    """The values of log calls, by name and count of the call, with their ``reduce_fx``; metrics put themselves together."""
+    found: dict[tuple[str, int], tuple[Any, Any]] = {}
+    for call in calls:
+        if not isinstance(call.value, MetricValue):
+            nth = sum(1 for known, _ in found if known == call.name)
+            value = torch.as_tensor(call.value).detach().double().reshape(())
+            found[call.name, nth] = value, call.arguments.get("reduce_fx", "mean")
+    return found
+
+
+class LaterTrials:
+    """When a run asks again whether its batches may be split: at batches 2, 4, 8, ..., where an epoch starts, and where modules change
+    their mode."""
+
+    def __init__(self) -> None:
+        self._num_batches = 0
+        self._parts: list[nn.Module] = []
+        self._modes = b""
+
+    def are_due(self, trainer: "pl.Trainer") -> bool:
+        """Whether to ask at this batch; called once a batch. The first has been tried before the module was divided."""
+        self._num_batches += 1
+        if not self._parts:
+            self._parts = list(trainer.lightning_module.modules())
+        before, self._modes = self._modes, bytes([part.training for part in self._parts])
+        if self._num_batches == 1:
+            return False
+        starts_epoch = trainer.fit_loop.epoch_loop.batch_idx == 0
+        return starts_epoch or self._modes != before or self._num_batches & (self._num_batches - 1) == 0
