@@ -110,11 +110,13 @@ def check_counters(outcome: Outcome, *, ethernet: Sequence[str] = ()) -> None:
     use its fast cards, everything else uses Ethernet.
 
     Two replicas, so that each of them sends every gradient once; activations go in one direction, their gradients in
-    the other. A host is named after its cluster. ``ethernet``: clusters without working fast cards.
+    the other. At batches 2 and 4 a trial sends four samples, and twice two of them, forward. A host is named after its
+    cluster. ``ethernet``: clusters without working fast cards.
     """
     ranks, hosts = outcome.ranks, outcome.hosts
     grid = ranks[0]["grid"]
     activations = 4 * (12 // len(grid[0])) * ROWS * FEATURES * (STEPS - 1)
+    trials = 4 * 2 * (4 + 2 + 2) * ROWS * FEATURES if ranks[0]["num_microbatches"] > 1 else 0
 
     def card(rank: int, other: int) -> str:
         own, peer = hosts[rank].rstrip("0123456789"), hosts[other].rstrip("0123456789")
@@ -129,7 +131,7 @@ def check_counters(outcome: Outcome, *, ethernet: Sequence[str] = ()) -> None:
             computed[card(rank, other)] += 4 * parameters * (STEPS - 1) if other != rank else 0
         for neighbour in (stage - 1, stage + 1):
             if 0 <= neighbour < len(grid):
-                computed[card(rank, grid[neighbour][place])] += activations
+                computed[card(rank, grid[neighbour][place])] += activations + trials * (neighbour > stage)
         sent = {"eth0": found["sent"]["eth0"], "fast": 0}
         sent["fast"] = sum(count for name, count in found["sent"].items() if name.startswith(("ib", "roce")))
         print(f"rank {rank} on {hosts[rank]}: sent {sent}, computed {computed}")

@@ -156,6 +156,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         "listening": watch.listening,
         "peers": sorted(set(watch.peers)),
         "layers": list(plan.partition.layer_counts),
+        "num_microbatches": plan.num_microbatches,
         "mesh": [list(mesh.mesh_dim_names or ()), mesh.get_coordinate()],
         "weights": float(sum(p.detach().double().abs().sum() for p in trainer.lightning_module.parameters())),
         "warnings": [str(w.message) for w in caught if "Ethernet" in str(w.message)],
