@@ -93,9 +93,7 @@ class RunCheckpoints:
             if self._is_interrupted:
                 return {}
             raise UnsupportedModuleError(f"{type(self.module).__name__} cannot be saved now: {_HALF_DONE}")
-        run = self._open_run or (self.fit if self._writes_folders else None)
-        if self.run is not None and self.run.stage_shards is not None:
-            run = self.run
+        run = self._run_of_state
         if run is not None and run.context.builder.waits:
             if self._is_interrupted:
                 return {}
@@ -121,6 +119,13 @@ class RunCheckpoints:
             return checkpoints.module_state_dict(
                 run.pipeline, self.job.groups.p2p, root=root, keeps=self._keeps_gathered, collected=collected
             )
+
+    @property
+    def _run_of_state(self) -> Run | None:
+        """The run whose stages say which rank has which part of the module; None if rank 0 has all of it."""
+        if self.run is not None and self.run.stage_shards is not None:
+            return self.run
+        return self._open_run or (self.fit if self._writes_folders else None)
 
     @property
     def _stage_shards(self) -> StageShards | None:
@@ -270,8 +275,9 @@ class RunCheckpoints:
         if self.job.placement.pipeline_parallel_size > 1:
             warn_of_parts(self.module)
         assigned = ["optimizer"] * is_sharded + ["state_dict"] * (self._stage_shards is not None)
-        if run is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's state there
-            checkpoint["state_dict"] = checkpoints.owned(checkpoint["state_dict"], run.pipeline)
+        of_state = self._run_of_state
+        if of_state is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's state there
+            checkpoint["state_dict"] = checkpoints.owned(checkpoint["state_dict"], of_state.pipeline)
         if self._open_run is None and self._stage_shards is None and "current_model_state" in checkpoint:
             checkpoint["current_model_state"] = (
                 self.module.state_dict()

@@ -342,7 +342,7 @@ KEPT: dict[str, list[Tensor]] = {"given": [], "made": []}
 
 
 class Writing(nn.Module):
-    """A layer that doubles its input in place once ``writes`` is set; inputs and outputs are kept."""
+    """A layer that doubles its input in place once ``writes`` is set; inputs and outputs of training steps are kept, not a trial's."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -350,13 +350,15 @@ class Writing(nn.Module):
         self.how, self.writes = how, False
 
     def forward(self, hidden: Tensor) -> Tensor:
-        KEPT["given"].append(hidden.detach())
+        if torch.is_grad_enabled():
+            KEPT["given"].append(hidden.detach())
         if self.writes and self.how == "a layer":
             hidden.mul_(2)
         elif self.writes and self.how == "a layer, data":
             hidden.data.mul_(2)
         output: Tensor = self.linear(hidden)
-        KEPT["made"].append(output.detach())
+        if torch.is_grad_enabled():
+            KEPT["made"].append(output.detach())
         return output
 
 
