@@ -396,7 +396,6 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *,
         tensor_parallel_size=layout.tensor,
     )
     sharding: Sharding = "parameters" if best.sharded_parameters else "optimizer" if best.sharded_optimizer else "none"
-    gradient_sync = "auto" if asked.optimizer_nodes else asked.gradient_sync
     known = Known(
         topology=topology,
         placement=placement,
@@ -406,7 +405,7 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *,
     return complete(
         plan_of_prediction(known, replace(asked, layers=model.layer_list), best, notes),
         sharding=sharding,
-        collectives=choose_collectives(gradient_sync, placement, topology, sharding=sharding, sockets=sockets),
+        collectives=choose_collectives(asked.workers_sync, placement, topology, sharding=sharding, sockets=sockets),
         groups=plan_groups(placement, (), transports, [cluster.name for cluster, _ in topology.places()]),
         asked=asked,
     )

@@ -7,7 +7,7 @@ microbatches, and returns outputs and logs from the last stage. The caller reduc
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state,
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute, refusing_loggers
 from lightning_holmes.plan.schedule import make_schedule, rank_of_stage, spec_of
+
+T = TypeVar("T")
 
 TOPIC_BATCH = 3
 TOPIC_CALLS = 4
@@ -127,22 +129,11 @@ class StepDriver:
 
     def run(self, request: StepRequest) -> StepResult:
         """Run one batch; every rank of the pipeline must call, with the same request apart from the batch."""
-        steps = self.run_in_turn(request)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: StepResult = end.value
-                return result
+        return _result_of(self.run_in_turn(request))
 
     def agree(self, request: StepRequest) -> Any:
         """The batch that all ranks of the pipeline run for ``request``; all of them must call."""
-        agreement = self._agree_on(request)
-        while True:
-            try:
-                next(agreement)
-            except StopIteration as end:
-                return end.value[0]
+        return _result_of(self._agree_on(request))[0]
 
     def run_in_turn(self, request: StepRequest) -> Generator[None, None, StepResult]:
         """Like :meth:`run`, but yields wherever another stage of the same process has to go on first."""
@@ -183,9 +174,6 @@ class StepDriver:
         guarded = self._metrics if count > 1 else {}
         own = self._generators if count > 1 or self.pipeline.num_stages > 1 else {}
         generators, place = states_of(own), f"{type(self.module).__name__}.{request.step_name}"
-        is_pipeline = (
-            self.pipeline_parallel_size > 1
-        )  # in a process that runs whole steps, or microbatches, loggers hear of all
 
         def refuse_compute(metric: str) -> None:
             raise UnsupportedModuleError(describe_compute(place, metric))
@@ -196,7 +184,8 @@ class StepDriver:
                 window.around_batch(),
                 self.recorder.recording(),
                 noticing_compute(guarded, refuse_compute),
-                refusing_loggers(self.module, place) if is_pipeline else nullcontext(),
+                # in a process that runs whole steps, or microbatches, loggers hear of all
+                refusing_loggers(self.module, place) if self._is_staged else nullcontext(),
             ):
                 yield from self.runner.run(request, run)
         finally:
@@ -433,6 +422,16 @@ class StepDriver:
             p2p.broadcast(p2p.rank, leaves)
             p2p.finish()
         return StepResult(output=output, calls=merged)
+
+
+def _result_of(turns: Generator[None, None, T]) -> T:
+    """Run a generator to its end without a pause, and return its result."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def _other_batch(p2p: P2P, axis: str) -> ConfigurationError:

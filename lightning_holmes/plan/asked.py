@@ -40,6 +40,11 @@ class Asked:
         return rule or self.num_microbatches == "auto" or (self.schedule == "auto" and self.num_chunks in ("auto", 1))
 
     @property
+    def workers_sync(self) -> str | tuple[str, ...]:
+        """``gradient_sync`` of the groups of workers; with optimizer nodes, which sum the gradients, it is "auto"."""
+        return "auto" if self.optimizer_nodes else self.gradient_sync
+
+    @property
     def largest_num_chunks(self) -> int:
         """The number of chunks per rank for which pipeline ranks must be connected; 2 stands for any number above 1."""
         if self.num_chunks != "auto":

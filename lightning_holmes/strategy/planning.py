@@ -103,7 +103,7 @@ def plan_run(
         plan,
         sharding=sharded,
         collectives=choose_collectives(
-            "auto" if asked.optimizer_nodes else asked.gradient_sync,
+            asked.workers_sync,
             layout.placement,
             rounded_links(layout.topology),
             sharding=sharded,
