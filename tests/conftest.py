@@ -5,7 +5,6 @@ The pytest-xdist controller, which starts the workers and collects their results
 import torch."""
 
 import gc
-import itertools
 import os
 import signal
 import time
@@ -27,16 +26,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 TESTS = Path(__file__).parent
-_caches = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Restore the environment after each test, and give each test its own HOLMES_CACHE_DIR, so that measurements are
-    not shared between tests. A Trainer leaves LOCAL_RANK and similar variables behind; a process started by a
+def _environment() -> Iterator[None]:
+    """Restore the environment after each test. A Trainer leaves LOCAL_RANK and similar variables behind; a process started by a
     later test would take them as set by a launcher, start no other processes, and wait for them."""
     before = dict(os.environ)
-    os.environ["HOLMES_CACHE_DIR"] = str(tmp_path_factory.getbasetemp() / f"cache{next(_caches)}")
     yield
     os.environ.clear()
     os.environ.update(before)

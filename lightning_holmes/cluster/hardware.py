@@ -1,8 +1,8 @@
 """HostInventory: the hardware of one host, read without root and without starting a process, in well under 50 ms.
 
 It reads the environment variables about a host (HOLMES_SYSFS_ROOT, HOLMES_HOST_NAME, HOLMES_CLUSTER,
-HOLMES_TOPOGRAPH_LABELS; SLURM_TOPOLOGY_ADDR; MASTER_ADDR) and determines the host's identity. rdma.py, interfaces.py
-and gpus.py read the parts. fabric.py finds what several hosts have in common.
+HOLMES_TOPOGRAPH_LABELS; SLURM_TOPOLOGY_ADDR; MASTER_ADDR) and determines the host's identity. rdma.py and interfaces.py
+read the cards. fabric.py finds what several hosts have in common.
 
     inventory = probe_host()
     inventory.rdma[0].name                         # "mlx5_0"
@@ -17,7 +17,6 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_holmes.cluster.gpus import Gpu, near_gpus, read_gpus
 from lightning_holmes.cluster.interfaces import (
     Interface,
     choose_interfaces,
@@ -29,6 +28,10 @@ from lightning_holmes.cluster.rdma import RdmaPort, read_rdma_ports
 from lightning_holmes.cluster.record import Text, check_unique, read_json, record, to_json
 from lightning_holmes.cluster.sysfs import SysfsReader
 
+_NVIDIA = 0x10DE
+_VENDORS = (_NVIDIA, 0x1002, 0x8086)  # and AMD, Intel
+_ACCELERATORS = (0x03, 0x12)  # PCI base classes: displays and accelerators
+_VGA = 0x0300  # an on-board display controller of a server, unless the maker is NVIDIA
 _TOPOGRAPH = "network.topology.nvidia.com/"
 _TOPOGRAPH_TIERS = ("core", "datacenter", "spine", "leaf", "block")  # from the top; two names are from Topograph 0.1
 _TOPOGRAPH_TIER = re.compile(r"fabric\.topograph\.run/tier-(\d{1,3})")  # since 1.0: tier 0 is nearest to the host
@@ -48,6 +51,7 @@ class HostInventory:
         rdma: all ports of RDMA devices.
         interfaces: the network interfaces that carry traffic between hosts; the main interface first.
         main_interface: the interface that reaches the master or the default route.
+        num_gpus: of all makers, listed by the driver or the PCI bus.
         warnings: what could not be read, each with its file.
     """
 
@@ -59,7 +63,7 @@ class HostInventory:
     rdma: tuple[RdmaPort, ...] = ()
     interfaces: tuple[Interface, ...] = ()
     main_interface: str | None = None
-    gpus: tuple[Gpu, ...] = ()
+    num_gpus: int = 0
     warnings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -78,7 +82,6 @@ class HostInventory:
 
     def nics(self) -> tuple[Nic, ...]:
         """The host's network cards for a topology: RDMA first, then Ethernet, the main interface before others."""
-        near = near_gpus(self.gpus, {port.name: (port.pci, port.numa_node) for port in self.rdma})
         rdma = [
             Nic(
                 name=port.name,
@@ -87,7 +90,6 @@ class HostInventory:
                 interface=port.interface,
                 addresses=tuple(address.split("/")[0] for address in port.addresses),
                 up=port.up,
-                near_devices=near[port.name],
             )
             for port in self.rdma
         ]
@@ -139,11 +141,23 @@ def probe_host(*, machine_root: str = "/", master_addr: str | None = None) -> Ho
         rdma=rdma,
         interfaces=choose_interfaces(every, of_rdma=of_rdma, main=main),
         main_interface=main,
-        gpus=read_gpus(
-            reader, pci_devices=f"{machine}/sys/bus/pci/devices", nvidia=f"{machine}/proc/driver/nvidia/gpus"
-        ),
+        num_gpus=count_gpus(reader, machine),
         warnings=tuple(reader.warnings),
     )
+
+
+def count_gpus(reader: SysfsReader, machine: str) -> int:
+    """The number of GPUs that NVIDIA's driver lists, or else of all accelerators on the PCI bus. CUDA_VISIBLE_DEVICES is not applied."""
+    if listed := reader.names(f"{machine}/proc/driver/nvidia/gpus", optional=True):
+        return len(listed)
+    found = 0
+    folder = f"{machine}/sys/bus/pci/devices"
+    for bus in reader.names(folder, optional=True):
+        kind = reader.number(f"{folder}/{bus}/class", optional=True) or 0
+        vendor = reader.number(f"{folder}/{bus}/vendor", optional=True) or 0
+        is_board_display = kind >> 8 == _VGA and vendor != _NVIDIA
+        found += kind >> 16 in _ACCELERATORS and vendor in _VENDORS and not is_board_display
+    return found
 
 
 def read_switches(reader: SysfsReader, environment: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:

@@ -41,14 +41,10 @@ class Interface:
     name: str
     kind: str
     up: bool
-    operstate: str | None = None
     speed_bytes_per_s: float | None = None
-    mtu: int | None = None
     addresses: tuple[Address, ...] = ()
-    mac: str | None = None
     members: tuple[str, ...] = ()
     master: str | None = None
-    numa_node: int | None = None
 
 
 def read_interfaces(reader: SysfsReader, net_class: str) -> tuple[Interface, ...]:
@@ -66,7 +62,7 @@ def read_interfaces(reader: SysfsReader, net_class: str) -> tuple[Interface, ...
         if folder is not None and mac is not None and _other_namespace(reader, folder, mac):
             reader.warn(f"{folder}: belongs to an interface of another network namespace; not used")
             folder = None
-        found.append(_read_interface(reader, name, folder, mac, stats[name], addresses.get(name, ())))
+        found.append(_read_interface(reader, name, folder, stats[name], addresses.get(name, ())))
     return tuple(found)
 
 
@@ -132,21 +128,19 @@ def subnet_of(address: str) -> str | None:
 
 
 def _read_interface(
-    reader: SysfsReader, name: str, folder: str | None, mac: str | None, stats: object, addresses: Sequence[object]
+    reader: SysfsReader, name: str, folder: str | None, stats: object, addresses: Sequence[object]
 ) -> Interface:
     speed = getattr(stats, "speed", 0) or None
     kind = "virtual"
     members: tuple[str, ...] = ()
-    master = numa = operstate = None
+    master = None
     if name == "lo" or "loopback" in getattr(stats, "flags", ""):
         kind = "loopback"
     if folder is not None:
         if kind != "loopback":
             kind, members = _kind(reader, folder)
-        operstate = reader.text(f"{folder}/operstate", optional=True)
         stated = reader.text(f"{folder}/speed", optional=True)  # an error or -1 if there is no speed
         speed = int(stated) if stated is not None and stated.isdecimal() and int(stated) > 0 else speed
-        numa = reader.numa_node(f"{folder}/device")
         link = f"{folder}/master"
         master = os.path.basename(os.path.realpath(link)) if os.path.islink(link) else None
     if kind == "veth":
@@ -155,14 +149,10 @@ def _read_interface(
         name=name,
         kind=kind,
         up=bool(getattr(stats, "isup", False)),
-        operstate=operstate,
         speed_bytes_per_s=speed * 1e6 / 8 if speed is not None else None,
-        mtu=getattr(stats, "mtu", None),
         addresses=_addresses(reader, name, addresses),
-        mac=mac,
         members=members,
         master=master,
-        numa_node=numa,
     )
 
 

@@ -22,7 +22,7 @@ from lightning_holmes.cluster.fabric import NicEnd, group_hosts
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.live_host import LiveHost, merge_ranks
 from lightning_holmes.cluster.live_nics import with_live_nics
-from lightning_holmes.cluster.measure import choose_pairs, load_speeds, save_speeds, schedule, with_speeds
+from lightning_holmes.cluster.measure import choose_pairs, schedule, with_speeds
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.probe import Endpoint, Listener, ProbeResult, ProbeTask, run_tasks
 from lightning_holmes.cluster.record import read_json, record, to_json
@@ -53,16 +53,10 @@ class ProbeOptions:
     Attributes:
         connect: test connections; without it only hints are used, and no port is opened.
         measure: measure speeds (needs connect).
-        refresh: measure even if speeds are in the cache.
-        recall: use speeds from the cache if none are measured.
-        max_age_s: the largest age of cached speeds.
     """
 
     connect: bool = True
     measure: bool = True
-    refresh: bool = False
-    recall: bool = False
-    max_age_s: float = 24 * 3600.0
 
 
 @record
@@ -329,12 +323,7 @@ class _Leader:
 
     def _with_speeds(self, topology: Topology, hosts: Sequence[LiveHost]) -> Topology:
         if not (self._options.measure and self._agents):
-            known = load_speeds(topology, max_age_s=self._options.max_age_s) if self._options.recall else None
-            return known or with_speeds(topology, [], {})
-        if not self._options.refresh:
-            known = load_speeds(topology, max_age_s=self._options.max_age_s)
-            if known is not None:
-                return known
+            return with_speeds(topology, [], {})
         live = _live_names(topology, hosts)
         candidates = []
         for pair in choose_pairs(topology):
@@ -353,9 +342,7 @@ class _Leader:
         results = {pair.key: latency for (pair, _), latency in zip(candidates, latencies, strict=True)}
         for (pair, _, latency), result in zip(alive, self._run(tasks), strict=True):
             results[pair.key] = replace(result, latency_s=latency.latency_s)
-        measured = with_speeds(topology, [pair for pair, _ in candidates], results)
-        problem = save_speeds(measured)
-        return replace(measured, warnings=(*measured.warnings, problem)) if problem else measured
+        return with_speeds(topology, [pair for pair, _ in candidates], results)
 
     def _task(self, host: str, nic: Nic, target_host: str, target: Nic) -> ProbeTask | None:
         """Make a task from a NIC to an endpoint of another NIC, over a common IP version, preferably IPv4; None if there is none."""

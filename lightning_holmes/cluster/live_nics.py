@@ -54,7 +54,6 @@ def _complete(host: Host, live: LiveHost, cluster: str, warnings: list[str]) -> 
                 addresses=nic.addresses or found.addresses,
                 up=nic.up and found.up,
                 fabric=_fabric(nic, cluster),
-                near_devices=nic.near_devices or found.near_devices,
             )
         )
     names = {nic.name for nic in nics}

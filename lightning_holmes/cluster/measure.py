@@ -1,6 +1,6 @@
 """Chooses the pairs of hosts that measure each class of link, schedules them, and puts the results into the topology.
 
-Pure, except for the cache on disk. Classes: inside each cluster on its fabric and on Ethernet, and Ethernet between
+Pure. Classes: inside each cluster on its fabric and on Ethernet, and Ethernet between
 each pair of clusters: one pair alone, and then several at once, to find whether they share the bandwidth. Speeds given in a topology
 file are not measured. Pairs without a common host measure at the same time, so that a job of 64 hosts needs few rounds.
 
@@ -11,27 +11,19 @@ file are not measured. Pairs without a common host measure at the same time, so 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from lightning_holmes.cluster.network import Cluster, Host, Link, LinkSpeed, Nic, TransportKind, Unreachable
 from lightning_holmes.cluster.probe import ProbeResult
-from lightning_holmes.cluster.record import MAX_TEXT
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError
 
 SECONDS = 0.5  # of sending per measurement, if few rounds are needed
 _LEAST_SECONDS = 0.04
 _BUDGET_S = 6.0  # for all rounds, so that 64 hosts stay under 10 s
-MAX_AGE_S = 24 * 3600.0
 _MOST_TOGETHER = 8  # pairs of hosts that send at once between two clusters
 _UNHINDERED = 0.8  # pairs that reach this share of the lone pair's rate at once do not limit each other measurably
 
@@ -195,64 +187,6 @@ def _shared(
         return together
     fewest = min(len(cluster.hosts) for cluster in topology.clusters if cluster.name in lone.clusters)
     return together * fewest / len(mine)
-
-
-def fingerprint(topology: Topology) -> str:
-    """A hash that is equal for topologies with the same hosts, cards, addresses and clusters, whatever their ranks."""
-    bare = replace(
-        topology,
-        clusters=tuple(
-            replace(cluster, speeds=(), hosts=tuple(replace(host, ranks=None) for host in cluster.hosts))
-            for cluster in topology.clusters
-        ),
-        links=tuple(link for link in topology.links if not link.measured),
-        unreachable=(),
-        warnings=(),
-        measured_at_s=None,
-        source=None,
-    )
-    return hashlib.sha256(bare.to_json().encode()).hexdigest()[:32]
-
-
-def cache_folder() -> Path:
-    """The cache folder: HOLMES_CACHE_DIR, else lightning_holmes in XDG_CACHE_HOME or ~/.cache."""
-    given = os.environ.get("HOLMES_CACHE_DIR")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_holmes"
-
-
-def load_speeds(topology: Topology, *, max_age_s: float = MAX_AGE_S) -> Topology | None:
-    """Return the topology with cached speeds of an equal topology; None if there are none, or if they are older than max_age_s."""
-    path = cache_folder() / f"speeds-{fingerprint(topology)}.json"
-    with contextlib.suppress(OSError, ConfigurationError):
-        with path.open("rb") as file:
-            known = Topology.from_json(file.read(MAX_TEXT), source=str(path))
-        age = time.time() - (known.measured_at_s or 0)
-        speeds = {cluster.name: cluster.speeds for cluster in known.clusters}
-        if 0 <= age <= max_age_s and set(speeds) == {cluster.name for cluster in topology.clusters}:
-            clusters = tuple(replace(cluster, speeds=speeds[cluster.name]) for cluster in topology.clusters)
-            return replace(topology, clusters=clusters, links=known.links, measured_at_s=known.measured_at_s)
-    return None
-
-
-def save_speeds(topology: Topology) -> str | None:
-    """Write measured speeds to the cache atomically, unless a pair was unreachable: the next run then tries again.
-
-    Returns the reason if they could not be written, else None.
-    """
-    if topology.measured_at_s is None or topology.unreachable:
-        return None
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
-        with os.fdopen(handle, "w") as file:
-            file.write(topology.to_json())
-        os.replace(temporary, folder / f"speeds-{fingerprint(topology)}.json")
-    except OSError as error:
-        return f"measured speeds are not kept: {folder}: {error.strerror or error}; set HOLMES_CACHE_DIR"
-    return None
 
 
 def _pair_inside(cluster: Cluster, transport: TransportKind, turns: dict[str, int]) -> Pair | None:

@@ -33,7 +33,6 @@ class Nic:
         addresses: the interface's IP addresses, IPv4 first.
         up: whether it can be used; True by default, so also for cards in a hand-written file.
         fabric: cards with the same fabric reach each other over ``kind``; None if not known.
-        near_devices: the GPUs of the host (by PCI order) to which no other RDMA card is nearer.
     """
 
     name: Text
@@ -43,7 +42,6 @@ class Nic:
     addresses: tuple[Text, ...] = ()
     up: bool = True
     fabric: Text | None = None
-    near_devices: tuple[Annotated[int, Field(ge=0, le=4096)], ...] = ()
 
 
 @record

@@ -1,7 +1,7 @@
 """RdmaPort: the ports of RDMA devices, from class/infiniband of a sysfs tree.
 
 Files read for each device and port (Documentation/ABI/stable/sysfs-class-infiniband): node_type, link_layer,
-state, rate, sm_lid, gids, gid_attrs/types, gid_attrs/ndevs, and the device's numa_node, physfn and sriov_numvfs.
+state, rate, sm_lid, gids, gid_attrs/types and gid_attrs/ndevs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from lightning_holmes.cluster.interfaces import Interface
 from lightning_holmes.cluster.record import Address, record
-from lightning_holmes.cluster.sysfs import SysfsReader, natural_key, pci_path
+from lightning_holmes.cluster.sysfs import SysfsReader, natural_key
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)\s*Gb/sec")
 _EMPTY_GIDS = 16  # this many empty entries in a row end the table: 256 reads per port would take all of the 50 ms
@@ -30,7 +30,6 @@ class RdmaPort:
 
     Attributes:
         name: the device, with ":port" if it has several ports, as in NCCL_IB_HCA.
-        roce_versions: "v1", "v2": the types of its GIDs; empty on InfiniBand.
         rate_bytes_per_s: None if not known.
         state: the kernel's word: ACTIVE, DOWN, INIT, ARMED.
         up: whether it is ACTIVE, and the interface that its GIDs name is not down.
@@ -39,15 +38,10 @@ class RdmaPort:
         interface: its network interface.
         addresses: with prefix length. From the interface; if it is not visible to this process, from the RoCE GIDs,
             with an assumed /24 or /64.
-        function: "physical" or "virtual" with SR-IOV, None without.
-        counters: the folder of its port counters; port_xmit_data counts words of four bytes.
     """
 
     name: str
-    device: str
-    port: int
     kind: Literal["infiniband", "roce"]
-    roce_versions: tuple[str, ...] = ()
     rate_bytes_per_s: float | None = None
     state: str | None = None
     up: bool = False
@@ -55,10 +49,6 @@ class RdmaPort:
     subnet_prefix: str | None = None
     interface: str | None = None
     addresses: tuple[Address, ...] = ()
-    numa_node: int | None = None
-    function: Literal["physical", "virtual"] | None = None
-    pci: tuple[str, ...] = ()
-    counters: str | None = None
 
 
 def read_rdma_ports(
@@ -75,21 +65,20 @@ def read_rdma_ports(
         ports = [port for port in reader.names(f"{folder}/ports") if port.isdecimal()]
         for port in ports:
             name = f"{device}:{port}" if len(ports) > 1 else device
-            read = _read_port(reader, folder, device, int(port), name, interfaces)
+            read = _read_port(reader, folder, int(port), name, interfaces)
             if read is not None:
                 found.append(read)
     return tuple(found)
 
 
 def _read_port(
-    reader: SysfsReader, folder: str, device: str, port: int, name: str, interfaces: Mapping[str, Interface]
+    reader: SysfsReader, folder: str, port: int, name: str, interfaces: Mapping[str, Interface]
 ) -> RdmaPort | None:
     here = f"{folder}/ports/{port}"
     gids = _read_gids(reader, here)
     layer = reader.text(f"{here}/link_layer")
-    versions = tuple(sorted({version for _, version, _ in gids if version is not None}))
     if layer is None and gids:
-        layer = "Ethernet" if "v2" in versions or any(ndev for _, _, ndev in gids) else "InfiniBand"
+        layer = "Ethernet" if any(is_roce_v2 or ndev for _, is_roce_v2, ndev in gids) else "InfiniBand"
     if layer not in ("InfiniBand", "Ethernet"):
         reader.warn(f"{here}/link_layer: {layer!r} is neither InfiniBand nor Ethernet; the port is not used")
         return None
@@ -106,10 +95,7 @@ def _read_port(
     infiniband = layer == "InfiniBand"
     return RdmaPort(
         name=name,
-        device=device,
-        port=port,
         kind="infiniband" if infiniband else "roce",
-        roce_versions=() if infiniband else versions,
         rate_bytes_per_s=_read_rate(reader, f"{here}/rate"),
         state=state,
         up=up,
@@ -117,16 +103,12 @@ def _read_port(
         subnet_prefix=gids[0][0][:19] if infiniband and gids else None,
         interface=interface,
         addresses=live.addresses if live is not None else () if infiniband else _gid_addresses(gids),
-        numa_node=reader.numa_node(f"{folder}/device"),
-        function=_function(reader, folder),
-        pci=pci_path(f"{folder}/device") or pci_path(folder),
-        counters=f"{here}/counters" if os.path.isdir(f"{here}/counters") else None,
     )
 
 
-def _read_gids(reader: SysfsReader, here: str) -> list[tuple[str, str | None, str | None]]:
-    """Read (GID, RoCE version, interface) of the entries that are in use."""
-    found: list[tuple[str, str | None, str | None]] = []
+def _read_gids(reader: SysfsReader, here: str) -> list[tuple[str, bool, str | None]]:
+    """Read (GID, whether it is of RoCE v2, interface) of the entries that are in use."""
+    found: list[tuple[str, bool, str | None]] = []
     empty = 0
     # reading an unused entry of a RoCE table is an error, so that only a missing first entry gives a warning
     for index in range(_MAX_GIDS):
@@ -138,8 +120,7 @@ def _read_gids(reader: SysfsReader, here: str) -> list[tuple[str, str | None, st
             continue
         empty = 0
         kind = reader.text(f"{here}/gid_attrs/types/{index}", optional=True) or ""
-        version = "v2" if "v2" in kind else "v1" if "v1" in kind else None
-        found.append((gid.lower(), version, reader.text(f"{here}/gid_attrs/ndevs/{index}", optional=True) or None))
+        found.append((gid.lower(), "v2" in kind, reader.text(f"{here}/gid_attrs/ndevs/{index}", optional=True) or None))
     return found
 
 
@@ -148,7 +129,7 @@ def _is_used(gid: str) -> bool:
     return re.fullmatch(r"[0-9a-fA-F]{4}(:[0-9a-fA-F]{4}){7}", gid) is not None and bool(set(gid[20:]) - {"0", ":"})
 
 
-def _gid_addresses(gids: list[tuple[str, str | None, str | None]]) -> tuple[str, ...]:
+def _gid_addresses(gids: list[tuple[str, bool, str | None]]) -> tuple[str, ...]:
     found = set()
     for gid, _, _ in gids:
         address = ipaddress.IPv6Address(gid)
@@ -175,9 +156,3 @@ def _first_interface(reader: SysfsReader, folder: str, port: int) -> str | None:
         if len(names) == 1 or reader.number(f"{beside}/{name}/dev_port", optional=True) == port - 1:
             return name
     return None
-
-
-def _function(reader: SysfsReader, folder: str) -> Literal["physical", "virtual"] | None:
-    if os.path.lexists(f"{folder}/device/physfn"):
-        return "virtual"
-    return "physical" if reader.number(f"{folder}/device/sriov_numvfs", optional=True) else None

@@ -14,7 +14,6 @@ import re
 
 _MAX_BYTES = 4096
 _MAX_WARNINGS = 50
-_PCI_ADDRESS = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]|pci[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}")
 
 
 class SysfsReader:
@@ -60,18 +59,7 @@ class SysfsReader:
         self.warn(f"{path}: {text[:40]!r} is not a number")
         return None
 
-    def numa_node(self, device: str) -> int | None:
-        """The NUMA node of a device's folder; None if not known (-1 in the file)."""
-        node = self.number(f"{device}/numa_node", optional=True)
-        return node if node is not None and node >= 0 else None
-
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """A sort key that puts mlx5_2 before mlx5_10."""
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
-
-
-def pci_path(folder: str) -> tuple[str, ...]:
-    """The PCI bridges and functions from the root complex to a device, from the target of its symbolic link."""
-    real = os.path.realpath(folder)
-    return tuple(part for part in real.split("/") if _PCI_ADDRESS.fullmatch(part))

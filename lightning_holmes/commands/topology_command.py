@@ -45,7 +45,6 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--format", default="table", help=f"Output format: {', '.join(FORMATS)}.")
     parser.add_argument("--topology", default=None, help="A topology file to show, or to complete under torchrun.")
     parser.add_argument("--no_probe", action="store_true", help="Open no connection and measure nothing.")
-    parser.add_argument("--refresh", action="store_true", help="Measure again even if speeds are known.")
     return parser
 
 
@@ -93,7 +92,7 @@ def parse(args: list[str]) -> Namespace:
 
 def make_single_host(inventory: HostInventory) -> Topology:
     """Make a topology of this host alone, with a device for each GPU (at least one), as a template for a topology file."""
-    topology = group_hosts([inventory] * max(1, len(inventory.gpus)))
+    topology = group_hosts([inventory] * max(1, inventory.num_gpus))
     (cluster,) = topology.clusters
     hosts = tuple(replace(host, ranks=None) for host in cluster.hosts)
     return replace(topology, clusters=(replace(cluster, hosts=hosts),))
@@ -119,7 +118,6 @@ def _discover(rank: int, world_size: int, given: Topology | None, options: Names
             options=ProbeOptions(
                 connect=not options.no_probe,
                 measure=not options.no_probe,
-                refresh=options.refresh,
             ),
         )
     finally:

@@ -15,36 +15,29 @@ from lightning_holmes.cluster.topology import Topology
 
 
 def print_host(inventory: HostInventory) -> None:
-    """Print one host's network cards, with the GPUs near each, and its GPUs."""
+    """Print one host's network cards, and the number of its GPUs."""
     console = _console()
     console.print(f"host {escape(inventory.name)}")
     ports = {port.name: port for port in inventory.rdma}
     kinds = {interface.name: interface for interface in inventory.interfaces}
-    table = _table("NIC", "kind", "rate", "state", "interface", "addresses", "NUMA", "near GPUs", "notes")
+    table = _table("NIC", "kind", "rate", "state", "interface", "addresses", "notes")
     for nic in inventory.nics():
         notes = []
-        numa = None
         if nic.name in ports:
             port = ports[nic.name]
-            numa = port.numa_node
             state = (port.state or "?") + ("" if port.up or port.state != "ACTIVE" else ", interface down")
-            notes += [f"RoCE {'/'.join(port.roce_versions)}"] if port.roce_versions else []
             notes += [f"subnet {port.subnet_prefix}"] if port.subnet_prefix else []
             notes += [f"subnet manager {port.sm_lid}"] if port.sm_lid is not None else []
-            notes += [f"{port.function} function"] if port.function else []
         else:
             interface = kinds[nic.name]
-            numa = interface.numa_node
             state = "up" if interface.up else "down"
             notes += [interface.kind] if interface.kind != "ethernet" else []
             notes += [f"of {' '.join(interface.members)}"] if interface.members else []
             notes += ["main"] if interface.name == inventory.main_interface else []
-        near = ranges(nic.near_devices)
         cells = (nic.name, nic.kind, bandwidth(nic.bandwidth_bytes_per_s), state, nic.interface or "", _addresses(nic))
-        table.add_row(*map(escape, (*cells, "" if numa is None else str(numa), near, ", ".join(notes))))
+        table.add_row(*map(escape, (*cells, ", ".join(notes))))
     console.print(table)
-    for gpu in inventory.gpus:
-        console.print(f"GPU {gpu.index}: {escape(gpu.name)} at {gpu.bus}")
+    console.print(f"{inventory.num_gpus} GPUs")
     if not inventory.rdma:
         console.print("no RDMA device: groups of this host use Ethernet")
     if inventory.switches:
@@ -86,9 +79,8 @@ def print_topology(topology: Topology) -> None:
     if speeds.row_count:
         console.print(speeds)
     if topology.measured_at_s is not None:
-        age = time.time() - topology.measured_at_s
-        kept = "; --refresh measures again" if age > 60 else ""
-        console.print(f"measured {duration(age)} ago{kept}; one TCP connection a measurement")
+        measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(topology.measured_at_s))
+        console.print(f"measured {measured}; one TCP connection a measurement")
     for item in topology.unreachable:
         console.print(escape(f"unreachable over {item.transport}: {item.ends[0]} and {item.ends[1]}: {item.reason}"))
     for warning in topology.warnings:
@@ -114,14 +106,6 @@ def latency(seconds: float | None) -> str:
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
-
-
-def duration(seconds: float) -> str:
-    """Format a duration: 12 s, 5 min, 3 h."""
-    for unit, factor in (("h", 3600), ("min", 60)):
-        if seconds >= factor:
-            return f"{seconds / factor:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def ranges(numbers: Sequence[int]) -> str:

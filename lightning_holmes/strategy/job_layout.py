@@ -60,7 +60,7 @@ def find_topology(argument: str | Topology, connection: Connection, *, measures_
 
     Args:
         argument: HolmesStrategy's ``topology``.
-        measures_links: measure the links, unless they were measured within a day.
+        measures_links: measure the links, unless the file states their speeds.
     """
     given = None
     if isinstance(argument, Topology):
@@ -77,7 +77,7 @@ def find_topology(argument: str | Topology, connection: Connection, *, measures_
         connection.world_size,
         local=connection.inventory,
         given=given,
-        options=ProbeOptions(measure=measures_links, recall=True),
+        options=ProbeOptions(measure=measures_links),
         timeout_s=120.0 if timeout is None else min(120.0, timeout.total_seconds()),
     )
 

@@ -26,8 +26,6 @@ def infiniband(
 ) -> RdmaPort:
     return RdmaPort(
         name=name,
-        device=name,
-        port=1,
         kind="infiniband",
         rate_bytes_per_s=25e9,
         state="ACTIVE" if up else "DOWN",
@@ -42,8 +40,6 @@ def infiniband(
 def roce(ip: str | None, *, up: bool = True, name: str = "mlx5_1", rate: float = 12.5e9) -> RdmaPort:
     return RdmaPort(
         name=name,
-        device=name,
-        port=1,
         kind="roce",
         rate_bytes_per_s=rate,
         state="ACTIVE",

@@ -46,16 +46,15 @@ def roce_gids(address: str, ndev: str) -> list[tuple[str, str | None, str | None
 
 
 def test_infiniband(machine: Machine) -> None:
-    machine.rdma("mlx5_0", gids=[(IB_GID, None, None)], numa=1)
+    machine.rdma("mlx5_0", gids=[(IB_GID, None, None)])
     machine.interface("eth0", addresses=["10.0.0.5/24", "fe80::1/64", "2001:db8::5/64"], speed="25000", driver="ice")
     inventory = probe(machine)
     (port,) = inventory.rdma
     assert (port.name, port.kind, port.up, port.state) == ("mlx5_0", "infiniband", True, "ACTIVE")
     assert port.rate_bytes_per_s == 25e9
-    assert (port.sm_lid, port.subnet_prefix, port.numa_node) == (1, "fe80:0000:0000:0000", 1)
-    assert port.counters is not None and Path(port.counters, "port_xmit_data").is_file()
+    assert (port.sm_lid, port.subnet_prefix) == (1, "fe80:0000:0000:0000")
     (eth0,) = inventory.interfaces
-    assert (eth0.kind, eth0.speed_bytes_per_s, eth0.mtu, eth0.operstate) == ("ethernet", 25e9 / 8, 1500, "up")
+    assert (eth0.kind, eth0.speed_bytes_per_s, eth0.up) == ("ethernet", 25e9 / 8, True)
     assert eth0.addresses == ("10.0.0.5/24", "2001:db8::5/64")
     assert [(nic.name, nic.kind, nic.addresses) for nic in inventory.nics()] == [
         ("mlx5_0", "infiniband", ()),
@@ -70,7 +69,7 @@ def test_roce_takes_addresses_and_state_from_its_interface(machine: Machine) -> 
     machine.interface("eth0", addresses=["10.0.0.5/24"], driver="ice")
     inventory = probe(machine)
     (port,) = inventory.rdma
-    assert (port.kind, port.roce_versions, port.interface, port.sm_lid) == ("roce", ("v1", "v2"), "ens1", None)
+    assert (port.kind, port.interface, port.sm_lid) == ("roce", "ens1", None)
     assert port.addresses == ("10.9.0.3/16",) and port.up
     assert [interface.name for interface in inventory.interfaces] == ["eth0"]  # ens1 is reached as mlx5_0
 
@@ -101,19 +100,14 @@ def test_a_made_up_device_with_a_real_interface(machine: Machine, layer: str, mo
         assert port.rate_bytes_per_s == 125e6
 
 
-def test_several_devices_ports_and_functions(machine: Machine) -> None:
+def test_several_devices_and_ports(machine: Machine) -> None:
     for index in (10, 2):
         machine.rdma(f"mlx5_{index}", gids=[(IB_GID, None, None)], pci=f"pci0000:00/0000:{index}:00.0")
     machine.rdma("mlx4_0", port=1, gids=[(IB_GID, None, None)], pci="pci0000:00/0000:05:00.0")
     machine.rdma("mlx4_0", port=2, layer="Ethernet", state="1: DOWN", pci="pci0000:00/0000:05:00.0")
-    physical = machine.rdma("mlx5_20", gids=[(IB_GID, None, None)], pci="pci0000:00/0000:06:00.0")
-    write(physical / "sriov_numvfs", "1")
-    virtual = machine.rdma("mlx5_21", gids=[(IB_GID, None, None)], pci="pci0000:00/0000:06:00.1")
-    (virtual / "physfn").symlink_to(physical)
     ports = {port.name: port for port in probe(machine).rdma}
-    assert list(ports) == ["mlx4_0:1", "mlx4_0:2", "mlx5_2", "mlx5_10", "mlx5_20", "mlx5_21"]
+    assert list(ports) == ["mlx4_0:1", "mlx4_0:2", "mlx5_2", "mlx5_10"]
     assert (ports["mlx4_0:2"].kind, ports["mlx4_0:2"].up) == ("roce", False)
-    assert [ports[name].function for name in ("mlx5_2", "mlx5_20", "mlx5_21")] == [None, "physical", "virtual"]
 
 
 def test_bonds_virtio_veth_and_bridges(machine: Machine) -> None:
@@ -181,19 +175,13 @@ def test_what_is_missing_is_named(machine: Machine) -> None:
     assert inventory.rdma[1].addresses == ("10.9.0.3/24",)  # from the GIDs
 
 
-def test_each_gpu_has_its_near_nic(machine: Machine) -> None:
-    for index in range(2):
-        bridge = f"pci0000:{index}0/0000:{index}0:01.0"
-        machine.rdma(f"mlx5_{index}", gids=[(IB_GID, None, None)], numa=index, pci=f"{bridge}/0000:{index}1:00.0")
-        machine.gpu(f"{bridge}/0000:{index}2:00.0", numa=index)
-        machine.gpu(f"{bridge}/0000:{index}3:00.0", numa=index)
+def test_gpus_are_counted(machine: Machine) -> None:
+    for index in range(4):
+        machine.gpu(f"pci0000:00/0000:{index}2:00.0")
     machine.gpu("pci0000:00/0000:00:1f.0", vendor="0x1a03", kind="0x030000")  # the board's own display
-    inventory = probe(machine)
-    assert [gpu.bus for gpu in inventory.gpus] == ["0000:02:00.0", "0000:03:00.0", "0000:12:00.0", "0000:13:00.0"]
-    assert [nic.near_devices for nic in inventory.nics() if nic.kind == "infiniband"] == [(0, 1), (2, 3)]
+    assert probe(machine).num_gpus == 4
     write(machine.root / "proc/driver/nvidia/gpus/0000:12:00.0/information", "Model: \t NVIDIA H100\nIRQ: 5")
-    (gpu,) = probe(machine).gpus
-    assert (gpu.index, gpu.name, gpu.numa_node) == (0, "NVIDIA H100", 1)
+    assert probe(machine).num_gpus == 1
 
 
 def test_the_main_interface_is_the_one_that_reaches_the_master(
@@ -255,8 +243,8 @@ GOOD = HostInventory(name="a", identity="a").to_json()
     ("change", "words"),
     [
         ({"name": " "}, "name: the text is empty"),
-        ({"rdma": [{"name": "m", "device": "m", "port": 1, "kind": "wifi"}]}, "rdma[0].kind: 'wifi'"),
-        ({"rdma": [{"name": "m", "device": "m", "kind": "roce"}]}, "rdma[0]: the key 'port' is missing"),
+        ({"rdma": [{"name": "m", "kind": "wifi"}]}, "rdma[0].kind: 'wifi'"),
+        ({"rdma": [{"name": "m"}]}, "rdma[0]: the key 'kind' is missing"),
         (
             {"interfaces": [{"name": "e", "kind": "x", "up": 1}]},
             "interfaces[0].up: 1 is not allowed; write true or false",
@@ -279,12 +267,12 @@ def test_hostile_inventories(change: dict[str, object], words: str) -> None:
 
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "rdma", "gpus"]), inner),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "rdma", "kind"]), inner),
     max_leaves=10,
 )
 
 
-@given(st.dictionaries(st.sampled_from(["name", "identity", "rdma", "interfaces", "gpus", "cluster"]), _JSON))
+@given(st.dictionaries(st.sampled_from(["name", "identity", "rdma", "interfaces", "num_gpus", "cluster"]), _JSON))
 def test_any_json_is_read_or_refused(data: dict[str, object]) -> None:
     try:
         inventory = HostInventory.from_json(json.dumps(data), source="rank 3")

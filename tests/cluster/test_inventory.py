@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -23,8 +22,7 @@ NO_PROBE = ProbeOptions(connect=False)
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path))
+def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
 
 
@@ -69,8 +67,6 @@ def host(name: str, number: int, kind: str | None = None, fast: str | None = Non
     eth = Interface(name="plain0", kind="ethernet", up=True, addresses=(f"127.0.0.{number}/24",), speed_bytes_per_s=1e8)
     port = RdmaPort(
         name="mlx5_0",
-        device="mlx5_0",
-        port=1,
         kind="infiniband" if kind == "infiniband" else "roce",
         rate_bytes_per_s=1e9,
         state="ACTIVE",
@@ -85,7 +81,7 @@ def host(name: str, number: int, kind: str | None = None, fast: str | None = Non
     )
 
 
-def test_two_clusters_are_found_and_measured(tmp_path: Path) -> None:
+def test_two_clusters_are_found_and_measured() -> None:
     inventories = [
         host("i1", 1, "infiniband"),
         host("r1", 3, "roce"),
@@ -107,8 +103,6 @@ def test_two_clusters_are_found_and_measured(tmp_path: Path) -> None:
         ]
     (link,) = topology.links
     assert link.ends == ("infiniband", "roce") and link.measured and link.latency_s > 0
-    again = agreed(discover(inventories[::-1]))  # kept speeds, whatever the order of ranks
-    assert (again.links, again.measured_at_s) == (topology.links, topology.measured_at_s)
 
 
 def test_a_host_that_is_not_reached_over_its_fabric_is_apart() -> None:

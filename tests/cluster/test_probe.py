@@ -1,14 +1,12 @@
 """Connection tests and measurements over loopback, and misbehaving peers."""
 
 import contextlib
-import os
 import secrets
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -287,29 +285,3 @@ def test_rounds_fit_the_time_and_no_host_is_in_two_pairs_at_once(sizes: list[int
             seen.add((host, slot))
     assert 0 < seconds < interval
     assert (max(slots, default=0) + 1) * interval < 8.0 or sum(sizes) > 64
-
-
-def test_speeds_are_kept_for_the_same_topology(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path / "cache"))
-    topology = two_clusters()
-    assert measure.load_speeds(topology) is None
-    pairs = measure.choose_pairs(topology)
-    measured = measure.with_speeds(topology, pairs, {pair.key: result_of(pair) for pair in pairs})
-    assert measure.save_speeds(measured) is None
-    assert measure.load_speeds(topology) == measured
-    assert measure.load_speeds(topology, max_age_s=-1) is None
-    placed = Topology.from_yaml_text(topology.to_yaml()).with_ranks(["a1", "b0", "a0", "a2"])
-    known = measure.load_speeds(placed)
-    assert known is not None and known.links == measured.links and known.host_of_rank(0).name == "a1"
-    other = Topology(clusters=topology.clusters[:1])
-    assert measure.load_speeds(other) is None
-    (path,) = (tmp_path / "cache").iterdir()
-    path.write_text('{"clusters": "hostile"}')
-    assert measure.load_speeds(topology) is None
-    unreached = measure.with_speeds(topology, pairs, {pair.key: result_of(pair, error="x") for pair in pairs})
-    os.remove(path)
-    assert measure.save_speeds(unreached) is None and list((tmp_path / "cache").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HOLMES_CACHE_DIR", str(tmp_path / "file"))
-    problem = measure.save_speeds(measured)
-    assert problem is not None and "HOLMES_CACHE_DIR" in problem

@@ -28,7 +28,6 @@ def discovered() -> Topology:
         addresses=("10.1.0.1", "fd00::1"),
         up=False,
         fabric="infiniband/fe80::1",
-        near_devices=(0, 1),
     )
     speed = LinkSpeed(
         transport="infiniband", bandwidth_bytes_per_s=1e9, latency_s=1e-5, nic_bytes_per_s=25e9, measured=True

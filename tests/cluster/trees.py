@@ -45,7 +45,6 @@ class Machine:
         rate: str | None = "200 Gb/sec (4X HDR)",
         gids: Sequence[tuple[str, str | None, str | None]] = (),
         sm_lid: str = "0x1",
-        numa: int | None = None,
         pci: str | None = None,
     ) -> Path:
         """Add an RDMA device with one port; gids: (gid, type, ndev). Returns the folder of the device's PCI function."""
@@ -56,15 +55,12 @@ class Machine:
         for name, value in (("link_layer", layer), ("state", state), ("rate", rate), ("sm_lid", sm_lid)):
             if value is not None:
                 write(here / name, value)
-        write(here / "counters/port_xmit_data", "0")
         for index, (gid, kind, ndev) in enumerate(gids):
             write(here / f"gids/{index}", gid)
             if kind is not None:
                 write(here / f"gid_attrs/types/{index}", kind)
             if ndev is not None:
                 write(here / f"gid_attrs/ndevs/{index}", ndev)
-        if numa is not None:
-            write(function / "numa_node", str(numa))
         link = self.root / "sys/class/infiniband" / device
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.is_symlink():
@@ -85,7 +81,6 @@ class Machine:
     ) -> Path:
         """Add a network interface, seen by psutil and described in /sys/class/net. Returns its folder there."""
         here = self.root / "sys/class/net" / name
-        write(here / "operstate", "up" if up else "down")
         write(here / "type", str(kind))
         write(here / "address", mac)
         write(here / "ifindex", "2")
@@ -93,7 +88,7 @@ class Machine:
         if speed is not None:
             write(here / "speed", speed)
         if driver is not None:
-            write(here / "device/numa_node", "-1")
+            (here / "device").mkdir(exist_ok=True)
             (here / "device/driver").symlink_to(f"/nowhere/{driver}")
         self.stats[name] = Stats(up, 0, 0, 1500, "up,loopback" if name == "lo" else "up")
         found = [Address(psutil.AF_LINK, mac, None, None, None)]
@@ -105,9 +100,9 @@ class Machine:
         self.addresses[name] = found
         return here
 
-    def gpu(self, path: str, *, vendor: str = "0x10de", kind: str = "0x030200", numa: int = 0) -> None:
+    def gpu(self, path: str, *, vendor: str = "0x10de", kind: str = "0x030200") -> None:
         function = self.root / "sys/devices" / path
-        for name, value in (("vendor", vendor), ("class", kind), ("numa_node", str(numa))):
+        for name, value in (("vendor", vendor), ("class", kind)):
             write(function / name, value)
         link = self.root / "sys/bus/pci/devices" / function.name
         link.parent.mkdir(parents=True, exist_ok=True)

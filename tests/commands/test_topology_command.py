@@ -98,7 +98,7 @@ def test_a_file_as_table_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
         "measured",
         "unreachable over ethernet: b-0 and r: no answer within 2 s",
         "warning: [bold] is not markup",
-        "--refresh",
+        "measured 2023-11-1",
     ):
         assert words in shown, shown
     for form in ("yaml", "json"):

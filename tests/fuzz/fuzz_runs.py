@@ -232,7 +232,7 @@ class Job:
         self.folder = tempfile.TemporaryDirectory(prefix="holmes-fuzz-", ignore_cleanup_errors=True)
         root, address = Path(self.folder.name), f"{self.folder.name}/socket"
         (root / "payload").write_bytes(pickle.dumps(("fuzz_runs:serve", address)))
-        environment = {"PYTHON_EXEC": forked_executable(), "HOLMES_CACHE_DIR": f"{root}/cache"}
+        environment = {"PYTHON_EXEC": forked_executable()}
         port = free_port()
         with Listener(address, backlog=world_size) as listener:
             self.pids = [start_worker(root, rank, world_size, port, environment) for rank in range(world_size)]

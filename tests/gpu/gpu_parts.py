@@ -98,7 +98,6 @@ class Script:
                 "GROUP_RANK": str(rank),
                 "LOCAL_WORLD_SIZE": "1",
                 "OMP_NUM_THREADS": str(threads),
-                "HOLMES_CACHE_DIR": str(folder / "cache"),
                 "TMPDIR": str(folder),
             }
 

@@ -52,7 +52,6 @@ class Hosts:
             env |= {
                 "HOLMES_HOST_NAME": host.name,
                 "HOLMES_SYSFS_ROOT": str(self.bed.sysfs_root(host.name)),
-                "HOLMES_CACHE_DIR": str(self.folder / f"cache.{number}"),
                 "SOAK_NAMESPACE": namespace_path(host.namespace),
                 "SOAK_HOSTS_FILE": str(self.bed._hosts_file),
                 "MASTER_ADDR": self.bed.layout.hosts[0].ethernet.address,

@@ -187,7 +187,6 @@ class Testbed:
             own = {
                 "HOLMES_HOST_NAME": host.name,
                 "HOLMES_SYSFS_ROOT": str(self.sysfs_root(host.name)),
-                "HOLMES_CACHE_DIR": str(self._cache),  # not the speeds of another bed with an equal topology
                 "NODE_RANK": str(rank),
                 "NUM_NODES": str(len(nodes)),
                 "MASTER_ADDR": nodes[0].ethernet.address,
@@ -290,10 +289,6 @@ class Testbed:
         if nic.kind != "ethernet":
             root = self.sysfs_root(host.name)
             made_up_sysfs.write_port(root, nic, up=up, bandwidth_bytes_per_s=nic.bandwidth_bytes_per_s)
-
-    @property
-    def _cache(self) -> Path:
-        return state.bed_folder(self.bed_id) / "cache"
 
     @property
     def _hosts_file(self) -> Path:

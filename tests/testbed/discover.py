@@ -5,14 +5,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
+from lightning_holmes.cluster.inventory import discover_topology
 
 
 def main() -> None:
     rank, world_size = int(os.environ["NODE_RANK"]), int(os.environ["NUM_NODES"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout=timedelta(seconds=100))
-    topology = discover_topology(store, rank, world_size, options=ProbeOptions(refresh=True))
+    topology = discover_topology(store, rank, world_size)
     if rank == 0:
         print(f"found: {topology.to_json()}", flush=True)
     store.set(f"left/{rank}", "")

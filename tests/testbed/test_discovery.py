@@ -27,11 +27,11 @@ def bed(testbed_works: None) -> Iterator[Testbed]:
         yield built
 
 
-def discover_once(bed: Testbed, cache: Path) -> Topology:
+def discover_once(bed: Testbed) -> Topology:
     results = bed.run(
         [*forked_python(), str(Path(__file__).parent / "discover.py")],
         node_order=["b-1", "a-0", "b-0", "a-1"],
-        env={"HOLMES_CACHE_DIR": str(cache), "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
         timeout_s=120,
         check=True,
     )
@@ -39,10 +39,10 @@ def discover_once(bed: Testbed, cache: Path) -> Topology:
     return Topology.from_json(line.removeprefix("found: "), source="rank 0")
 
 
-def discover(bed: Testbed, cache: Path) -> Topology:
+def discover(bed: Testbed) -> Topology:
     """Run discovery up to three times: beside other work on two cores a measured rate is sometimes too low."""
     for _ in range(3):
-        topology = discover_once(bed, cache)
+        topology = discover_once(bed)
         if all(map(is_right, [*measured(topology), *topology.links])):
             break
     return topology
@@ -58,9 +58,9 @@ def is_right(speed: LinkSpeed | Link) -> bool:
     return speed.bandwidth_bytes_per_s == pytest.approx(RATES[speed.transport], rel=0.15)
 
 
-def test_clusters_and_speeds_are_found(bed: Testbed, tmp_path: Path) -> None:
+def test_clusters_and_speeds_are_found(bed: Testbed) -> None:
     before = bed.counters()
-    topology = discover(bed, tmp_path)
+    topology = discover(bed)
     after = bed.counters()
     assert [(cluster.fabric, [(host.name, host.ranks) for host in cluster.hosts]) for cluster in topology.clusters] == [
         ("infiniband", [("a-0", (1,)), ("a-1", (3,))]),
@@ -77,10 +77,10 @@ def test_clusters_and_speeds_are_found(bed: Testbed, tmp_path: Path) -> None:
     assert fast > 0.3 * 50e6
 
 
-def test_a_fast_card_that_is_down_leaves_one_cluster(bed: Testbed, tmp_path: Path) -> None:
+def test_a_fast_card_that_is_down_leaves_one_cluster(bed: Testbed) -> None:
     bed.set_down("b-0.mlx5_1")
     try:
-        topology = discover(bed, tmp_path)
+        topology = discover(bed)
     finally:
         bed.set_up("b-0.mlx5_1")
     assert [[host.name for host in cluster.hosts] for cluster in topology.clusters] == [["a-0", "a-1"], ["b-0", "b-1"]]
@@ -93,17 +93,16 @@ def test_a_fast_card_that_is_down_leaves_one_cluster(bed: Testbed, tmp_path: Pat
     assert stated is not None and not stated.measured
 
 
-def test_the_command_prints_clusters_links_and_measured_speeds(bed: Testbed, tmp_path: Path) -> None:
+def test_the_command_prints_clusters_links_and_measured_speeds(bed: Testbed) -> None:
     """lightning-holmes topology under torchrun."""
     env = {
-        "HOLMES_CACHE_DIR": str(tmp_path),
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "PYTHON_EXEC": forked_executable(),  # so that the processes need not import everything again
     }
     told = {"infiniband": 400, "roce": 200, "ethernet": 40}  # Mbit/s
     for _ in range(3):  # retried as in discover
         results = bed.torchrun(
-            ["-m", "lightning_holmes.cli", "topology", "--refresh"],
+            ["-m", "lightning_holmes.cli", "topology"],
             shuffle_nodes=True,
             env=env,
             timeout_s=120,
