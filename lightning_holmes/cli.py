@@ -100,7 +100,6 @@ class HolmesTrainer(pl.Trainer):
         batch_shape: str | None = None,
         batch_samples: int | None = None,
         tensor_parallel_sizes: list[int] | None = None,
-        recomputation: bool = False,
         sharding: AskedSharding | None = None,
         sequence_parallel: bool = False,
         plot: str | None = None,
@@ -117,7 +116,6 @@ class HolmesTrainer(pl.Trainer):
                 input_ids=4x2048:int64,labels=4x2048:int64.
             batch_samples: Samples of a step over all replicas; by default as many as in fit.
             tensor_parallel_sizes: Sizes to try, for modules that support tensor parallelism; by default 1.
-            recomputation: Also try plans in which every layer is recomputed in its backward.
             sharding: What is sharded over replicas; by default the strategy's argument.
             sequence_parallel: The module's tensor-parallel ranks also shard the activations between their parallel layers.
             plot: A .png or .svg file for the timeline of the best plan's step.

@@ -1,8 +1,7 @@
 """Chooses the pairs of hosts that measure each class of link, schedules them, and puts the results into the topology.
 
-Pure. Classes: inside each cluster on its fabric and on Ethernet, and Ethernet between
-each pair of clusters: one pair alone, and then several at once, to find whether they share the bandwidth. Speeds given in a topology
-file are not measured. Pairs without a common host measure at the same time, so that a job of 64 hosts needs few rounds.
+Pure. Inside each cluster one pair of hosts measures the fabric, and one Ethernet. Between two clusters all their hosts send at once, each to
+a host of its own in the other: their rates together are the link's. Speeds given in a topology file are not measured.
 
     pairs = choose_pairs(topology)
     slots, seconds, interval = schedule(pairs)              # the slot of each pair, and its times
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,22 +22,16 @@ from lightning_holmes.cluster.topology import Topology
 SECONDS = 0.5  # of sending per measurement, if few rounds are needed
 _LEAST_SECONDS = 0.04
 _BUDGET_S = 6.0  # for all rounds, so that 64 hosts stay under 10 s
-_MOST_TOGETHER = 8  # pairs of hosts that send at once between two clusters
-_UNHINDERED = 0.8  # pairs that reach this share of the lone pair's rate at once do not limit each other measurably
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two hosts that measure the links of one class. clusters: the same name twice for a pair inside a cluster.
-
-    together: the pair sends at the same time as the others between these clusters, in the opposite direction to the lone pair.
-    """
+    """Two hosts that measure the links of one class. clusters: the same name twice for a pair inside a cluster."""
 
     clusters: tuple[str, str]
     transport: TransportKind
     hosts: tuple[str, str]
     nics: tuple[Nic, Nic]
-    together: bool = False
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -48,71 +40,33 @@ class Pair:
 
 
 def choose_pairs(topology: Topology) -> list[Pair]:
-    """Choose one pair of hosts for every class of link whose speed is not given, and several more between clusters of several hosts.
-    Hosts take turns, so that pairs can run at the same time."""
+    """Choose the pairs of hosts for every class of link whose speed is not given."""
     pairs: list[Pair] = []
-    turns = dict.fromkeys((cluster.name for cluster in topology.clusters), 0)
     for cluster in topology.clusters:
         for transport in dict.fromkeys((cluster.fabric or "ethernet", "ethernet")):
             speed = cluster.speed(transport)
             if speed is None or not (speed.measured or speed.nic_bytes_per_s is None):
-                pair = _pair_inside(cluster, transport, turns)
-                if pair is not None:
-                    pairs.append(pair)
+                pairs += _pair_inside(cluster, transport)
     stated = {frozenset(link.ends) for link in topology.links}
-    for index, one in enumerate(topology.clusters):
-        for other in topology.clusters[index + 1 :]:
-            if frozenset((one.name, other.name)) not in stated:
-                first, second = _take(one, "ethernet", turns), _take(other, "ethernet", turns)
-                if first is not None and second is not None:
-                    pairs.append(
-                        Pair(
-                            clusters=(one.name, other.name),
-                            transport="ethernet",
-                            hosts=(first[0].name, second[0].name),
-                            nics=(first[1], second[1]),
-                        )
-                    )
-                    pairs += _pairs_together(one, other)
+    for one, other in itertools.combinations(topology.clusters, 2):
+        if frozenset((one.name, other.name)) not in stated:
+            ways = zip(_usable_hosts(one, "ethernet"), _usable_hosts(other, "ethernet"), strict=False)
+            pairs += [_pair((one, other), "ethernet", *way) for way in ways]
     return pairs
 
 
-def _pairs_together(one: Cluster, other: Cluster) -> list[Pair]:
-    """Pairs of different hosts, from the second cluster to the first; none if a cluster has fewer than two usable hosts."""
-    usable = [
-        [(host.name, nic) for host in cluster.hosts if (nic := _usable(host, "ethernet", None)) is not None]
-        for cluster in (other, one)
-    ]
-    if min(map(len, usable)) < 2:
-        return []
-    return [
-        Pair(
-            clusters=(one.name, other.name),
-            transport="ethernet",
-            hosts=(first[0], second[0]),
-            nics=(first[1], second[1]),
-            together=True,
-        )
-        for first, second in list(zip(*usable, strict=False))[:_MOST_TOGETHER]
-    ]
-
-
 def schedule(pairs: Sequence[Pair]) -> tuple[list[int], float, float]:
-    """Return (slot of each pair, seconds of sending, seconds from slot to slot). No host is in two pairs of a slot; while pairs measure
-    together, no other pair of their clusters measures."""
-    hosts: dict[str, set[int]] = defaultdict(set)
-    clusters: dict[str, set[int]] = defaultdict(set)
-    taken: dict[Pair | tuple[str, str], int] = {}
-    for pair in sorted(pairs, key=lambda pair: pair.together):  # pairs that need their clusters exclusively come last
-        key = pair.clusters if pair.together else pair
-        if key not in taken:
-            busy = [clusters[name] for name in pair.clusters] if pair.together else [hosts[name] for name in pair.hosts]
-            taken[key] = next(slot for slot in itertools.count() if not any(slot in those for those in busy))
-        for name in pair.hosts:
-            hosts[name].add(taken[key])
-        for name in pair.clusters:
-            clusters[name].add(taken[key])
-    slots = [taken[pair.clusters if pair.together else pair] for pair in pairs]
+    """Return (slot of each pair, seconds of sending, seconds from slot to slot). A cluster measures one class of link at a time."""
+    busy: dict[str, set[int]] = {}
+    taken: dict[tuple[tuple[str, str], TransportKind], int] = {}
+    for pair in pairs:
+        kind = pair.clusters, pair.transport
+        if kind not in taken:
+            both = [busy.setdefault(name, set()) for name in pair.clusters]
+            taken[kind] = next(slot for slot in itertools.count() if not any(slot in slots for slots in both))
+            for slots in both:
+                slots.add(taken[kind])
+    slots = [taken[pair.clusters, pair.transport] for pair in pairs]
     rounds = max(slots, default=0) + 1
     seconds = min(SECONDS, max(_LEAST_SECONDS, _BUDGET_S / rounds - 0.05))
     return slots, seconds, seconds + max(0.05, 0.2 * seconds)
@@ -123,11 +77,11 @@ def with_speeds(
 ) -> Topology:
     """Add to the topology the measured speeds, the NICs' nominal speeds where nothing was measured, and the unreachable pairs."""
     speeds: dict[str, list[LinkSpeed]] = {cluster.name: [] for cluster in topology.clusters}
-    links = list(topology.links)
+    between: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by clusters: bandwidth and latency of each pair
     unreachable = list(topology.unreachable)
     for pair in pairs:
         result = results.get(pair.key)
-        if result is None or pair.together:
+        if result is None:
             continue
         if result.error is not None:
             unreachable.append(Unreachable(ends=pair.hosts, transport=pair.transport, reason=result.error[:1000]))
@@ -144,80 +98,56 @@ def with_speeds(
                 )
             )
         else:
-            links.append(
-                Link(
-                    ends=pair.clusters,
-                    transport=pair.transport,
-                    bandwidth_bytes_per_s=result.bandwidth_bytes_per_s,
-                    latency_s=result.latency_s,
-                    shared_bytes_per_s=_shared(topology, pair, pairs, results, result.bandwidth_bytes_per_s),
-                    measured=True,
-                )
-            )
+            between.setdefault(pair.clusters, []).append((result.bandwidth_bytes_per_s, result.latency_s))
+    links = [
+        Link(
+            ends=ends,
+            transport="ethernet",
+            bandwidth_bytes_per_s=sum(rate for rate, _ in found),
+            latency_s=min(latency for _, latency in found),
+            measured=True,
+        )
+        for ends, found in between.items()
+    ]
     measured = any(result.bandwidth_bytes_per_s is not None for result in results.values())
     return replace(
         topology,
         clusters=tuple(
             replace(cluster, speeds=_complete(cluster, speeds[cluster.name])) for cluster in topology.clusters
         ),
-        links=tuple(links),
+        links=(*topology.links, *links),
         unreachable=tuple(dict.fromkeys(unreachable)),
         measured_at_s=time.time() if measured else topology.measured_at_s,
     )
 
 
-def _shared(
-    topology: Topology,
-    lone: Pair,
-    pairs: Sequence[Pair],
-    results: Mapping[tuple[str, str, str, str], ProbeResult],
-    alone: float,
-) -> float | None:
-    """Bytes/s that all hosts of two clusters reach together; None if that was not measured.
-
-    If the measured pairs do not limit each other, their mean rate is assumed for every pair of hosts.
-    """
-    mine = [pair for pair in pairs if pair.together and pair.clusters == lone.clusters]
-    found = [result.bandwidth_bytes_per_s for pair in mine if (result := results.get(pair.key)) is not None]
-    rates = [rate for rate in found if rate is not None]
-    if not mine or len(rates) < len(mine):
-        return None
-    together = max(alone, sum(rates))
-    if together < _UNHINDERED * len(mine) * alone:
-        return together
-    fewest = min(len(cluster.hosts) for cluster in topology.clusters if cluster.name in lone.clusters)
-    return together * fewest / len(mine)
+def _pair_inside(cluster: Cluster, transport: TransportKind) -> list[Pair]:
+    """The first two hosts of a cluster that are on one fabric of this kind; none if there are no two."""
+    usable = _usable_hosts(cluster, transport)
+    if not usable:
+        return []
+    fabric = None if transport == "ethernet" else usable[0][1].fabric
+    alike = [(host, nic) for host, _ in usable[1:] if (nic := _usable(host, transport, fabric)) is not None]
+    return [_pair((cluster, cluster), transport, usable[0], other) for other in alike[:1]]
 
 
-def _pair_inside(cluster: Cluster, transport: TransportKind, turns: dict[str, int]) -> Pair | None:
-    first = _take(cluster, transport, turns)
-    if first is None:
-        return None
-    for host in (*cluster.hosts[turns[cluster.name] :], *cluster.hosts[: turns[cluster.name]]):
-        nic = _usable(host, transport, first[1].fabric if transport != "ethernet" else None)
-        if host.name != first[0].name and nic is not None:
-            turns[cluster.name] = (cluster.hosts.index(host) + 1) % len(cluster.hosts)
-            return Pair(
-                clusters=(cluster.name, cluster.name),
-                transport=transport,
-                hosts=(first[0].name, host.name),
-                nics=(first[1], nic),
-            )
-    return None
+def _pair(
+    clusters: tuple[Cluster, Cluster], transport: TransportKind, one: tuple[Host, Nic], other: tuple[Host, Nic]
+) -> Pair:
+    return Pair(
+        clusters=(clusters[0].name, clusters[1].name),
+        transport=transport,
+        hosts=(one[0].name, other[0].name),
+        nics=(one[1], other[1]),
+    )
 
 
-def _take(cluster: Cluster, transport: TransportKind, turns: dict[str, int]) -> tuple[Host, Nic] | None:
-    """The next host of a cluster with a card of this kind that sockets can use."""
-    for step in range(len(cluster.hosts)):
-        index = (turns[cluster.name] + step) % len(cluster.hosts)
-        nic = _usable(cluster.hosts[index], transport, None)
-        if nic is not None:
-            turns[cluster.name] = (index + 1) % len(cluster.hosts)
-            return cluster.hosts[index], nic
-    return None
+def _usable_hosts(cluster: Cluster, transport: TransportKind) -> list[tuple[Host, Nic]]:
+    """The hosts of a cluster that have a card of this kind that sockets can use, with the first such card."""
+    return [(host, nic) for host in cluster.hosts if (nic := _usable(host, transport)) is not None]
 
 
-def _usable(host: Host, transport: TransportKind, fabric: str | None) -> Nic | None:
+def _usable(host: Host, transport: TransportKind, fabric: str | None = None) -> Nic | None:
     for nic in host.nics:
         if nic.kind == transport and nic.up and nic.addresses and fabric in (None, nic.fabric):
             return nic

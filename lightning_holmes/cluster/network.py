@@ -82,15 +82,13 @@ class Link:
     """The link between two clusters, which are named in ``ends``. It applies to both directions.
 
     Attributes:
-        bandwidth_bytes_per_s: one way; of all hosts together if given in a file, of one pair of hosts if measured.
-        shared_bytes_per_s: if measured, the rate that all hosts reach together; None if only one pair was measured.
+        bandwidth_bytes_per_s: one way, of all hosts together.
     """
 
     ends: tuple[str, str]
     transport: TransportKind
     bandwidth_bytes_per_s: Annotated[Bandwidth, Field(alias="bandwidth")]
     latency_s: Annotated[Latency, Field(alias="latency")]
-    shared_bytes_per_s: Annotated[Bandwidth | None, Field(alias="shared_bandwidth")] = None
     measured: bool = False
 
     def __post_init__(self) -> None:

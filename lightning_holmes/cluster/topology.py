@@ -28,7 +28,7 @@ a bare number of seconds, below 1. The speed of a NIC without a bandwidth is not
 in the order of the file: the first host of the first cluster has the first ranks.
 
 Files written by discovery have more keys, which are all optional: ranks of a host; interface, addresses, up and fabric
-of a NIC; fallback and speeds of a cluster; measured and shared_bandwidth of a link; unreachable,
+of a NIC; fallback and speeds of a cluster; measured of a link; unreachable,
 warnings and measured_at next to clusters. docs/launching.md lists them.
 """
 

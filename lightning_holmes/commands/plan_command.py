@@ -38,7 +38,7 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.groups import Use, plan_groups
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
-from lightning_holmes.plan.plan import WHOLE_MODULE, MadeFor, Plan, cluster_facts
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 from lightning_holmes.plan.planner import Known, can_split, complete, plan_of_prediction
 from lightning_holmes.plan.route import REACHED, Network
 from lightning_holmes.plan.saved_plan import check_plan, place_again
@@ -69,7 +69,6 @@ class PlanRequest:
     batch_shape: str | None = None
     batch_samples: int | None = None
     tensor_parallel_sizes: tuple[int, ...] = (1,)
-    recomputation: bool = False
     sharding: AskedSharding | None = None
     sequence_parallel: bool = False
     plot: str | None = None
@@ -357,8 +356,6 @@ def _check_given_plan(plan: Plan, path: str, cost_model: CostModel) -> None:
         placement=place_again(plan, topology, topology.num_devices),
         layers=None if plan.layers == WHOLE_MODULE else model.layer_list,
         num_layers=None if plan.layers == WHOLE_MODULE else model.num_layers,
-        module=model.name,
-        num_parameters=model.num_parameters,
         source=f"the plan in {path}",
     )
 
@@ -387,8 +384,6 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *,
     if result.memory_note is not None:
         notes.append(result.memory_note)
     notes += cost_model.network.link_notes()
-    if best.run.recomputation:
-        notes.append("recomputation: predicted with it; the module must do so itself (GPT: gradient_checkpointing)")
     placement = make_placement(
         topology,
         world_size=layout.num_devices,
@@ -400,7 +395,6 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *,
         topology=topology,
         placement=placement,
         layers=model.layer_list,
-        made_for=MadeFor(module=model.name, num_parameters=model.num_parameters, clusters=cluster_facts(topology)),
     )
     return complete(
         plan_of_prediction(known, replace(asked, layers=model.layer_list), best, notes),
@@ -430,7 +424,6 @@ def _space(request: PlanRequest, asked: Asked, *, is_plan: bool, model: ModelCos
         splits=can_split(model),
         pipeline=None if size == "auto" else (size,),
         tensor=tensor or request.tensor_parallel_sizes,
-        recomputation=(False, True) if request.recomputation else (False,),
     )
 
 

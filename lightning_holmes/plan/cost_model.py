@@ -10,8 +10,8 @@ nothing: the search evaluates many layouts with it.
 
 Compute: a stage's work divided by the slowest speed among its devices and by the tensor-parallel size, plus a fixed time for
 each matrix product, the memory traffic of the other operators, and fixed seconds. Tensor parallelism (Megatron-LM, arXiv
-1909.08053): two all-reduces of a layer's output in its forward and two in its backward, never overlapped, and two more when
-it is recomputed; work and weights are sharded evenly; activations and memory traffic are sharded inside the attention and the
+1909.08053): two all-reduces of a layer's output in its forward and two in its backward, never overlapped, and two more where
+the module recomputes it; work and weights are sharded evenly; activations and memory traffic are sharded inside the attention and the
 MLP only, and everywhere with sequence parallelism. Gradients: one all-reduce per stage over its replicas (with a sharded
 optimizer a reduce-scatter, and an all-gather of the parameters), in two levels if the replicas lie in several clusters and that is
 faster. Transfers that use a network card or a link between clusters
@@ -25,12 +25,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-
-import numpy as np
 
 from lightning_holmes.plan.collective_cost import all_reduce_s, two_level_all_reduce_s
 from lightning_holmes.plan.device_type import DeviceType
@@ -75,20 +72,18 @@ class CostModel:
         self._devices = Devices(network, devices, memory_share=training.memory_share)
         self._facts: dict[Layout, LayoutFacts] = {}
         self._sharded: dict[Layout, bool] = {}
-        self._models: dict[tuple[int, bool], ModelCost] = {}
+        self._models: dict[int, ModelCost] = {}
 
     @property
     def num_devices(self) -> int:
         """The number of devices of the topology."""
         return self._devices.number
 
-    def microbatch_model(self, samples: int, recomputation: bool = False) -> ModelCost:
+    def microbatch_model(self, samples: int) -> ModelCost:
         """The model's costs for a microbatch of ``samples`` samples. Cached."""
-        key = samples, recomputation
-        if key not in self._models:
-            model = self.model.for_samples(samples)
-            self._models[key] = model.with_recomputation() if recomputation else model
-        return self._models[key]
+        if samples not in self._models:
+            self._models[samples] = self.model.for_samples(samples)
+        return self._models[samples]
 
     def facts(self, layout: Layout) -> LayoutFacts:
         """The speeds, memory and routes of a layout on this topology. Cached."""
@@ -128,7 +123,7 @@ class CostModel:
         if tensor > 1:
             channel, hosts, local = facts.tensor_channels[rank]
             reduction = _all_reduce(layer.activation_bytes, channel, local, tensor // hosts, hosts)
-        forward, backward = 2 * reduction, (4 if run.recomputation or layer.recomputed else 2) * reduction
+        forward, backward = 2 * reduction, (4 if layer.recomputed else 2) * reduction
         own = self.place_seconds(run, rank, layer)
         return own[0] + forward, own[1] + backward, forward, backward
 
@@ -157,7 +152,7 @@ class CostModel:
 
     def balance(self, run: RunShape, *, limit_memory: bool = True) -> Balance:
         """The problem of assigning the layers for this run."""
-        model = self.microbatch_model(run.microbatch_samples, run.recomputation)
+        model = self.microbatch_model(run.microbatch_samples)
         facts, ranks = self.facts(run.layout), run.layout.pipeline
         rows: dict[Hashable, tuple[float, ...]] = {}
         seconds = []
@@ -179,9 +174,8 @@ class CostModel:
             if ranks == 1:  # parameters that both ends use are counted with each of them
                 before_bytes = max(0.0, before_bytes - memory.static_bytes(_shared_place(model)))
             after_bytes = memory.place_bytes(model.after, in_flight[-1])
-            transient = max(_row(self._plain(run).layers, memory.transient_bytes))
             per_stage = -(-model.num_layers // (ranks * run.num_chunks))
-            transient += NUM_WHOLE * per_stage * max(_row(model.layers, memory.whole_bytes))
+            transient = NUM_WHOLE * per_stage * max(_row(model.layers, memory.whole_bytes))
             limits = tuple(max(0.0, most - transient) for most in facts.memory)
         return Balance(
             seconds=tuple(seconds),
@@ -199,7 +193,7 @@ class CostModel:
     def step_costs(self, run: RunShape, partition: Partition) -> StepCosts:
         """Everything that the simulator needs."""
         layout, training = run.layout, self.training
-        model, plain = self.microbatch_model(run.microbatch_samples, run.recomputation), self._plain(run)
+        model = self.microbatch_model(run.microbatch_samples)
         facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
         sharded, memory = self.shards_states(layout), self.memory(run)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
@@ -253,13 +247,11 @@ class CostModel:
                 whole[rank].append(math.fsum(memory.whole_bytes(place) for place in places) - ends * whole_table)
             static[rank] += sum(memory.static_bytes(place) for place in places)
             update[rank] += self._update_s(facts, rank, trained) / (layout.data if sharded else 1)
-            transient[rank] = max([transient[rank], *(memory.transient_bytes(plain.layers[index]) for index in own)])
         gather = [0.0] * ranks
         for stage, seconds in enumerate(() if training.sharded_parameters else gather_of_stage):
             rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
             parts = max(1, len(partition.layers_of(stage)))
-            hidden = forward[stage] if training.overlap_gather else 0.0
-            gather[rank] += max(seconds / parts if training.overlap_gather else seconds, seconds - hidden)
+            gather[rank] += max(seconds / parts, seconds - forward[stage])  # beside the next forward
         # a rank's stages use NUM_WHOLE buffers in turn; each buffer is as large as the largest stage that uses it
         for rank, of_stages in enumerate(whole):
             transient[rank] += sum(max(of_stages[turn::NUM_WHOLE], default=0.0) for turn in range(NUM_WHOLE))
@@ -282,63 +274,15 @@ class CostModel:
             reduce_parts=tuple(max(1, len(partition.layers_of(stage))) for stage in range(partition.num_stages)),
             reduce_cards=tuple(facts.groups[rank].cards for rank in _stage_ranks(run)),
             reduce_own_s=tuple(reduce_own),
-            gather_own_s=tuple(gather_own) if training.overlap_gather and not training.sharded_parameters else (),
+            gather_own_s=() if training.sharded_parameters else tuple(gather_own),
             fetch_s=tuple(fetch),
             fetch_own_s=tuple(fetch_own),
-            overlap_reduce=training.overlap_reduce,
             update_s=tuple(update),
             gather_s=tuple(gather),
             static_bytes=tuple(static),
             held_bytes=tuple(held),
             transient_bytes=tuple(transient),
         )
-
-    def nic_bytes(self, run: RunShape, partition: Partition) -> dict[str, float]:
-        """For each transport, the bytes that its busiest network card sends in a step."""
-        model, facts, layout = self._plain(run), self.facts(run.layout), run.layout
-        sent: dict[str, Counter[int]] = {}
-        if shared_bytes := self._shared_gradient_bytes(layout):
-            for first, second, number in self._ways(layout, 0, layout.pipeline - 1):
-                here = sent.setdefault(self.network.between_hosts(first, second).transport, Counter())
-                here[first] += int(shared_bytes * number)
-                here[second] += int(shared_bytes * number)
-        for stage in range(partition.num_stages):
-            rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=layout.pipeline)
-            own = partition.layers_of(stage)
-            devices = self._devices.hosts_of(layout, rank)
-            group = facts.groups[rank]
-            places = [model.layers[index] for index in own]
-            places += [model.before] * (stage == 0) + [model.after] * (stage == partition.num_stages - 1)
-            if self.training.optimizer_nodes:  # gradients leave; parameters come in
-                here = sent.setdefault("ethernet", Counter())
-                trained = math.fsum(place.trained_bytes for place in places)
-                for host in devices.ravel().tolist():
-                    here[host] += int(trained * self.training.gradient_ratio)
-            elif group.num_hosts > 1:
-                # out of each host, for each tensor-parallel part there
-                trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
-                out, back = self._carried(group, trained, self.shards_states(layout))
-                # frozen parameters are gathered, too; all are gathered twice, except those of a rank's last two stages
-                if self.training.sharded_parameters:
-                    held = math.fsum(place.parameter_bytes for place in places) / layout.tensor
-                    again = stage < partition.num_stages - NUM_WHOLE * layout.pipeline
-                    back = self._carried(group, held, sharded=True)[1] * (1 + again)
-                moved = (out + back) / 2
-                here = sent.setdefault(group.channel.transport, Counter())
-                for column in range(layout.tensor):
-                    for host in set(devices[:, column].tolist()):
-                        here[host] += int(moved)
-            if stage < partition.num_stages - 1:
-                crossing = _crossing(model, own).activation_bytes * run.num_microbatches
-                for first, second, number in self._ways(layout, rank, _stage_ranks(run)[stage + 1]):
-                    moved = crossing * self._activation_ratio(first, second)
-                    here = sent.setdefault(self.network.between_hosts(first, second).transport, Counter())
-                    here[first] += int(moved * number)
-                    here[second] += int(moved * number)  # the gradient comes back
-        return {
-            kind: max(number * self.network.busiest_share(host, kind) for host, number in counts.items())
-            for kind, counts in sent.items()
-        }
 
     def device_types(self) -> list[dict[DeviceType, int]]:
         """For each cluster, in the order of the topology, the number of devices of each type."""
@@ -363,7 +307,6 @@ class CostModel:
             training=self.training,
             tensor=layout.tensor,
             shards=layout.data if self.shards_states(layout) else 1,
-            recomputation=run.recomputation,
         )
 
     def memory_limits(self, layout: Layout) -> tuple[float, ...]:
@@ -375,17 +318,6 @@ class CostModel:
     @property
     def _node_bytes_per_s(self) -> float:
         return node_bytes_per_s(self.network, self.training.optimizer_nodes)
-
-    def _ways(self, layout: Layout, source: int, target: int) -> Iterator[tuple[int, int, int]]:
-        """(source host, target host, number of device pairs) for corresponding devices of two pipeline ranks on different hosts."""
-        ends = (self._devices.hosts_of(layout, rank).ravel() for rank in (source, target))
-        pairs = np.stack(tuple(ends), axis=1)
-        for (first, second), number in zip(*np.unique(pairs, axis=0, return_counts=True), strict=True):
-            if first != second:
-                yield int(first), int(second), int(number)
-
-    def _plain(self, run: RunShape) -> ModelCost:
-        return self.microbatch_model(run.microbatch_samples)
 
     def _reduction(self, group: StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Seconds to reduce a stage's gradients, and to gather its parameters if the optimizer is sharded."""

@@ -99,21 +99,6 @@ class LayerCost:
         assert self.undivided_bytes is not None
         return self.undivided_bytes
 
-    def with_recomputation(self, input_bytes: float) -> LayerCost:
-        """The cost if the layer holds only its input and is recomputed; recomputation by the module itself is already in its costs."""
-        held = min(self.held_bytes, input_bytes)
-        again = 0.0 if self.recomputed else 1.0
-        return replace(
-            self,
-            backward=self.backward + again * self.forward,
-            backward_products=self.backward_products + again * self.forward_products,
-            backward_moved_bytes=self.backward_moved_bytes + again * self.forward_moved_bytes,
-            fixed_backward_s=self.fixed_backward_s + again * self.fixed_forward_s,
-            recomputed=self.recomputed or self.forward,
-            held_bytes=held,
-            undivided_bytes=min(held, max(self.undivided, input_bytes)),
-        )
-
 
 NOTHING = LayerCost(forward=0.0, backward=0.0)
 """The cost where nothing runs."""
@@ -185,20 +170,6 @@ class ModelCost:
             layers=tuple(alike[layer] for layer in self.layers),
             after=alike[self.after],
         )
-
-    def with_recomputation(self) -> ModelCost:
-        """The costs if each layer holds only its input and runs its forward again in its backward.
-
-        What runs before and after the layers is not recomputed. held_bytes of a layer becomes its input;
-        the memory model adds the peak of the one layer that is being recomputed.
-        """
-        inputs = (self.before, *self.layers[:-1])
-        alike: dict[tuple[LayerCost, float], LayerCost] = {}
-        for layer, previous in zip(self.layers, inputs, strict=True):
-            if (layer, previous.activation_bytes) not in alike:
-                alike[layer, previous.activation_bytes] = layer.with_recomputation(previous.activation_bytes)
-        layers = [alike[layer, before.activation_bytes] for layer, before in zip(self.layers, inputs, strict=True)]
-        return replace(self, layers=tuple(layers))
 
     def to_data(self) -> dict[str, Any]:
         """Plain data for JSON."""

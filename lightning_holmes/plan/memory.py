@@ -6,7 +6,7 @@ whether the optimizer's state fits.
     memory.place_bytes(layer, in_flight=4)  # these plus the activations of four microbatches
 
 A rank holds parameters, gradients and optimizer states of its stages (with optimizer nodes none of them, or the parameters alone);
-activations of the microbatches in flight; and those of the layer that is recomputed. Tensor parallelism shards all of this except
+and activations of the microbatches in flight. Tensor parallelism shards all of this except
 activations between its parts. A sharded optimizer also shards the states, sharded parameters also shard parameters and gradients;
 with sharded parameters or optimizer nodes, two stages at a time are held unsharded in addition. Not modelled: fragmentation, the
 workspace of libraries, temporary copies of gradients in another type.
@@ -33,13 +33,11 @@ class RankMemory:
         tensor: the tensor-parallel size. Activations between tensor-parallel parts are not sharded, unless
             training.sequence_parallel.
         shards: number of shards of the optimizer's states; with ``training.sharded_parameters`` also of parameters and gradients.
-        recomputation: whether layers are recomputed in their backward.
     """
 
     training: Training
     tensor: int = 1
     shards: int = 1
-    recomputation: bool = False
 
     def static_bytes(self, place: LayerCost) -> float:
         """Bytes that a layer, or what runs before or after the layers, holds all the time."""
@@ -59,17 +57,13 @@ class RankMemory:
         return (place.parameter_bytes + place.trained_bytes * self.training.gradient_ratio) / self.tensor
 
     def held_bytes(self, place: LayerCost) -> float:
-        """Bytes of activations of one microbatch held from forward to backward. With recomputation pass costs with recomputation."""
+        """Bytes of activations of one microbatch held from forward to backward."""
         undivided = 0.0 if self.training.sequence_parallel else place.undivided
         return undivided + (place.held_bytes - undivided) / self.tensor
 
     def place_bytes(self, place: LayerCost, in_flight: float) -> float:
         """static_bytes, plus held_bytes for ``in_flight`` microbatches."""
         return self.static_bytes(place) + in_flight * self.held_bytes(place)
-
-    def transient_bytes(self, layer: LayerCost) -> float:
-        """Bytes that a layer holds in addition while it is recomputed. Pass costs without recomputation."""
-        return self.held_bytes(layer) if self.recomputation else 0.0
 
 
 @lru_cache(maxsize=4096)

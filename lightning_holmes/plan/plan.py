@@ -16,7 +16,6 @@ import yaml
 from pydantic import Field
 
 from lightning_holmes.cluster.record import Text, YamlText, record, to_data
-from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.collective_choice import COLLECTIVE_NAMES, Sharding
 from lightning_holmes.plan.groups import GroupPlan, Ranks
@@ -29,47 +28,6 @@ WHOLE_MODULE = "(whole module)"
 """The value of Plan.layers for a module that is not split into layers."""
 
 _Positive = Annotated[int, Field(ge=1)]
-
-
-@record
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterFacts:
-    """A cluster: its number of hosts, and the kinds of network cards that all hosts have; empty if not known."""
-
-    name: Text
-    hosts: Annotated[int, Field(ge=1)]
-    cards: tuple[Text, ...] = ()
-
-
-@record
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MadeFor:
-    """The module and clusters of a plan. module: the LightningModule's class name. None or empty: not known, and not compared."""
-
-    module: Text | None = None
-    num_parameters: Annotated[int | None, Field(ge=0)] = None
-    clusters: tuple[ClusterFacts, ...] = ()
-
-    def differences(self, here: MadeFor) -> list[str]:
-        """The differences between this plan's origin and ``here``, as messages."""
-        found = []
-        if self.module is not None and here.module is not None and self.module != here.module:
-            found.append(f"it was made for the module {self.module}, this one is {here.module}")
-        if None not in (self.num_parameters, here.num_parameters) and self.num_parameters != here.num_parameters:
-            found.append(f"its module has {self.num_parameters:,} parameters, this one has {here.num_parameters:,}")
-        clusters = {cluster.name: cluster for cluster in here.clusters}
-        for mine in self.clusters:
-            other = clusters.get(mine.name)
-            if other is None:
-                continue  # the placement of ranks is compared elsewhere (saved_plan.py)
-            if mine.hosts != other.hosts:
-                found.append(f"its cluster {mine.name} has {mine.hosts} hosts, here that has {other.hosts}")
-            # a topology file may leave out Ethernet
-            theirs = set(mine.cards) - {"ethernet"}, set(other.cards) - {"ethernet"}
-            if mine.cards and other.cards and theirs[0] != theirs[1]:
-                shown = [" and ".join(sorted(kinds)) or "ethernet alone" for kinds in theirs]
-                found.append(f"the hosts of its cluster {mine.name} have {shown[0]}, here they have {shown[1]}")
-        return found
 
 
 @record
@@ -92,7 +50,6 @@ class _PlanFile:
     tensor_parallel_size: _Positive = 1
     sharding: Sharding = "none"
     collectives: tuple[Text, ...] = ()
-    made_for: MadeFor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +59,7 @@ class Plan:
     layers is the name of the layer list in the module. clusters has one entry per pipeline rank: the cluster
     of its ranks, or several joined by "+". sharding: what is sharded over the replicas of a stage. collectives: for each
     pipeline rank, how its replicas sum gradients; empty if there is one replica. notes explain each automatic choice in
-    one line. made_for: the module and the clusters that the plan was made for, as far as they are known. prediction: of a training
-    step, if costs are known; it is not written to the file.
+    one line. prediction: of a training step, if costs are known; it is not written to the file.
     """
 
     pipeline_parallel_size: int
@@ -121,7 +77,6 @@ class Plan:
     tensor_parallel_size: int = 1
     sharding: Sharding = "none"
     collectives: tuple[str, ...] = ()
-    made_for: MadeFor | None = None
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -191,9 +146,6 @@ class Plan:
             "notes": list(self.notes),
             "collectives": list(self.collectives),
         }
-        del data["made_for"]
-        if self.made_for is not None:
-            data["made_for"] = to_data(self.made_for)
         return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=110))
 
     @classmethod
@@ -219,14 +171,3 @@ class Plan:
         except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a path with a null character
             raise ConfigurationError(f"the plan file {path} cannot be read: {error}") from error
         return cls.from_yaml_text(text, source=str(path))
-
-
-def cluster_facts(topology: Topology) -> tuple[ClusterFacts, ...]:
-    """The facts of each cluster of a topology."""
-    found = []
-    for cluster in topology.clusters:
-        # cards that are down count: they may come up again
-        kinds = [{nic.kind for nic in host.nics} for host in cluster.hosts]
-        cards = tuple(sorted(set.intersection(*kinds)))
-        found.append(ClusterFacts(name=cluster.name, hosts=len(cluster.hosts), cards=cards))
-    return tuple(found)

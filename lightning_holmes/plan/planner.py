@@ -24,7 +24,7 @@ from lightning_holmes.plan.groups import GroupPlan
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.placement import Placement, clusters_of, layout_of
-from lightning_holmes.plan.plan import WHOLE_MODULE, MadeFor, Plan
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.search.notes import describe_result
@@ -68,7 +68,6 @@ class Known:
     why_not_sharded: str | None = None
     num_microbatches: tuple[int, str] | None = None
     former: Plan | None = None
-    made_for: MadeFor | None = None
     notes: tuple[str, ...] = ()
 
     def may_be_layered(self, asked: Asked) -> bool:
@@ -191,7 +190,6 @@ def _plan(
         placement=placement,
         clusters=_clusters(known),
         notes=(*lines, *notes),
-        made_for=known.made_for,
         **more,
     )
 
@@ -258,7 +256,6 @@ def _by_costs(known: Known, asked: Asked, costs: CostModel) -> Plan:
         asked,
         interleaves=known.not_interleaved is None,
         layout=layout_of(known.placement, costs.network.topology),
-        recomputation=(False,),
         splits=known.may_split and can_split(costs.model),
         is_settled=not asked.leaves_open,
     )

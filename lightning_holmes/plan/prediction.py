@@ -20,9 +20,8 @@ class Prediction:
     """The predicted time and memory of a step.
 
     Attributes:
-        model_flops, hardware_flops: of a step, without and with recomputation.
+        model_flops, hardware_flops: of a step, without and with what the module runs again.
         peak_flops_per_s: of all devices.
-        nic_bytes: by transport, the bytes that the busiest network card sends in a step.
         memory_bytes, memory_limits: by pipeline rank.
         sharded_optimizer: whether the optimizer's states are sharded over replicas.
         sharded_parameters: whether parameters and gradients are, too.
@@ -39,7 +38,6 @@ class Prediction:
     model_flops: float
     hardware_flops: float
     peak_flops_per_s: float
-    nic_bytes: dict[str, float]
     memory_limits: tuple[float, ...]
     sharded_optimizer: bool = False
     sharded_parameters: bool = False
@@ -87,7 +85,6 @@ class Prediction:
             "num_chunks": self.run.num_chunks,
             "num_microbatches": self.run.num_microbatches,
             "microbatch_samples": self.run.microbatch_samples,
-            "recomputation": self.run.recomputation,
             "sharded_optimizer": self.sharded_optimizer,
             "sharded_parameters": self.sharded_parameters,
             "optimizer_nodes": None if self.nodes is None else asdict(self.nodes),
@@ -99,7 +96,6 @@ class Prediction:
             "mfu": self.mfu,
             "bubble_share": self.timeline.bubble_share,
             "exposed_s": {axis: seconds / layout.pipeline for axis, seconds in self.timeline.exposed_s.items()},
-            "nic_bytes_per_step": dict(self.nic_bytes),
             "memory_bytes": list(self.memory_bytes),
             "memory_limit_bytes": list(self.memory_limits),
             "reason": self.reason,
@@ -110,10 +106,9 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
     """Simulate a step with this run shape and partition."""
     costs = cost_model.step_costs(run, partition)
     model, training = cost_model.model, cost_model.training
-    made = model.with_recomputation() if run.recomputation else model
-    hardware = made.forward + made.backward
-    samples = training.batch_samples / made.microbatch_samples
-    flops = [work * samples for work in (hardware - made.recomputed, hardware)]
+    hardware = model.forward + model.backward
+    samples = training.batch_samples / model.microbatch_samples
+    flops = [work * samples for work in (hardware - model.recomputed, hardware)]
     return Prediction(
         run=run,
         partition=partition,
@@ -124,7 +119,6 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
         model_flops=flops[0],
         hardware_flops=flops[1],
         peak_flops_per_s=cost_model.peak_flops_per_s(),
-        nic_bytes=cost_model.nic_bytes(run, partition),
         memory_limits=cost_model.memory_limits(run.layout),
         sharded_optimizer=cost_model.shards_states(run.layout) and not training.optimizer_nodes,
         sharded_parameters=training.sharded_parameters and not training.optimizer_nodes,

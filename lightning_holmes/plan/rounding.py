@@ -40,7 +40,6 @@ def rounded_links(topology: Topology) -> Topology:
             link,
             bandwidth_bytes_per_s=rounded(link.bandwidth_bytes_per_s, _STEPS),
             latency_s=rounded(link.latency_s),
-            shared_bytes_per_s=None if link.shared_bytes_per_s is None else rounded(link.shared_bytes_per_s, _STEPS),
         )
         if link.measured
         else link

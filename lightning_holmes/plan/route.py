@@ -8,7 +8,7 @@ It reads the speeds of a topology. The caller counts how many transfers share a 
 
 host_cards.py decides which cards hosts use, for planner and run alike: an RDMA fabric that all of them are on, else Ethernet. Between
 clusters, all hosts share the link of that transport; if no link is given, each pair of hosts is assumed to have the rate of its own
-cards, and link_notes reports it. A link that was measured by only one pair of hosts is assumed to give each pair that rate. The rates of
+cards, and link_notes says so. The rates of
 RDMA cards of one kind add up, except with sockets; of a host's Ethernet cards only one is used.
 """
 
@@ -36,6 +36,9 @@ SOCKETS = 1448 / 1514
 REACHED = {"infiniband": 0.9, "roce": 0.84, "ethernet": SOCKETS}
 """The share of the stated rate that NCCL reaches. InfiniBand: calculon's a100_80g.json, for its network between hosts. RoCE: the same,
 reduced for its longer headers: with Ethernet frames of 1500 bytes, the payload is 1024 bytes of 1110 instead of 4096 of 4146."""
+
+
+_LINK_EXAMPLE = "transport: ethernet, bandwidth: 25 Gbit/s, latency: 50 us"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +125,6 @@ class Network:
         ways = [self._local[cluster] for cluster in {self.cluster_of_host[host] for host in hosts}]
         return min(ways, key=lambda way: way.card_bytes_per_s)
 
-    def busiest_share(self, host: int, kind: str) -> float:
-        """The share of a host's traffic by one transport that its busiest card carries: RDMA cards of one kind share
-        the traffic in proportion to their rates; with sockets and on Ethernet one card carries all."""
-        cards = [nic for nic in self.hosts[host].nics if nic.kind == kind and nic.up]
-        if kind == "ethernet" or self.sockets or len(cards) < 2:
-            return 1.0
-        rates = [nic.bandwidth_bytes_per_s for nic in cards]
-        known = [rate for rate in rates if rate is not None]
-        return max(known) / sum(known) if len(known) == len(rates) else 1 / len(cards)
-
     def group(self, hosts: Sequence[int]) -> Channel:
         """The speed of a collective over these hosts: one transport for all, and the rate of its slowest pair."""
         distinct = sorted(set(hosts))
@@ -174,11 +167,10 @@ class Network:
         for ends, link in links.items():
             if link is None:
                 continue
-            pair = link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency[kind])
-            together = link.shared_bytes_per_s if link.measured else pair
-            slowest.append(pair)
+            rate = link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency[kind])
+            slowest.append(rate)
             latencies.append(link.latency_s)
-            lines += [] if together is None else [(ends, together)]
+            lines.append((ends, rate))
         return Channel(kind, min(slowest), max(latencies), tuple(lines))
 
     def _link(self, ends: tuple[int, int], kind: str) -> Link | None:
@@ -198,48 +190,27 @@ class Network:
         return ConfigurationError(
             f"nothing is known about the way between the clusters {names[0]!r} and {names[1]!r}{other}; "
             f"{'add to' if link is None else 'write in'} {self.topology.described}, "
-            f"under links: - {{ends: [{names[0]}, {names[1]}], transport: ethernet, bandwidth: 25 Gbit/s, latency: 50 us}}"
+            f"under links: - {{ends: [{names[0]}, {names[1]}], {_LINK_EXAMPLE}}}"
         )
 
     def link_notes(self) -> tuple[str, ...]:
-        """Assumptions about links between clusters, a line each, with advice for the topology file: links that are assumed to give each
-        pair of hosts the rate that one pair measured; links of a transport that groups do not use; and, in one line, missing links."""
-        notes: list[str] = []
-        share = self.efficiency["ethernet"]  # stated rates are multiplied by it
-        bare: list[tuple[int, int]] = []
+        """A line if it is not known what all hosts of two clusters have together, so that each pair of hosts is taken to have a line of its own."""
         hosts_of: list[list[int]] = [[] for _ in self.topology.clusters]
         for host, cluster in enumerate(self.cluster_of_host):
             hosts_of[cluster].append(host)
+        open_ends = []
         for ends in itertools.combinations(range(len(hosts_of)), 2):
-            names, users = self._names(ends), max(len(hosts_of[end]) for end in ends)
-            link = self._links.get(frozenset(names))
-            if self._cards.share_pairwise(*(hosts_of[end] for end in ends)):
-                continue  # a fabric reaches across
-            if link is not None and link.transport != "ethernet":
-                notes.append(
-                    f"link {' - '.join(link.ends)}: its transport is {link.transport}, and not all hosts have a card on one "
-                    f"such fabric, so groups that cross it use Ethernet, of which nothing is said; if their {link.transport} cards reach each "
-                    "other, give them the same fabric in the topology file; else write transport: ethernet, and what it has"
-                )
-            elif link is None and users > 1 and all(self._states_ethernet(h) for end in ends for h in hosts_of[end]):
-                bare.append(ends)
-            elif link is not None and link.measured and link.shared_bytes_per_s is None and users > 1:
-                notes.append(
-                    f"link {' - '.join(link.ends)}: measured by one pair of hosts, and taken to give each pair as much; shared by {users} "
-                    f"hosts if it is one line: then say so in the topology file: {_entry(link.ends, link.bandwidth_bytes_per_s / share, link.latency_s)}"
-                )
-        if bare:
-            names = self._names(bare[0])
-            users = max(len(hosts_of[end]) for end in bare[0])
-            rate = min(self.ethernet_bytes_per_s(host) for end in bare[0] for host in hosts_of[end])
-            more = f" (and {len(bare) - 1} more)" if len(bare) > 1 else ""
-            entry = _entry(names, rate / share, DEFAULT_LATENCY_S["between clusters"])
-            notes.append(
-                f"link {' - '.join(names)}{more}: not given, and each pair of hosts is taken to have the rate of its Ethernet cards to itself; "
-                f"a step takes longer than predicted if the {users} hosts share one line: then say what it has in the topology file, such "
-                f"as {entry}, or have lightning-holmes topology measure it, started on all hosts"
-            )
-        return tuple(notes)
+            is_alone = max(len(hosts_of[end]) for end in ends) == 1
+            is_known = self._link(ends, "ethernet") is not None
+            if not (is_known or is_alone or self._cards.share_pairwise(*(hosts_of[end] for end in ends))):
+                open_ends.append(" - ".join(self._names(ends)))
+        if not open_ends:
+            return ()
+        more = f" (and {len(open_ends) - 1} more)" if len(open_ends) > 1 else ""
+        return (
+            f"link {open_ends[0]}{more}: each pair of hosts is taken to have its own; a step takes longer than predicted if they share a "
+            f"line: then state its bandwidth, as {_LINK_EXAMPLE}, in the topology file",
+        )
 
     def ethernet_bytes_per_s(self, host: int) -> float:
         """Bytes/s, one way, of the Ethernet card by which a host reaches other clusters.
@@ -299,11 +270,3 @@ class Network:
         if measured is not None and measured.latency_s is not None:
             return measured.latency_s
         return DEFAULT_LATENCY_S[kind]
-
-
-def _entry(ends: Sequence[str], bytes_per_s: float, latency_s: float) -> str:
-    """The topology file's entry for a link that all hosts share."""
-    return (
-        f"links: - {{ends: [{', '.join(ends)}], transport: ethernet, bandwidth: {bytes_per_s * 8 / 1e9:.3g} Gbit/s, "
-        f"latency: {latency_s * 1e6:.3g} us}}"
-    )

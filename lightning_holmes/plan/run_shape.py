@@ -40,14 +40,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunShape:
-    """A layout with its schedule, microbatches and recomputation."""
+    """A layout with its schedule and microbatches."""
 
     layout: Layout
     schedule: str
     num_microbatches: int
     microbatch_samples: int
     num_chunks: int = 1
-    recomputation: bool = False
 
     def make_schedule(self) -> Schedule:
         """The actions of all pipeline ranks."""
@@ -61,8 +60,7 @@ class RunShape:
     def __str__(self) -> str:
         layout = self.layout
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks > 1 else ""
-        again = ", recomputation" if self.recomputation else ""
         return (
             f"pipeline {layout.pipeline} x tensor {layout.tensor} x data {layout.data}, {self.schedule}{chunks}, "
-            f"{self.num_microbatches} microbatches of {self.microbatch_samples}{again}"
+            f"{self.num_microbatches} microbatches of {self.microbatch_samples}"
         )

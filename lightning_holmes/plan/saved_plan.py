@@ -1,4 +1,4 @@
-"""A saved plan that a run follows: what it asks for in place of the arguments, and whether it was made for this topology and this model.
+"""A saved plan that a run follows: what it asks for in place of the arguments, and whether it fits this topology and this model.
 
 asked = asked_by(plan, Asked(), source="plan.yaml")
 check_plan(plan, topology=topology, layers="layers", num_layers=48, source="plan.yaml")
@@ -12,7 +12,7 @@ from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.placement import Placement, clusters_of, make_placement
-from lightning_holmes.plan.plan import WHOLE_MODULE, MadeFor, Plan, cluster_facts
+from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 
 _BESIDE_A_PLAN = ("optimizer_nodes", "master_weights", "compression")  # a plan leaves these to the arguments
 
@@ -71,17 +71,13 @@ def check_plan(
     placement: Placement | None = None,
     layers: str | None = None,
     num_layers: int | None = None,
-    module: str | None = None,
-    num_parameters: int | None = None,
     source: str = "the plan",
 ) -> None:
-    """Raise ConfigurationError if the plan was made for another topology or model; the message lists all differences.
+    """Raise ConfigurationError if the plan does not fit this topology or model; the message lists all differences.
 
     Args:
         placement: of this run (see place_again), instead of the plan's own: a launcher may have numbered the same hosts in another order.
         layers, num_layers: the model's layer list and its length; None if the model is not known yet.
-        module, num_parameters: the model's class name and size; None if not known yet. They, and the clusters' hosts and network cards,
-            are compared only if the plan file has them; older files do not.
         source: the name of the plan in messages.
     """
     differences = []
@@ -95,9 +91,6 @@ def check_plan(
                 differences.append(
                     f"its pipeline rank {rank} is on cluster {plan.clusters[rank]}, here that is {place}"
                 )
-    if plan.made_for is not None:
-        here = MadeFor(module=module, num_parameters=num_parameters, clusters=cluster_facts(topology))
-        differences += plan.made_for.differences(here)
     if layers is not None and plan.layers != layers:
         differences.append(f"it splits the layer list {plan.layers!r}, this model's is {layers!r}")
     if num_layers is not None and plan.partition.num_layers != num_layers:

@@ -10,8 +10,8 @@ One replica is simulated. All replicas are assumed to run in lockstep, so that n
 each get an n-th of its bandwidth: the seconds per byte in StepCosts include it. Within the replica a card
 serves transfers in the order in which they are started, one at a time in each direction.
 
-Gradient reductions without overlap follow the rank's last action, one after the other. With overlap they start with the
-last backward of their stage, layer by layer, and the rank waits for them at its end; on a shared card, transfers go first.
+Gradient reductions start with the last backward of their stage, layer by layer, and the rank waits for them at its end; on a
+shared card, transfers go first.
 Fetches of parameters run one after the other, concurrently with computation; a stage's first computation waits for its fetch.
 If processors carry the bytes (sockets between hosts), each byte sent or received takes some of the rank's own time, unless the
 rank waits anyway. Not modelled: unequal ranks within a data-parallel group (the slowest counts).
@@ -59,7 +59,7 @@ class StepCosts:
             and its parameters gathered concurrently with computation.
         update_s, gather_s: by rank, the optimizer's step; the exposed part of the gathering of sharded parameters.
         static_bytes: by rank, parameters, gradients and optimizer states. held_bytes: by stage, activations of one microbatch.
-        transient_bytes: by rank, additional bytes at the peak (such as a layer that is being recomputed).
+        transient_bytes: by rank, additional bytes at the peak (unsharded stages).
     """
 
     forward_s: tuple[float, ...]
@@ -79,7 +79,6 @@ class StepCosts:
     gather_own_s: tuple[float, ...] = ()
     reduce_parts: tuple[int, ...] = ()
     reduce_cards: tuple[tuple[str, ...], ...] = ()
-    overlap_reduce: bool = False
     update_s: tuple[float, ...] = ()
     gather_s: tuple[float, ...] = ()
     static_bytes: tuple[float, ...] = ()
@@ -323,7 +322,7 @@ class _Simulation:
             self.spans[rank].append(Span("reduce", start, self.fetching[rank], stage, -1))
             return clock + (self.costs.reduce_own_s[stage] if self.costs.reduce_own_s else 0.0)
         self.pending[rank].append(stage)
-        own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s and self.costs.overlap_reduce else 0.0
+        own_s = self.costs.reduce_own_s[stage] if self.costs.reduce_own_s else 0.0
         if own_s and all(code > _BACKWARD_WEIGHT for code, _, _ in self.actions[rank][cursor:]):
             # no computation follows: the rank carries the last part's bytes while it waits for the reduction
             own_s *= 1 - 1 / (self.costs.reduce_parts[stage] if self.costs.reduce_parts else 1)
@@ -333,12 +332,6 @@ class _Simulation:
         """Add the remaining reductions, the optimizer's step, and the gathering of parameters."""
         costs, clock = self.costs, self.clock[rank]
         free = self.fetching[rank]
-        if not costs.overlap_reduce:
-            for stage in sorted(self.pending[rank], reverse=True):
-                self.spans[rank].append(Span("reduce", clock, clock + costs.reduce_s[stage], stage, -1))
-                self.reduced[rank] += costs.reduce_s[stage]
-                clock += costs.reduce_s[stage]
-            self.pending[rank].clear()
         for stage in sorted(self.pending[rank], key=lambda stage: self.last_backward[stage]):
             seconds = costs.reduce_s[stage]
             began, ended = self.last_backward[stage]

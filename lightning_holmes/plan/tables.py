@@ -38,7 +38,6 @@ HEADINGS = (
     "TFLOPS/GPU",
     "MFU",
     "bubble",
-    "sent per NIC and step",
     "memory/GPU",
 )
 
@@ -47,14 +46,13 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
     """One row of the table, in the order of HEADINGS."""
     run, layout = entry.run, entry.run.layout
     chunks = f" x{run.num_chunks}" if run.num_chunks > 1 else ""
-    again = "\nrecomputation" if run.recomputation else ""
     sharded = "parameters" if entry.sharded_parameters else "optimizer" if entry.sharded_optimizer else ""
-    again += f"\nsharded {sharded}" if sharded else ""
-    again += f"\n{entry.nodes.count} optimizer nodes" if entry.nodes is not None else ""
+    beside = f"\nsharded {sharded}" if sharded else ""
+    beside += f"\n{entry.nodes.count} optimizer nodes" if entry.nodes is not None else ""
     tokens = entry.tokens_per_s
     return (
         f"{layout.pipeline} x {layout.tensor} x {layout.data}",
-        f"{run.schedule.replace('eager_inter', f'eager_{_BREAK}inter')}{chunks}{again}",
+        f"{run.schedule.replace('eager_inter', f'eager_{_BREAK}inter')}{chunks}{beside}",
         f"{run.num_microbatches} of {run.microbatch_samples}",
         describe_counts(entry.partition.layer_counts),
         format_seconds(entry.step_s),
@@ -62,7 +60,6 @@ def prediction_cells(entry: Prediction) -> tuple[str, ...]:
         f"{entry.flops_per_s_per_device / 1e12:.3g}",
         f"{entry.mfu:.1%}",
         f"{entry.timeline.bubble_share:.1%}",
-        "\n".join(f"{name} {format_bytes(sent)}" for name, sent in sorted(entry.nic_bytes.items())) or "nothing",
         f"{max(entry.memory_bytes) / _GIB:.3g}\nof {min(entry.memory_limits) / _GIB:.3g} GiB",
     )
 

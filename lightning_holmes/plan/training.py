@@ -1,4 +1,4 @@
-"""Training: the properties of a step that do not depend on the model: its batch, gradients, optimizer states and overlap.
+"""Training: the properties of a step that do not depend on the model: its batch, gradients and optimizer states.
 
 make_training makes it from the strategy's arguments. Both `lightning-holmes plan` and a run call it, so that they predict the
 same for the same configuration.
@@ -53,8 +53,6 @@ class Training:
             its backwards (arXiv 2106.02679).
         optimizer_nodes: number of nodes that hold parameters and optimizer states (LuWu, arXiv 2409.00918); ranks hold two stages at a
             time, and receive a stage from the nodes where they would gather it with sharded parameters. See node_costs.py.
-        overlap_reduce, overlap_gather: whether gradient reduction overlaps the last backward, and the gathering of a sharded
-            optimizer's parameters the next forward.
         update_s_per_byte: seconds of the optimizer's step for each byte of trained parameters, on the slowest devices.
         message_s: seconds of a rank's own time to start a transfer.
         byte_s: seconds of the slowest rank's own time for each byte that it sends to or receives from another host, if
@@ -76,8 +74,6 @@ class Training:
     sharded_optimizer: bool | Literal["auto"] = False
     sharded_parameters: bool = False
     optimizer_nodes: int = 0
-    overlap_reduce: bool = False
-    overlap_gather: bool = False
     update_s_per_byte: float = 0.0
     message_s: float = 0.0
     byte_s: float = 0.0
@@ -124,8 +120,6 @@ def make_training(
         sharded_optimizer=master or in_shards or _SHARDED_OPTIMIZER[asked.sharding],
         sharded_parameters=in_shards,
         optimizer_nodes=asked.optimizer_nodes,
-        overlap_reduce=True,
-        overlap_gather=True,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),
         split_ratio=_SPLIT_RATIO.get(device, 1.0),
         microbatch_gain=_MICROBATCH_GAIN.get(device, _MICROBATCH_GAIN["cuda"]),

@@ -25,7 +25,6 @@ from lightning_holmes.checkpoint import read_plan
 from lightning_holmes.cluster.topology import OptimizerHost, Topology
 from lightning_holmes.comm.collectives import COMPRESSIONS
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.asked import SHARDINGS, Asked, AskedSharding
 from lightning_holmes.plan.collective_choice import check_collective
@@ -234,9 +233,8 @@ class Options:
         *,
         world_size: int,
         structure: ModuleStructure | None = None,
-        module: pl.LightningModule | None = None,
     ) -> None:
-        """Refuse a plan file that was made for other clusters or, when the module is known, another module.
+        """Refuse a plan file that was made for other clusters or, when the module's structure is known, other layers.
 
         Raises:
             ConfigurationError: the plan does not fit; the message names the differences.
@@ -249,8 +247,6 @@ class Options:
             placement=place_again(self.given_plan, topology, world_size),
             layers=None if structure is None else structure.layers,
             num_layers=None if structure is None else structure.num_layers,
-            module=None if module is None else type(module).__name__,
-            num_parameters=None if module is None else sum(p.numel() for p in module.parameters()),
             source=f"the plan in {self.plan}",
         )
 

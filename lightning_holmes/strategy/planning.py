@@ -28,7 +28,7 @@ from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.collective_choice import Sharding, choose_collectives, notes_of
 from lightning_holmes.plan.groups import plan_groups
 from lightning_holmes.plan.placement import make_placement
-from lightning_holmes.plan.plan import MadeFor, Plan, cluster_facts
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.planner import Known, choose, complete, settle
 from lightning_holmes.plan.rounding import rounded_links
 from lightning_holmes.plan.self_adapting import NothingFitsError
@@ -68,7 +68,7 @@ def plan_run(
     """
     job, options, module, structure = context.job, context.options, trainer.lightning_module, traced.structure
     layout, connection = job.layout, job.connection
-    options.check_given_plan(job.topology, world_size=connection.world_size, structure=structure, module=module)
+    options.check_given_plan(job.topology, world_size=connection.world_size, structure=structure)
     resumed = context.loaded_state.take_num_microbatches() if training is not None else None
     known, asked = settle(
         Known(
@@ -84,11 +84,6 @@ def plan_run(
             may_split=not any(map(is_compiled, module.modules())),
             why_not_sharded=_why_not_sharded(trainer, options, separability, structure, may_shard_parameters),
             num_microbatches=_exact_microbatches(traced, resumed),
-            made_for=MadeFor(
-                module=type(module).__name__,
-                num_parameters=sum(p.numel() for p in module.parameters()),
-                clusters=cluster_facts(layout.topology),
-            ),
             notes=(*layout.notes, *_notes_of_sync(trainer, job, options.asked)),
         ),
         options.asked,

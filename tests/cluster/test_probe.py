@@ -212,28 +212,26 @@ def test_each_class_of_link_is_measured_once() -> None:
     assert measure.choose_pairs(measured) == []
 
 
-@pytest.mark.parametrize(
-    ("hosts", "rate", "shared"),
-    [(2, 1e8, 2e8), (2, 0.5e8, 1e8), (10, 1e8, 10e8), (10, 0.2e8, 1.6e8), (2, None, None)],
-    ids=["a way each", "one way for both", "a way for each of ten", "one for ten", "not measured"],
-)
-def test_several_pairs_at_once_tell_what_clusters_share(hosts: int, rate: float | None, shared: float | None) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_all_hosts_of_two_clusters_measure_their_link_at_once(lost: int) -> None:
     clusters = tuple(
         Cluster(
             name=name,
             hosts=tuple(Host(name=f"{name}{i}", devices=1, nics=(nic("eth0", "127.0.0.1"),)) for i in range(count)),
         )
-        for name, count in (("a", hosts), ("b", hosts), ("c", 1))
+        for name, count in (("a", 10), ("b", 12), ("c", 1))
     )
     topology = Topology(clusters=clusters)
     pairs = measure.choose_pairs(topology)
-    together = [pair.hosts for pair in pairs if pair.together]
-    assert together == [(f"b{index}", f"a{index}") for index in range(min(hosts, 8))], "one host shares with nobody"
+    between = [pair.hosts for pair in pairs if pair.clusters == ("a", "b")]
+    assert between == [(f"a{index}", f"b{index}") for index in range(10)], "each host once"
     assert len({pair.key for pair in pairs}) == len(pairs)
-    results = {pair.key: result_of(pair, rate=rate if pair.together else 1e8) for pair in pairs}
-    links = {link.ends: link for link in measure.with_speeds(topology, pairs, results).links}
-    assert links["a", "b"].bandwidth_bytes_per_s == 1e8 and links["a", "c"].shared_bytes_per_s is None
-    assert links["a", "b"].shared_bytes_per_s == (None if shared is None else pytest.approx(shared))
+    failed = [pair.key for pair in pairs if pair.hosts in between[:lost]]
+    results = {pair.key: result_of(pair, error="gone" if pair.key in failed else None) for pair in pairs}
+    measured = measure.with_speeds(topology, pairs, results)
+    links = {link.ends: link.bandwidth_bytes_per_s for link in measured.links}
+    assert links == {("a", "b"): pytest.approx((10 - lost) * 1e8), ("a", "c"): 1e8, ("b", "c"): 1e8}
+    assert [item.ends for item in measured.unreachable] == between[:lost]
 
 
 def test_a_peer_that_does_not_answer_is_unreachable() -> None:
@@ -272,12 +270,11 @@ def test_rounds_fit_the_time_and_no_host_is_in_two_pairs_at_once(sizes: list[int
     )
     pairs = measure.choose_pairs(Topology(clusters=clusters))
     inside = sum(size > 1 for size in sizes)
-    assert sum(not pair.together for pair in pairs) == inside + len(sizes) * (len(sizes) - 1) // 2
+    assert len({pair.clusters for pair in pairs}) == inside + len(sizes) * (len(sizes) - 1) // 2
     slots, seconds, interval = measure.schedule(pairs)
+    slot_of = {}
     for pair, slot in zip(pairs, slots, strict=True):
-        for other, their_slot in zip(pairs, slots, strict=True) if pair.together else ():
-            assert (slot == their_slot) or pair.clusters != other.clusters or not other.together
-            assert slot != their_slot or pair.clusters == other.clusters or not {*pair.clusters} & {*other.clusters}
+        assert slot_of.setdefault((pair.clusters, pair.transport), slot) == slot, "of one link, at once"
     seen = set()
     for pair, slot in zip(pairs, slots, strict=True):
         for host in pair.hosts:

@@ -107,7 +107,7 @@ def test_arguments_of_the_strategy_change_the_prediction_as_they_change_a_run(ca
         found.append(json.loads(out[out.index("{") :])["best"])
     plain, given = found
     assert (plain["sharded_optimizer"], given["sharded_optimizer"]) == (False, True), "auto: the states are small"
-    assert given["nic_bytes_per_step"]["ethernet"] == plain["nic_bytes_per_step"]["ethernet"] / 2
+    assert given["exposed_s"]["pipeline"] < plain["exposed_s"]["pipeline"]
     assert max(given["memory_bytes"]) < max(plain["memory_bytes"])
     code, _, err = run(capsys, *RECIPE, "--trainer.strategy.init_args.compression=zip", "--device_type=A100-80GB")
     assert code == 2 and "compression" in err
@@ -118,8 +118,6 @@ def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
     code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", f"--output={path}")
     assert code == 0 and f"written: {path}" in out, err
     plan = Plan.load(path)
-    assert plan.made_for.module == "GPT" and [c.hosts for c in plan.made_for.clusters] == [1, 1]
-    assert [c.cards for c in plan.made_for.clusters] == [("infiniband",), ("roce",)]
     checkpoint = tmp_path / "last.ckpt"
     checkpoint.mkdir()
     path.rename(checkpoint / "plan.yaml")
@@ -135,8 +133,8 @@ def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
     assert code == 0, err
     made = Plan.load(shared)
     assert (made.sharding, made.collectives, made.data_parallel_size) == ("optimizer", ("reduce_scatter",) * 2, 2)
-    code, _, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--model.init_args.hidden_size=64")
-    assert code == 2 and "is not for this run" in err and "parameters, this one has" in err
+    code, _, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--model.init_args.num_layers=6")
+    assert code == 2 and "is not for this run" in err and "layers, this model has 6" in err
 
 
 def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
@@ -144,14 +142,14 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(LARGE.replace("TOPOLOGY", str(tmp_path / "topology.yaml")))
     shape = "--batch_shape=input_ids=12x2048:int64,labels=12x2048:int64"
     command = ["plan", "--config", str(tmp_path / "config.yaml"), shape, "--device_type=A100-80GB", "--format=json"]
-    more = ["--batch_samples=1536", "--tensor_parallel_sizes=[1,8]", "--sharding=optimizer", "--recomputation=true"]
+    more = ["--batch_samples=1536", "--tensor_parallel_sizes=[1,8]", "--sharding=parameters"]
     code, out, err = run(capsys, *command, *more)
     assert code == 0, err
     data = json.loads(out[out.index("{") :])
     assert data["model"]["layers"][0]["parameter_bytes"] == pytest.approx(2 * 12 * 8192**2, rel=1e-3)
     assert sum(data["best"]["partition"]) == 24 and data["best"]["tokens_per_s"] > 0
     code, _, err = run(capsys, *command, "--trainer.strategy.init_args.pipeline_parallel_size=1")
-    assert code == 2 and "GiB a device are missing" in err and "What would make it fit" in err
+    assert code == 2 and "GiB a device are missing" in err and "What can make it fit" in err
 
 
 @pytest.mark.parametrize(
@@ -291,18 +289,17 @@ def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the
     assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
 
 
-def test_configure_model_runs_once_whatever_init_has_built(capsys, tmp_path):
+def test_configure_model_runs_once_whatever_init_has_built(capsys):
     found = {}
     for name in ("Runs", "Late", "SetUp", "AsksARun", "Adapted"):
-        path = tmp_path / f"{name}.yaml"
-        options = ["--format=json", f"--output={path}", f"--model={__name__}.{name}"]
+        options = ["--format=json", f"--model={__name__}.{name}"]
         code, out, err = run(capsys, *SMALL, *options)
         assert code == 0, err
         found[name] = json.loads(out[out.index("{") :])["model"]
         module = globals()["Runs" if name in ("SetUp", "AsksARun") else name]()
         module.configure_model()
         size = sum(p.numel() for p in module.parameters())
-        assert found[name]["num_parameters"] == Plan.load(path).made_for.num_parameters == size
+        assert found[name]["num_parameters"] == size
     assert [model["layer_list"] for model in found.values()] == ["blocks"] * 5
     bytes_of = {name: [layer["parameter_bytes"] for layer in model["layers"]] for name, model in found.items()}
     assert bytes_of["Late"] == bytes_of["SetUp"] == bytes_of["AsksARun"] == bytes_of["Runs"] == [4 * (64 + 8)] * 4

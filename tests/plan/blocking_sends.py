@@ -1,5 +1,5 @@
 """A simulator of trainers whose sends block, as in Megatron-LM's 1F1B: a rank waits until the tensor that it sends has arrived, and nothing
-is sent to a rank that computes. This package's runner does neither.
+is sent to a rank that computes; and which reduce gradients after the last backward, stage by stage. This package's runner does none of these.
 
 step_s = simulate_blocking(schedule, costs).step_s
 """
@@ -64,6 +64,11 @@ class _Blocking(_Simulation):
         self.clock[source] = arrival
         self._go_on(source)
         super()._arrive(key, rank, source)
+
+    def _finish(self, rank: int) -> None:
+        self.clock[rank] += sum(self.costs.reduce_s[stage] for stage in self.pending[rank])
+        self.pending[rank].clear()
+        super()._finish(rank)
 
     def _expect(self, rank: int, cursor: int, clock: float) -> None:
         """A rank that sends or waits can receive the tensor that its next computation needs, and no other."""

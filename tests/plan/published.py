@@ -256,7 +256,7 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
         update_s_per_byte=_UPDATE_BYTES / device.moved_bytes_per_s,
     )
     plain = gpt_cost(row.hidden, row.layers)
-    model = _with_scores(plain, row, device) if row.scores_in_memory else plain
+    model = with_recomputation(_with_scores(plain, row, device) if row.scores_in_memory else plain)
     costs = CostModel(model, network, devices=(device,), training=training)
     data = row.hosts * 8 // (row.tensor * row.pipeline)
     samples = row.batch // data
@@ -266,13 +266,27 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
         num_chunks=row.layers if row.sharded_parameters else 1,
         num_microbatches=samples // row.microbatch,
         microbatch_samples=row.microbatch,
-        recomputation=True,
     )
     partition = assign_layers(costs, run, "self_adapting", limit_memory=False)
     step_s = blocking_step_s(costs, run, partition)
-    recomputed = plain.with_recomputation()
+    recomputed = with_recomputation(plain)
     flops = (recomputed.forward + recomputed.backward) * row.batch  # only the FLOPs that the tables count
     return PredictedRow(row=row, predicted_tflops=flops / step_s / (row.hosts * 8) / 1e12)
+
+
+def with_recomputation(model: ModelCost) -> ModelCost:
+    """Return the costs of a module that runs the forward of each layer again in its backward."""
+    again = [
+        replace(
+            layer,
+            backward=layer.backward + layer.forward,
+            backward_products=layer.backward_products + layer.forward_products,
+            backward_moved_bytes=layer.backward_moved_bytes + layer.forward_moved_bytes,
+            recomputed=layer.forward,
+        )
+        for layer in model.layers[:1]
+    ]
+    return replace(model, layers=tuple(again) * model.num_layers)
 
 
 def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float, float] | None = None) -> CostModel:
@@ -305,7 +319,7 @@ def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float,
         whole = {"efficiency": 1.0, "product_s": 0.0, "moved_bytes_per_s": None}
         devices = [replace(device, peak_flops_per_s=speed, **whole) for speed in speeds]
     return CostModel(
-        gpt_cost(3072, 30),
+        with_recomputation(gpt_cost(3072, 30)),
         Network(topology, local_bytes_per_s=device.local_bytes_per_s, efficiency=REACHED),
         devices=devices,
         training=Training(

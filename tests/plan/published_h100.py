@@ -102,8 +102,6 @@ def predict_llama(row: LlamaRow) -> float:
             gradient_ratio=2.0,
             state_ratio=6.0,
             sharded_optimizer=True,
-            overlap_reduce=True,
-            overlap_gather=True,
             sequence_parallel=True,
             memory_share=1.0,
             update_s_per_byte=16 / device.moved_bytes_per_s,  # Adam in fp32: 32 bytes for each parameter of two bytes

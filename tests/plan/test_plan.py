@@ -10,7 +10,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.groups import GroupPlan
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import ClusterFacts, MadeFor, Plan
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.tables import print_plan
 
 PLAN = Plan(
@@ -43,21 +43,11 @@ def test_round_trip(tmp_path: Path) -> None:
     assert Plan.from_yaml_text(bare.to_yaml()) == bare
 
 
-def test_what_it_was_made_for_and_older_files_that_do_not_say(tmp_path: Path) -> None:
-    clusters = (ClusterFacts(name="berlin", hosts=2, cards=("ethernet", "roce")), ClusterFacts(name="paris", hosts=1))
-    made = dataclasses.replace(PLAN, made_for=MadeFor(module="GPT", num_parameters=12, clusters=clusters))
-    assert Plan.from_yaml_text(made.to_yaml()) == made
-    assert "made_for" not in PLAN.to_yaml() and Plan.from_yaml_text(PLAN.to_yaml()).made_for is None
-    part = Plan.from_yaml_text(PLAN.to_yaml() + "made_for: {module: GPT}\n").made_for
-    assert part == MadeFor(module="GPT")
-    with pytest.raises(ConfigurationError, match=r"p\.yaml.*made_for\.num_parameters"):
-        Plan.from_yaml_text(PLAN.to_yaml() + "made_for: {num_parameters: many}\n", source="p.yaml")
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("num_microbatches: 8", "num_microbatch: 8", r"p\.yaml, line 3: .*did you mean 'num_microbatches'"),
+        ("notes:", "made_for: {module: GPT}\nnotes:", "unknown key 'made_for'"),
         ("schedule: 1f1b", "schedule: 2f2b", r"p\.yaml, line 5: schedule: '2f2b'"),
         ("data_parallel_size: 2", "data_parallel_size: 3", "placement is 2 x 2"),
         ("num_chunks: 1", "num_chunks: 2", "partition has 2 stages"),

@@ -84,7 +84,6 @@ def test_clusters_as_fast_as_the_paper_measured_get_its_split(hosts: int) -> Non
         schedule="1f1b",
         num_microbatches=512 // data // 4,
         microbatch_samples=4,
-        recomputation=True,
     )
     seconds = {}
     for speeds, counts in (((197e12, 160e12), (17, 13)), (None, (16, 14))):

@@ -1,14 +1,12 @@
 """Saved plans against another topology or model: refused with the difference."""
 
-import dataclasses
-
 import pytest
 
-from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import MadeFor, Plan, cluster_facts
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.saved_plan import check_plan
 
 PLAN = Plan(
@@ -54,45 +52,6 @@ def test_differences_are_named(here: Topology, model: dict, words: list[str]) ->
         check_plan(PLAN, topology=here, source="old.yaml", **model)
     for word in ["old.yaml is not for this run", *words]:
         assert word in str(caught.value)
-
-
-def with_hosts(cards: tuple[str, ...] = (), *, hosts: int = 1, down: str = "") -> Topology:
-    """Return two clusters of two devices each; the cluster east has these hosts with these kinds of cards."""
-    nics = tuple(Nic(name=kind, kind=kind, up=kind != down) for kind in cards)
-    east = tuple(Host(name=f"e{index}", devices=2 // hosts, nics=nics) for index in range(hosts))
-    return Topology(
-        clusters=(Cluster(name="east", hosts=east), Cluster(name="west", hosts=(Host(name="w", devices=2),)))
-    )
-
-
-@pytest.mark.parametrize(
-    ("here", "model", "words"),
-    [
-        (with_hosts(), {"module": "Llama", "num_parameters": 7}, "made for the module GPT, this one is Llama"),
-        (with_hosts(), {"module": "GPT", "num_parameters": 1234567}, "has 7 parameters, this one has 1,234,567"),
-        (with_hosts(hosts=2), {}, "its cluster east has 1 hosts, here that has 2"),
-        (with_hosts(("ethernet", "roce")), {}, "hosts of its cluster east have infiniband, here they have roce"),
-        (with_hosts(("ethernet",)), {}, "have infiniband, here they have ethernet alone"),
-    ],
-)
-def test_what_the_file_says_of_module_hosts_and_cards_is_compared(here: Topology, model: dict, words: str) -> None:
-    made_for = MadeFor(module="GPT", num_parameters=7, clusters=cluster_facts(with_hosts(("ethernet", "infiniband"))))
-    plan = dataclasses.replace(PLAN, made_for=made_for)
-    with pytest.raises(ConfigurationError) as caught:
-        check_plan(plan, topology=here, source="old.yaml", **model)
-    for word in ("old.yaml is not for this run", words, "lightning-holmes plan --output"):
-        assert word in str(caught.value)
-    check_plan(PLAN, topology=here, **model)  # an older file has no such facts
-
-
-def test_what_is_not_known_is_not_compared() -> None:
-    made_for = MadeFor(module="GPT", num_parameters=7, clusters=cluster_facts(with_hosts(("infiniband",))))
-    plan = dataclasses.replace(PLAN, made_for=made_for)
-    check_plan(plan, topology=with_hosts())  # no cards in the file, and no module yet
-    check_plan(plan, topology=with_hosts(("ethernet", "infiniband")), module="GPT", num_parameters=7)
-    check_plan(
-        plan, topology=with_hosts(("ethernet", "infiniband"), down="infiniband")
-    )  # as at a restart: with a warning
 
 
 def test_the_same_hosts_numbered_in_another_order_pass() -> None:

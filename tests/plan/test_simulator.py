@@ -128,15 +128,9 @@ def test_a_shared_card_serves_one_at_a_time_and_latency_does_not_occupy_it() -> 
 
 
 def test_reductions_by_hand() -> None:
-    plain = StepCosts(forward_s=(1, 1), backward_s=(2, 2), reduce_s=(4, 4), update_s=(1, 1), reduce_parts=(2, 2))
-    # rank 0 ends computing at 9, rank 1 at 7; nothing overlaps: 9 + 4 + 1
-    timeline = run("1f1b", plain, 2, ranks=2)
-    assert timeline.step_s == 14 and timeline.exposed_s["data_parallel"] == 8
-    # overlapped: rank 0's last backward is 7-9; its first half is ready at 8, so reduced by 12; rank 1's by 10
-    overlapped = StepCosts(
-        forward_s=(1, 1), backward_s=(2, 2), reduce_s=(4, 4), update_s=(1, 1), reduce_parts=(2, 2), overlap_reduce=True
-    )
-    timeline = run("1f1b", overlapped, 2, ranks=2)
+    costs = StepCosts(forward_s=(1, 1), backward_s=(2, 2), reduce_s=(4, 4), update_s=(1, 1), reduce_parts=(2, 2))
+    # rank 0's last backward is 7-9; its first half is ready at 8, so reduced by 12; rank 1's by 10
+    timeline = run("1f1b", costs, 2, ranks=2)
     assert timeline.step_s == 13 and timeline.exposed_s["data_parallel"] == 3 + 3
 
 
@@ -178,7 +172,6 @@ def test_carrying_gradients_and_parameters_slows_computing_by_hand(reduce_s: flo
         reduce_parts=(2,),
         reduce_own_s=(1.0,),
         gather_own_s=(0.25,),
-        overlap_reduce=True,
     )
     # the forward ends at 1.25, the backward at 3.25; its first half is carried by 3.75, or longer on its way
     assert run("1f1b", costs, 1, ranks=1).step_s == pytest.approx(step_s)
@@ -238,9 +231,7 @@ def test_ranks_that_send_in_a_ring_do_not_wait_for_ever(name: str) -> None:
 def test_a_layered_step_with_parameters_in_shards_by_hand() -> None:
     """One rank, three stages, two microbatches; gathers of 3 s and reductions of 2 s share a lane and overlap with
     computation."""
-    costs = StepCosts(
-        forward_s=(1,) * 3, backward_s=(2,) * 3, fetch_s=(3,) * 3, reduce_s=(2,) * 3, overlap_reduce=True, update_s=(1,)
-    )
+    costs = StepCosts(forward_s=(1,) * 3, backward_s=(2,) * 3, fetch_s=(3,) * 3, reduce_s=(2,) * 3, update_s=(1,))
     timeline = run("breadth_first", costs, 2, ranks=1, chunks=3)
     lane = [(s.start_s, s.end_s, s.kind, s.stage) for s in timeline.spans[0] if s.kind in ("gather", "reduce")]
     # F0 from 3; FT1, asked for with FT0, ends at 6; stage 1 stays while stage 2 is computed; FT0 again is asked for when the

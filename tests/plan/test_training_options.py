@@ -53,9 +53,6 @@ def test_a_sharded_optimizer_divides_the_states_and_sends_parameters() -> None:
     assert max(whole.memory_bytes) - max(shared.memory_bytes) == pytest.approx(2e9)
     assert shared.costs.reduce_s[0] == pytest.approx(whole.costs.reduce_s[0] / 2) and sum(shared.costs.gather_s) > 0
     assert not whole.sharded_optimizer and shared.sharded_optimizer
-    assert shared.nic_bytes == whole.nic_bytes, "fp32: half of the sums, and as many bytes of parameters"
-    bf16, shared = made(PIPELINE, HALF), made(PIPELINE, HALF, sharding="optimizer")
-    assert shared.nic_bytes["roce"] == pytest.approx(bf16.nic_bytes["roce"] * (1 + 0.5) / 2)
 
 
 def test_auto_is_what_a_run_would_choose() -> None:
@@ -77,8 +74,9 @@ def test_master_weights_are_fp32_and_always_in_shares() -> None:
 
 def test_compression_halves_the_gradients_that_cross_clusters() -> None:
     plain, fewer = made(CROSSING), made(CROSSING, compression="bf16")
-    assert fewer.nic_bytes["ethernet"] == pytest.approx(plain.nic_bytes["ethernet"] / 2, rel=1e-6)
-    assert fewer.costs.reduce_s[0] < plain.costs.reduce_s[0] and fewer.step_s < plain.step_s
+    assert (
+        fewer.costs.reduce_s[0] == pytest.approx(plain.costs.reduce_s[0] / 2, rel=1e-2) and fewer.step_s < plain.step_s
+    )
     assert fewer.memory_bytes == plain.memory_bytes
     summed_whole = made(CROSSING, compression="bf16", sharding="optimizer")
     assert summed_whole.costs.reduce_s == fewer.costs.reduce_s
@@ -86,6 +84,6 @@ def test_compression_halves_the_gradients_that_cross_clusters() -> None:
 
 def test_compression_halves_the_activations_that_cross_clusters() -> None:
     plain, fewer = made(PIPELINE), made(PIPELINE, compression="bf16")
-    assert fewer.nic_bytes["ethernet"] == plain.nic_bytes["ethernet"] / 2
-    assert fewer.nic_bytes["infiniband"] == plain.nic_bytes["infiniband"] and fewer.step_s < plain.step_s
-    assert made(PIPELINE, HALF, compression="bf16").nic_bytes == made(PIPELINE, HALF).nic_bytes, "they are bf16"
+    assert [route.carried for route in fewer.costs.routes.values()] == [0.5, 0.5]
+    assert fewer.costs.reduce_s == plain.costs.reduce_s and fewer.step_s < plain.step_s
+    assert made(PIPELINE, HALF, compression="bf16").costs == made(PIPELINE, HALF).costs, "they are bf16"

@@ -57,23 +57,13 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
     other_topology.write_text(
         first["plan"].replace("clusters:\n- cluster0\n- cluster0\n", "clusters:\n- east\n- west\n")
     )
-    others = {
-        "class": ("module: Classifier", "module: Regressor", "made for the module Regressor, this one is Classifier"),
-        "size": ("num_parameters: ", "num_parameters: 9", "parameters, this one has "),
-        "hosts": ("hosts: 1", "hosts: 2", "its cluster cluster0 has 2 hosts, here that has 1"),
-    }
-    for name, (old, new, _) in others.items():
-        assert first["plan"].count(old) == 1, first["plan"]
-        (tmp_path / f"{name}.yaml").write_text(first["plan"].replace(old, new))
     assert Plan.load(other_model).partition.num_layers == 7 and Plan.load(other_topology).clusters == ("east", "west")
-    paths = [good, other_model, other_topology, *(tmp_path / f"{name}.yaml" for name in others)]
+    paths = [good, other_model, other_topology]
     payload = {"folder": str(tmp_path), "plans": [str(path) for path in paths]}
     for messages in launch(2, "runtime_plan_cases:refused", payload, timeout_s=120):
         assert messages[0] == ""
         assert "ConfigurationError" in messages[1] and "assigns 7 layers, this model has 4" in messages[1]
         assert "is on cluster east, here that is cluster0" in messages[2] and str(other_topology) in messages[2]
-        for message, (_, _, words) in zip(messages[3:], others.values(), strict=True):
-            assert words in message, message
 
 
 def test_each_choice_of_a_plan_file_is_followed(tmp_path: Path) -> None:
@@ -129,8 +119,8 @@ def test_each_choice_of_a_plan_file_is_followed(tmp_path: Path) -> None:
             assert did["sharding"] == plan.sharding
             assert did["collective"] == (plan.collectives[own] if plan.collectives else None)
             saved = Plan.from_yaml_text(did["plan"])
-            assert saved.made_for is not None and saved.groups
-            assert dataclasses.replace(saved, groups=(), notes=(), made_for=None) == plan, "it can be followed again"
+            assert saved.groups
+            assert dataclasses.replace(saved, groups=(), notes=()) == plan, "it can be followed again"
 
 
 def test_a_plan_that_the_command_writes_is_followed(tmp_path: Path) -> None:
@@ -158,7 +148,7 @@ def test_a_run_whose_plans_do_not_fit_is_refused_on_every_rank(tmp_path: Path) -
         2, "runtime_plan_cases:crowded", {"folder": str(tmp_path), "holmes": asked}, timeout_s=120
     ):
         assert "Classifier" in refused and "GiB a device are missing at the least" in refused
-        assert "What would make it fit: " in refused and "partition=[...]" in refused
+        assert "What can make it fit: " in refused and "partition=[...]" in refused
         assert "GiB a device are missing" in by_hand
 
 

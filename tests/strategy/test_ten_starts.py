@@ -86,9 +86,8 @@ def measured_topology(measured: random.Random) -> Topology:
     link = Link(
         ends=("infiniband", "roce"),
         transport="ethernet",
-        bandwidth_bytes_per_s=noisy(measured, _SLOW),
+        bandwidth_bytes_per_s=noisy(measured, 2 * _SLOW),
         latency_s=noisy(measured, 2e-4),
-        shared_bytes_per_s=noisy(measured, 2 * _SLOW),
         measured=True,
     )
     return Topology(clusters=tuple(clusters), links=(link,))

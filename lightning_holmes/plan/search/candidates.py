@@ -1,4 +1,4 @@
-"""The candidates of the search: parallel sizes, schedules, chunks, microbatches and recomputation.
+"""The candidates of the search: parallel sizes, schedules, chunks and microbatches.
 
 space = space_of(options, layout=layout)            # a run: the layout is fixed
 space = SearchSpace(tensor=(1, 2, 4, 8))            # the plan command: sizes are searched, too
@@ -57,7 +57,6 @@ class SearchSpace:
     schedules: tuple[str, ...] = AUTO_SCHEDULES
     num_chunks: tuple[int, ...] | None = None
     num_microbatches: tuple[int, ...] | None = None
-    recomputation: tuple[bool, ...] = (False, True)
     partition: str | tuple[int, ...] = "self_adapting"
     is_settled: bool = False
     runners_up: int = 5
@@ -101,7 +100,7 @@ def space_of(options: Asked, *, interleaves: bool = True, splits: bool = False, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetUp:
-    """The candidates of a layout, with or without recomputation; ``smaller``: candidates with smaller microbatches if none of ``runs`` fits."""
+    """The candidates of a layout; ``smaller``: candidates with smaller microbatches if none of ``runs`` fits."""
 
     runs: tuple[RunShape, ...]
     smaller: tuple[RunShape, ...]
@@ -125,13 +124,10 @@ def make_set_ups(cost_model: CostModel, space: SearchSpace, left_out: Counter[st
                 ] += 1
         if space.num_microbatches is None:
             more = smaller_microbatches(layout.pipeline, samples)
-        for recomputation in space.recomputation:
-            runs, smaller = (
-                tuple(_runs(cost_model, space, layout, samples, some, recomputation)) for some in (counts, more)
-            )
-            if runs:
-                bound_s = min(_lower_bound(cost_model, run) for run in (*runs, *smaller))
-                found.append(SetUp(runs=runs, smaller=smaller, bound_s=bound_s))
+        runs, smaller = (tuple(_runs(cost_model, space, layout, samples, some)) for some in (counts, more))
+        if runs:
+            bound_s = min(_lower_bound(cost_model, run) for run in (*runs, *smaller))
+            found.append(SetUp(runs=runs, smaller=smaller, bound_s=bound_s))
     return sorted(found, key=lambda set_up: set_up.bound_s)
 
 
@@ -171,12 +167,11 @@ def _runs(
     layout: Layout,
     samples: int,
     counts: Sequence[int],
-    recomputation: bool,
 ) -> Iterator[RunShape]:
     model = cost_model.model
     schedules = _schedules(space, layout.pipeline, model.num_layers, model.num_layers - len(set(model.forbidden_cuts)))
     for name, chunks in schedules:
-        if spec_of(name).is_split and (recomputation or layout.tensor > 1):
+        if spec_of(name).is_split and layout.tensor > 1:
             continue  # refused in a run
         for count in counts:
             if chunks > 1 and count < layout.pipeline and len(schedules) > 1 and not spec_of(name).is_layered:
@@ -190,7 +185,6 @@ def _runs(
                 num_microbatches=count,
                 microbatch_samples=-(-samples // count),
                 num_chunks=chunks,
-                recomputation=recomputation,
             )
 
 
@@ -253,5 +247,5 @@ def smaller_microbatches(size: int, batch_size: int) -> tuple[int, ...]:
 
 
 def _lower_bound(cost_model: CostModel, run: RunShape) -> float:
-    model = cost_model.microbatch_model(run.microbatch_samples, run.recomputation)
+    model = cost_model.microbatch_model(run.microbatch_samples)
     return run.num_microbatches * (model.forward + model.backward) / sum(cost_model.speeds(run.layout))

@@ -282,7 +282,7 @@ class _Search:
             return ConfigurationError(
                 f"no partition={self.space.partition!r} goes with any of {len(runs)} plans, for example: {self.trouble}"
             )
-        return nothing_fits(self.cost_model, runs, lacks=self.lacks, recomputation=self.space.recomputation)
+        return nothing_fits(self.cost_model, runs, lacks=self.lacks)
 
 
 def prefer(found: Sequence[Prediction], training: Training) -> Prediction:
@@ -357,7 +357,7 @@ def _step_s(entry: Prediction) -> float:
 
 
 def _plainness(run: RunShape) -> tuple[Any, ...]:
-    return run.recomputation, run.num_chunks, run.layout.tensor, run.layout.pipeline, run.schedule != "1f1b"
+    return run.num_chunks, run.layout.tensor, run.layout.pipeline, run.schedule != "1f1b"
 
 
 def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> float:
@@ -388,7 +388,7 @@ def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> flo
     end, behind = 0.0, 0.0  # seconds from a rank's last backward to the first rank's
     for rank in range(ranks):
         # the reduction of the rank's first stage, whose backward is its last
-        if costs.overlap_reduce and costs.reduce_s:
+        if costs.reduce_s:
             parts, whole_s = costs.reduce_parts[rank], costs.reduce_s[rank]
             reductions[rank] = max(whole_s / parts, whole_s - costs.backward_s[rank] * (1 - 1 / parts))
         end = max(end, reductions[rank] - behind + costs.update_s[rank] + costs.gather_s[rank])

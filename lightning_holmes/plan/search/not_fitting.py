@@ -1,4 +1,4 @@
-"""The error if no plan fits the memory: how much is missing, and what would make one fit.
+"""The error if no plan fits the memory: how much is missing, and what can make one fit.
 
 raise nothing_fits(cost_model, runs, lacks=[lack_of(prediction)])
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.self_adapting import NothingFitsError, solve
+from lightning_holmes.plan.self_adapting import NothingFitsError
 
 # texts around the error's message, for runs and for the plan command
 WITH_STATES = "memory: with an optimizer that keeps two numbers for each trained parameter, as AdamW does, "
@@ -28,38 +27,19 @@ Lack = tuple[float, int, Layout]
 """The memory that a candidate lacks: bytes per device, negative if it fits; the pipeline rank that lacks the most; and the layout."""
 
 
-def nothing_fits(
-    cost_model: CostModel, runs: Sequence[RunShape], *, lacks: Sequence[Lack], recomputation: Sequence[bool] = (False,)
-) -> NothingFitsError:
-    """Make the error; its message says what would make one of ``runs`` fit.
+def nothing_fits(cost_model: CostModel, runs: Sequence[RunShape], *, lacks: Sequence[Lack]) -> NothingFitsError:
+    """Make the error; its message says what can make one of ``runs`` fit.
 
     Args:
         lacks: of the candidates that were evaluated; the message gives the smallest.
-        recomputation: the settings that have been tried.
     """
     excess_bytes, rank, layout = min(lacks, key=lambda lack: lack[0])
     training, model = cost_model.training, cost_model.model
     cures = []
-    changes: list[tuple[str, bool, bool]] = [
-        ("activation recomputation", True, False),
-        ('a sharded optimizer, sharding="optimizer"', False, True),
-        ('activation recomputation and a sharded optimizer, sharding="optimizer"', True, True),
-    ]
-    for what, again, sharded in changes:
-        known = (not again or True in recomputation) and (not sharded or training.sharded_optimizer is not False)
-        if known:
-            continue
-        changed = replace(training, sharded_optimizer=True if sharded else training.sharded_optimizer)
-        other = cost_model.with_training(changed)
-        allowed = (False, True) if again else recomputation
-        if any(_can_fit(other, run) for run in _smallest(runs, allowed)):
-            cures.append(what)
-            break
-    if not training.sharded_parameters and training.sharded_optimizer is not False:
-        in_shards = cost_model.with_sharded_parameters()
-        layered = _smallest([_layered(run, model.num_layers) for run in runs if run.layout.data > 1], recomputation)
-        if any(run.layout.tensor == 1 and _can_fit(in_shards, run) for run in layered):
-            cures.append('parameters in shards, sharding="parameters"')
+    if not training.sharded_parameters and any(run.layout.data > 1 and run.layout.tensor == 1 for run in runs):
+        cures.append('parameters in shards, sharding="parameters"')
+    if model.recomputed == 0:
+        cures.append("recomputing activations, which is up to the module")
     limits = cost_model.memory_limits(layout)
     needed = f"{(limits[rank] + excess_bytes) / training.memory_share / _GIB:.1f} GiB"
     if len(set(limits)) == 1:
@@ -73,7 +53,7 @@ def nothing_fits(
     return NothingFitsError(
         f"{model.name} ({model.parameter_bytes / _GIB:.1f} GiB of parameters) fits none of "
         f"{len(runs)} plans on {cost_model.num_devices} devices: {excess_bytes / _GIB:.2f} GiB a device are "
-        f"missing at the least. What would make it fit: {'; or '.join(cures)}",
+        f"missing at the least. What can make it fit: {'; or '.join(cures)}",
         excess_bytes=excess_bytes,
         rank=rank,
     )
@@ -96,26 +76,3 @@ def without_states(cost_model: CostModel, reason: NothingFitsError) -> CostModel
     if bare == cost_model.training:
         raise NothingFitsError(f"{reason}. {WAY_OUT}", excess_bytes=reason.excess_bytes, rank=reason.rank)
     return cost_model.with_training(bare)
-
-
-def _smallest(runs: Sequence[RunShape], recomputation: Sequence[bool]) -> list[RunShape]:
-    """For each layout, schedule and number of chunks the run with the smallest microbatches, with each setting of recomputation."""
-    smallest: dict[tuple[Layout, str, int], RunShape] = {}
-    for run in runs:
-        key = run.layout, run.schedule, run.num_chunks
-        if key not in smallest or run.microbatch_samples < smallest[key].microbatch_samples:
-            smallest[key] = run
-    return [replace(run, recomputation=flag) for run in smallest.values() for flag in recomputation]
-
-
-def _layered(run: RunShape, num_layers: int) -> RunShape:
-    """The run with the breadth_first schedule and about one layer per stage."""
-    return replace(run, schedule="breadth_first", num_chunks=max(1, num_layers // run.layout.pipeline))
-
-
-def _can_fit(cost_model: CostModel, run: RunShape) -> bool:
-    try:
-        solve(cost_model.balance(run))
-    except ConfigurationError:
-        return False
-    return True

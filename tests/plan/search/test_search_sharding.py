@@ -36,7 +36,7 @@ def costs(*, memory: float = HUGE, bandwidth: float = 1e12, held: float = 1e3, *
         devices=(
             DeviceType(name="d", peak_flops_per_s=1.0, memory_bytes=memory, local_bytes_per_s=1e12, efficiency=1.0),
         ),
-        training=Training(batch_samples=16, overlap_reduce=True, overlap_gather=True, **training),
+        training=Training(batch_samples=16, **training),
     )
 
 
@@ -52,7 +52,7 @@ def note_of(plan: Plan) -> str:
 @pytest.mark.parametrize(("layout", "share"), [(FOUR, 0.6), (TWO_BY_TWO, 0.75)], ids=("1x4", "2x2"))
 def test_in_shards_where_nothing_fits_otherwise(layout: Layout, share: float) -> None:
     whole = 12e6 * 4 / layout.pipeline  # parameters, gradients and two optimizer states of a rank
-    space = SearchSpace(layout=layout, recomputation=(False,))
+    space = SearchSpace(layout=layout)
     tight, none = costs(memory=whole * share), costs(memory=whole * 0.5)
     assert search(tight, space).memory_note is not None, "only an optimizer that keeps nothing would fit"
     with pytest.raises(NothingFitsError):
@@ -91,21 +91,20 @@ def test_asked_for_beside_another_order_is_refused() -> None:
         search_with_sharding(costs(), SearchSpace(schedules=("1f1b",)), "parameters")
 
 
-def test_the_error_names_shards_where_they_make_it_fit() -> None:
+def test_the_error_names_shards_where_they_can_make_it_fit() -> None:
     model = costs(memory=12e6 * 1.05, sharded_optimizer="auto")
     with pytest.raises(NothingFitsError, match='parameters in shards, sharding="parameters"'):
-        search(model, SearchSpace(layout=FOUR, recomputation=(False,)))
-    tiny = costs(memory=3e6, sharded_optimizer="auto")
+        search(model, SearchSpace(layout=FOUR))
     with pytest.raises(NothingFitsError) as refusal:
-        search(tiny, SearchSpace(layout=FOUR, recomputation=(False,)))
-    assert "parameters in shards" not in str(refusal.value)
+        search(costs(memory=3e6).with_sharded_parameters(), SearchSpace(layout=FOUR, schedules=("breadth_first",)))
+    assert "parameters in shards" not in str(refusal.value), "they are"
 
 
 def test_layered_order_alone_hides_reductions_behind_all_microbatches() -> None:
     """Whole parameters, four microbatches, one rank per pipeline: a stage's gradients are complete long before the
     last backward."""
     model = costs(bandwidth=4e5, sharded_optimizer=False)
-    space = SearchSpace(layout=FOUR, num_microbatches=(4,), recomputation=(False,))
+    space = SearchSpace(layout=FOUR, num_microbatches=(4,))
     best = search(model, space).best
     plain = search(model, dataclasses.replace(space, schedules=("1f1b",))).best
     assert best.run.schedule == "breadth_first" and best.run.num_chunks == 12
