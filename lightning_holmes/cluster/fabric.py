@@ -5,9 +5,8 @@ of the ranks does not matter. Evidence, the strongest first:
 
 1. HOLMES_CLUSTER of a host: hosts with the same value are one cluster.
 2. Connection tests between a representative of each candidate group and its other hosts.
-3. Hints. InfiniBand: subnet prefix and subnet manager. RoCE: IP subnet. Hosts with the same hints are on one fabric,
-   unless SLURM or Topograph report different top switches for them. RoCE hosts in different subnets under one top switch
-   are on one fabric if a test between them succeeds (routed RoCE v2).
+3. Hints. InfiniBand: subnet prefix and subnet manager. RoCE: IP subnet. Hosts with the same hints are on one fabric. RoCE that is
+   routed between subnets is not found: HOLMES_CLUSTER joins it.
 
 A host on several fabrics goes to one that it shares with others, then to the fastest, then to the one with the most hosts. A RoCE port that
 carries the host's other traffic (an Ethernet card that can do RDMA, too) counts only where the host is on no other fabric: its network may
@@ -168,22 +167,21 @@ class _Grouping:
             for number, part in enumerate(parts, start=1):
                 name = f"{kind}/{hint}" + (f"#{number}" if len(parts) > 1 else "")
                 fabrics.append(_Fabric(kind, name, tuple(part)))
-        return self.join_routed(fabrics) if kind == "roce" else fabrics
+        return fabrics
 
     def split(self, kind: TransportKind, hint: str, members: Sequence[_Member]) -> list[list[_Member]]:
-        """Split hosts with the same hint into groups, where a test or their switches show that they are not on one fabric."""
+        """Split hosts with the same hint into groups, where a test shows that they are not on one fabric."""
         parts: list[list[_Member]] = []
         for member in members:
             refused_by = None
             for part in parts:
                 verdict = self.verdict(part[0], member)
-                if verdict is False:
-                    refused_by = refused_by or part[0]
-                elif verdict or _same_switches(part[0].host, member.host):
+                if verdict is not False:
                     part.append(member)
                     if verdict is None:
                         self.warn_unconfirmed(kind, hint, part[0], member)
                     break
+                refused_by = refused_by or part[0]
             else:
                 if refused_by is not None:
                     self.warnings.append(
@@ -208,27 +206,12 @@ class _Grouping:
             return
         subnets = {one.host.ethernet_subnet, other.host.ethernet_subnet}
         guessed = hint == _UNKNOWN or (kind == "infiniband" and hint.startswith(DEFAULT_PREFIX))
-        if guessed and one.host.top_switch is None and len(subnets) > 1:
+        if guessed and len(subnets) > 1:
             self.warnings.append(
                 f"{one.host.name} and {other.host.name} are taken to share one {kind} fabric: their cards say nothing "
                 "else, no connection could be tried (no IP address on them), and their Ethernet subnets differ. If "
                 "they do not, give the hosts different values of HOLMES_CLUSTER"
             )
-
-    def join_routed(self, fabrics: list[_Fabric]) -> list[_Fabric]:
-        """Join RoCE fabrics of different subnets under one top switch if a test between them succeeds."""
-        joined: list[_Fabric] = []
-        for fabric in fabrics:
-            for index, other in enumerate(joined):
-                top = other.members[0].host.top_switch
-                if top is None or top != fabric.members[0].host.top_switch or fabric.hosts <= other.hosts:
-                    continue
-                if self.verdict(other.members[0], fabric.members[0]):
-                    joined[index] = replace(other, members=_merge_members(other.members, fabric.members))
-                    break
-            else:
-                joined.append(fabric)
-        return joined
 
     # Hosts whose ports are down
 
@@ -246,7 +229,7 @@ class _Grouping:
                 left.append(host)
                 continue
             evidence, _, index = max(scores)
-            if any(evidence[:3]):
+            if any(evidence[:2]):
                 found[-index][1].append(host)
             else:
                 weak.setdefault(-index, []).append(host)
@@ -332,8 +315,8 @@ def _preference(fabric: _Fabric, members: Sequence[_Member]) -> tuple[bool, floa
     return len(members) > 1, rate, len(members), -TRANSPORT_KINDS.index(fabric.kind)
 
 
-def _evidence(host: LiveHost, fabric: _Fabric) -> tuple[bool, bool, bool, bool] | None:
-    """The evidence that a host with down ports is on a fabric: equal (IP subnet, prefix, top switch, Ethernet subnet); None if it is not."""
+def _evidence(host: LiveHost, fabric: _Fabric) -> tuple[bool, bool, bool] | None:
+    """The evidence that a host with down ports is on a fabric: equal (IP subnet, prefix, Ethernet subnet); None if it is not."""
     ports = [port for port in host.down_ports() if port.kind == fabric.kind]
     if not ports:
         return None
@@ -346,13 +329,9 @@ def _evidence(host: LiveHost, fabric: _Fabric) -> tuple[bool, bool, bool, bool] 
     own_prefixes = {port.subnet_prefix for port in ports if port.subnet_prefix is not None}
     if own_prefixes and prefixes and not own_prefixes & prefixes:
         return None
-    tops = {member.top_switch for member, _ in theirs} - {None}
-    if host.top_switch is not None and tops and host.top_switch not in tops:
-        return None
     return (
         bool(own & subnets),
         bool((own_prefixes & prefixes) - {DEFAULT_PREFIX}),
-        host.top_switch is not None and host.top_switch in tops,
         host.ethernet_subnet is not None and host.ethernet_subnet in {member.ethernet_subnet for member, _ in theirs},
     )
 
@@ -385,20 +364,6 @@ def _ethernet_nics(host: LiveHost) -> list[tuple[Nic, str]]:
 def _ethernet_hint(host: LiveHost, nic: Nic) -> str:
     addresses = next((i.addresses for i in host.inventory.interfaces if i.name == nic.name), ())
     return next((subnet for subnet in map(subnet_of, addresses) if subnet is not None), _UNKNOWN)
-
-
-def _same_switches(one: LiveHost, other: LiveHost) -> bool:
-    """Whether two hosts are not known to be under different top switches."""
-    first, second = one.top_switch, other.top_switch
-    return first is None or second is None or first[0] != second[0] or first == second
-
-
-def _merge_members(first: Sequence[_Member], second: Sequence[_Member]) -> tuple[_Member, ...]:
-    merged = {member.host.name: member for member in first}
-    for member in second:
-        known = merged.get(member.host.name)
-        merged[member.host.name] = _Member(member.host, (*known.nics, *member.nics)) if known else member
-    return tuple(merged.values())
 
 
 def _fabric_of_chosen(name: str, hosts: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> tuple[TransportKind, str]:

@@ -1,8 +1,7 @@
 """HostInventory: the hardware of one host, read without root and without starting a process, in well under 50 ms.
 
 It reads the environment variables about a host (HOLMES_SYSFS_ROOT, HOLMES_HOST_NAME, HOLMES_CLUSTER,
-HOLMES_TOPOGRAPH_LABELS; SLURM_TOPOLOGY_ADDR; MASTER_ADDR) and determines the host's identity. rdma.py and interfaces.py
-read the cards. fabric.py finds what several hosts have in common.
+MASTER_ADDR) and determines the host's identity. rdma.py and interfaces.py read the cards. fabric.py finds what several hosts have in common.
 
     inventory = probe_host()
     inventory.rdma[0].name                         # "mlx5_0"
@@ -12,7 +11,6 @@ read the cards. fabric.py finds what several hosts have in common.
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,9 +30,6 @@ _NVIDIA = 0x10DE
 _VENDORS = (_NVIDIA, 0x1002, 0x8086)  # and AMD, Intel
 _ACCELERATORS = (0x03, 0x12)  # PCI base classes: displays and accelerators
 _VGA = 0x0300  # an on-board display controller of a server, unless the maker is NVIDIA
-_TOPOGRAPH = "network.topology.nvidia.com/"
-_TOPOGRAPH_TIERS = ("core", "datacenter", "spine", "leaf", "block")  # from the top; two names are from Topograph 0.1
-_TOPOGRAPH_TIER = re.compile(r"fabric\.topograph\.run/tier-(\d{1,3})")  # since 1.0: tier 0 is nearest to the host
 
 
 @record
@@ -46,8 +41,6 @@ class HostInventory:
         name: HOLMES_HOST_NAME, else the host name.
         identity: equal for processes of one host: HOLMES_HOST_NAME if given, else host name, boot ID and network namespace.
         cluster: HOLMES_CLUSTER, or None.
-        switches: the names of the switches above the host, from the top, reported by SLURM or Topograph.
-        switches_source: "slurm" or "topograph"; only hints of one source are compared.
         rdma: all ports of RDMA devices.
         interfaces: the network interfaces that carry traffic between hosts; the main interface first.
         main_interface: the interface that reaches the master or the default route.
@@ -58,8 +51,6 @@ class HostInventory:
     name: Text
     identity: Text
     cluster: Text | None = None
-    switches: tuple[str, ...] = ()
-    switches_source: str | None = None
     rdma: tuple[RdmaPort, ...] = ()
     interfaces: tuple[Interface, ...] = ()
     main_interface: str | None = None
@@ -131,13 +122,10 @@ def probe_host(*, machine_root: str = "/", master_addr: str | None = None) -> Ho
     of_rdma = {port.interface for port in rdma if port.interface is not None}
     main = find_main_interface(reader, every, of_rdma=of_rdma, proc_net=f"{machine}/proc/net", master_addr=master)
     name, identity = _identity(reader, environment, machine)
-    source, switches = read_switches(reader, environment)
     return HostInventory(
         name=name,
         identity=identity,
         cluster=(environment.get("HOLMES_CLUSTER") or "").strip() or None,
-        switches=switches,
-        switches_source=source,
         rdma=rdma,
         interfaces=choose_interfaces(every, of_rdma=of_rdma, main=main),
         main_interface=main,
@@ -158,36 +146,6 @@ def count_gpus(reader: SysfsReader, machine: str) -> int:
         is_board_display = kind >> 8 == _VGA and vendor != _NVIDIA
         found += kind >> 16 in _ACCELERATORS and vendor in _VENDORS and not is_board_display
     return found
-
-
-def read_switches(reader: SysfsReader, environment: Mapping[str, str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the source of the switch names, and the switches from the top.
-
-    HOLMES_TOPOGRAPH_LABELS holds the node's Topograph labels as ``key=value,...`` or names a file with one
-    ``key="value"`` per line, as written by Kubernetes' downward API. SLURM sets SLURM_TOPOLOGY_ADDR to the names
-    from the top switch down to the node, joined by periods, and SLURM_TOPOLOGY_ADDR_PATTERN to the kind of each.
-    """
-    given = environment.get("HOLMES_TOPOGRAPH_LABELS")
-    if given:
-        text = given if "=" in given else reader.text(given) or ""
-        labels: dict[str, str] = {}
-        for entry in re.split(r"[\n,]", text):
-            key, _, value = entry.partition("=")
-            labels[key.strip()] = value.strip().strip('"')
-        tiers = {int(m.group(1)): labels[key] for key in labels if (m := _TOPOGRAPH_TIER.fullmatch(key))}
-        switches = [tiers[tier] for tier in sorted(tiers, reverse=True)]
-        switches = switches or [labels[_TOPOGRAPH + tier] for tier in _TOPOGRAPH_TIERS if labels.get(_TOPOGRAPH + tier)]
-        if switches:
-            return "topograph", tuple(switches)
-        reader.warn(f"HOLMES_TOPOGRAPH_LABELS={given[:80]!r}: no label {_TOPOGRAPH}core, spine or leaf found there")
-    address, pattern = environment.get("SLURM_TOPOLOGY_ADDR", ""), environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
-    kinds = pattern.split(".")
-    if "." in address and not pattern:
-        reader.warn(f"SLURM_TOPOLOGY_ADDR={address[:80]!r} is not used: SLURM_TOPOLOGY_ADDR_PATTERN is not set")
-        kinds = []
-    # the node's name is last and may contain periods itself, so the parts are counted from the front
-    switches = [part for part, kind in zip(address.split("."), kinds, strict=False) if kind != "node" and part]
-    return ("slurm", tuple(switches)) if switches else (None, ())
 
 
 def _identity(reader: SysfsReader, environment: Mapping[str, str], machine: str) -> tuple[str, str]:

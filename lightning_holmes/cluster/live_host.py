@@ -24,14 +24,6 @@ class LiveHost:
     cluster: str | None = None
 
     @property
-    def top_switch(self) -> tuple[str, str] | None:
-        """Source and name of the top switch, if known."""
-        inventory = self.inventory
-        if not inventory.switches or inventory.switches_source is None:
-            return None
-        return inventory.switches_source, inventory.switches[0]
-
-    @property
     def ethernet_subnet(self) -> str | None:
         """The subnet of the main interface; None if it has no address, or only a host route."""
         main = self.inventory.main

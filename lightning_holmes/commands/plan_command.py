@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -35,7 +35,6 @@ from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, prof
 from lightning_holmes.plan.asked import Asked, AskedSharding
 from lightning_holmes.plan.collective_choice import Sharding, choose_collectives
 from lightning_holmes.plan.cost_model import CostModel
-from lightning_holmes.plan.groups import Use, plan_groups
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
@@ -47,7 +46,6 @@ from lightning_holmes.plan.search.candidates import space_of
 from lightning_holmes.plan.tables import print_search, search_data
 from lightning_holmes.plan.timeline_plot import PLOT_FORMATS, save_timeline_plot
 from lightning_holmes.plan.training import make_training
-from lightning_holmes.plan.transport import TransportChooser
 from lightning_holmes.strategy import HolmesStrategy
 from lightning_holmes.strategy.admission import check_module
 from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own_step_s
@@ -369,14 +367,6 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *,
     """
     best, model, topology = result.best, cost_model.model, cost_model.network.topology
     layout = best.run.layout
-    chooser = TransportChooser(topology)
-
-    def transports(ranks: Sequence[int], use: Use) -> tuple[str, str]:
-        if use != "tensors":
-            return "ethernet", "reaches every host"
-        choice = chooser.choose(ranks)
-        return choice.kind, choice.reason
-
     notes = [
         f"lightning-holmes plan: {best.step_s:.3g} s a step by prediction; {best.reason}",
         f"batch: {best.batch_samples // layout.data} samples a replica, {best.batch_samples} a step; the data loader must give them",
@@ -400,7 +390,7 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *,
         plan_of_prediction(known, replace(asked, layers=model.layer_list), best, notes),
         sharding=sharding,
         collectives=choose_collectives(asked.workers_sync, placement, topology, sharding=sharding, sockets=sockets),
-        groups=plan_groups(placement, (), transports, [cluster.name for cluster, _ in topology.places()]),
+        groups=(),  # a run makes its own
         asked=asked,
     )
 

@@ -4,24 +4,20 @@
     torchrun --nnodes 4 ... -m lightning_holmes.cli topology        # clusters, links and measured speeds
     lightning-holmes topology --topology my.yaml                    # the content of a topology file
 
-Options are checked here; cluster/inventory.py discovers the topology, topology_table.py shows it.
+cluster/inventory.py discovers the topology, topology_table.py shows it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
-import re
 import sys
 import time
-from argparse import ArgumentError
+from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
-
-from jsonargparse import ArgumentParser, Namespace
 
 from lightning_holmes.cluster.fabric import group_hosts
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
@@ -35,59 +31,38 @@ FORMATS = ("table", "yaml", "json")
 _STORE_TIMEOUT_S = 120.0
 
 
-def make_parser() -> ArgumentParser:
-    """Make the parser of the command's options."""
-    parser = ArgumentParser(
-        prog="lightning-holmes topology",
-        description="List this host's network cards; under torchrun, find clusters and measure the links.",
-        exit_on_error=False,
-    )
-    parser.add_argument("--format", default="table", help=f"Output format: {', '.join(FORMATS)}.")
-    parser.add_argument("--topology", default=None, help="A topology file to show, or to complete under torchrun.")
-    parser.add_argument("--no_probe", action="store_true", help="Open no connection and measure nothing.")
-    return parser
-
-
 def main(args: list[str]) -> None:
     """Run the command. Raises HolmesError for errors that the user can fix."""
     options = parse(args)
     given = Topology.from_yaml(options.topology) if options.topology is not None else None
     rank, world_size = _rank_and_world_size()
     if world_size is not None:
-        topology = _discover(rank, world_size, given, options)
+        topology = _discover(rank, world_size, given, probe=not options.no_probe)
         if rank == 0:
-            _show(topology, options)
+            _show(topology, options.format)
     elif given is not None:
-        _show(given, options)
+        _show(given, options.format)
     else:
         inventory = probe_host()
         for warning in inventory.warnings:
             print(f"lightning-holmes: {warning}", file=sys.stderr)
-        topology = make_single_host(inventory)
         if options.format == "table":
             print_host(inventory)
-        _show(topology, options, table=False)
+        else:
+            _show(make_single_host(inventory), options.format)
 
 
 def parse(args: list[str]) -> Namespace:
-    """Parse and check the options. Raises ConfigurationError, which says what to write instead."""
-    parser = make_parser()
-    names = [name for action in parser._actions for name in action.option_strings]
-    for arg in args:
-        name = arg.split("=")[0]
-        if name.startswith("-") and name not in names and not re.fullmatch(r"-\d+", name):
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigurationError(
-                f"lightning-holmes topology has no option {name}; {hint}Options: {', '.join(names)}"
-            )
-    try:
-        options = parser.parse_args(args)
-    except (ArgumentError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"lightning-holmes topology: {error}; options: {', '.join(names)}") from error
-    if options.format not in FORMATS:
-        raise ConfigurationError(f"--format={options.format}: write {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
-    return options
+    """Parse the command's options; a mistake ends the process with a message, as in the other commands."""
+    parser = ArgumentParser(
+        prog="lightning-holmes topology",
+        description="List this host's network cards; under torchrun, find clusters and measure the links.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--format", default="table", choices=FORMATS, help="what is printed; default: table")
+    parser.add_argument("--topology", metavar="FILE", help="a topology file to show, or to complete under torchrun")
+    parser.add_argument("--no_probe", action="store_true", help="open no connection and measure nothing")
+    return parser.parse_args(args)
 
 
 def make_single_host(inventory: HostInventory) -> Topology:
@@ -98,28 +73,20 @@ def make_single_host(inventory: HostInventory) -> Topology:
     return replace(topology, clusters=(replace(cluster, hosts=hosts),))
 
 
-def _show(topology: Topology, options: Namespace, *, table: bool = True) -> None:
-    if options.format == "yaml":
+def _show(topology: Topology, form: str) -> None:
+    if form == "yaml":
         print(topology.to_yaml(), end="")
-    elif options.format == "json":
+    elif form == "json":
         print(json.dumps(to_data(replace(topology, source=None), aliases=True), indent=2))
-    elif table:
+    else:
         print_topology(topology)
 
 
-def _discover(rank: int, world_size: int, given: Topology | None, options: Namespace) -> Topology:
+def _discover(rank: int, world_size: int, given: Topology | None, *, probe: bool) -> Topology:
     store = _open_store(rank, world_size)
     try:
-        return discover_topology(
-            store,
-            rank,
-            world_size,
-            given=given,
-            options=ProbeOptions(
-                connect=not options.no_probe,
-                measure=not options.no_probe,
-            ),
-        )
+        options = ProbeOptions(connect=probe, measure=probe)
+        return discover_topology(store, rank, world_size, given=given, options=options)
     finally:
         _leave_together(store, rank, world_size)
 

@@ -1,22 +1,23 @@
-"""Prints tables of a host's network cards and of a topology, and formats bandwidths, latencies and ranks."""
+"""Prints tables of a host's network cards and of a topology."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.plan.tables import format_seconds, format_spans, make_console
+
+_WIDTH = 240  # in a file or a pipe, do not cut or fold to 80 columns
 
 
 def print_host(inventory: HostInventory) -> None:
     """Print one host's network cards, and the number of its GPUs."""
-    console = _console()
+    console = make_console(width=_WIDTH)
     console.print(f"host {escape(inventory.name)}")
     ports = {port.name: port for port in inventory.rdma}
     kinds = {interface.name: interface for interface in inventory.interfaces}
@@ -40,19 +41,17 @@ def print_host(inventory: HostInventory) -> None:
     console.print(f"{inventory.num_gpus} GPUs")
     if not inventory.rdma:
         console.print("no RDMA device: groups of this host use Ethernet")
-    if inventory.switches:
-        console.print(f"switches from {inventory.switches_source}: {escape(' > '.join(inventory.switches))}")
     if inventory.cluster is not None:
         console.print(f"HOLMES_CLUSTER: {escape(inventory.cluster)}")
 
 
 def print_topology(topology: Topology) -> None:
     """Print clusters with their hosts and network cards, speeds, unreachable pairs of hosts, and warnings."""
-    console = _console()
+    console = make_console(width=_WIDTH)
     table = _table("cluster", "host", "ranks", "NIC", "kind", "rate", "interface", "addresses", "state")
     for cluster in topology.clusters:
         for index, host in enumerate(cluster.hosts):
-            ranks = ranges(host.ranks) if host.ranks is not None else f"{host.devices} devices"
+            ranks = format_spans(sorted(host.ranks)) if host.ranks is not None else f"{host.devices} devices"
             title = cluster.name + (f" ({cluster.fabric})" if cluster.fabric not in (None, cluster.name) else "")
             first = (title if index == 0 else "", host.name, ranks)
             for number, nic in enumerate(host.nics or (None,)):
@@ -70,10 +69,15 @@ def print_topology(topology: Topology) -> None:
             known = "measured" if speed.measured else "the NICs' rate" if speed.nic_bytes_per_s else "file"
             if speed.measured and speed.nic_bytes_per_s is not None:
                 known += f" (NIC: {bandwidth(speed.nic_bytes_per_s)})"
-            row = (speed.transport, bandwidth(speed.bandwidth_bytes_per_s), latency(speed.latency_s), known)
+            row = (
+                speed.transport,
+                bandwidth(speed.bandwidth_bytes_per_s),
+                "" if speed.latency_s is None else format_seconds(speed.latency_s),
+                known,
+            )
             speeds.add_row(*map(escape, (cluster.name, "itself", *row)))
     for link in topology.links:
-        figures = (bandwidth(link.bandwidth_bytes_per_s), latency(link.latency_s))
+        figures = (bandwidth(link.bandwidth_bytes_per_s), format_seconds(link.latency_s))
         known = "measured" if link.measured else "file"
         speeds.add_row(*map(escape, (*link.ends, link.transport, *figures, known)))
     if speeds.row_count:
@@ -98,27 +102,6 @@ def bandwidth(bytes_per_s: float | None) -> str:
     return f"{bits:.3g} bit/s"
 
 
-def latency(seconds: float | None) -> str:
-    """Format a latency: 50 us, 2.1 ms; empty if not known."""
-    if seconds is None:
-        return ""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Format numbers, sorted: 0, 1, 2, 3, 8 as "0-3, 8"."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
 def _addresses(nic: Nic) -> str:
     shown = " ".join(nic.addresses[:2])
     return shown + (f" and {len(nic.addresses) - 2} more" if len(nic.addresses) > 2 else "")
@@ -129,9 +112,3 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    # in a file or a pipe, do not cut or fold to 80 columns
-    return console if console.is_terminal else Console(highlight=False, width=240)

@@ -11,7 +11,6 @@ It owns the order of the ranks. comm builds process groups from it.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,8 +99,8 @@ def make_placement(
     as they can hold; the remaining ranks form stages on one fabric across clusters, then stages inside one cluster, and
     finally stages that cross clusters. A host whose RDMA cards are down is on no fabric.
 
-    With hosts on one fabric each, no layout has fewer stages that leave a fabric. Devices of a host on several fabrics
-    go to the smallest one that they complete a stage of; where such hosts join many fabrics, a layout with fewer may exist.
+    With hosts on one fabric each, no layout has fewer stages that leave a fabric. Where hosts are on several, those on the same ones
+    form stages; a layout with fewer may exist.
     Clusters and hosts are taken in the order of the topology, so that the launcher's numbering of nodes does not matter.
 
     Raises ConfigurationError if the sizes do not divide world_size, if tensor_parallel_size does not divide the devices
@@ -202,50 +201,29 @@ def _fabrics(cluster: Cluster, host: Host) -> Fabrics:
 
 
 def _cut_by_fabric(places: list[_Place], size: int) -> tuple[list[_Stage], list[_Place]]:
-    """Form stages of ``size`` places on one fabric; also return the places that are left over. The fabric with the fewest places is first, and
-    takes places of hosts on the fewest other fabrics first."""
-    hosts = Counter(place.fabrics for place in places)
-    reach = Counter({fabric: 0 for fabrics in hosts for fabric in fabrics})
-    for fabrics, count in hosts.items():
-        reach.update(dict.fromkeys(fabrics, count))
-    # a fabric whose hosts are all on another one adds nothing
-    members = {fabric: [on for on in hosts if fabric in on] for fabric in sorted(reach) if reach[fabric] >= size}
-    alike = {tuple(on): fabric for fabric, on in reversed(members.items())}
-    useful = set(alike.values())
-    useful = {fabric for fabric in useful if len(useful.intersection(*members[fabric])) == 1}
-    left: dict[Fabrics, list[_Place]] = {}
+    """Form stages of ``size`` places of hosts that are on the same fabrics; also return the places that are left over."""
+    alike: dict[Fabrics, list[_Place]] = {}
     for place in places:
-        left.setdefault(place.fabrics, []).append(place)
+        alike.setdefault(place.fabrics, []).append(place)
     stages: list[_Stage] = []
-    waiting = set(useful)
-    while waiting:
-        fabric = min(waiting, key=lambda one: (reach[one], one))
-        waiting.remove(fabric)
-        need, mine = reach[fabric] - reach[fabric] % size, []
-        for on in sorted(members[fabric], key=lambda fabrics: len(fabrics & waiting)):
-            taken, left[on] = left[on][:need], left[on][need:]
-            need -= len(taken)
-            mine += taken
-            reach.subtract(dict.fromkeys(on, len(taken)))
-        stages += _cut(sorted(mine, key=_by_host), size, fabric)[0]
-    return stages, sorted((place for those in left.values() for place in those), key=_by_host)
+    left: list[_Place] = []
+    for own in alike.values():
+        found, rest = _cut(own, size)
+        stages += found
+        left += rest
+    return stages, left
 
 
-def _cut(places: list[_Place], size: int, fabric: Fabric | None = None) -> tuple[list[_Stage], list[_Place]]:
-    """Form stages of ``size`` places of one fabric or, without ``fabric``, sorted by cluster and fabric; also return the rest."""
-    if fabric is None:
-        places = sorted(places, key=lambda place: (place.cluster, min(place.fabrics), place.host, place.rank))
+def _cut(places: list[_Place], size: int) -> tuple[list[_Stage], list[_Place]]:
+    """Form stages of ``size`` places, sorted by cluster and fabric; also return the rest."""
+    places = sorted(places, key=lambda place: (place.cluster, min(place.fabrics), place.host, place.rank))
     whole = len(places) - len(places) % size
     stages = []
     for start in range(0, whole, size):
         first = places[start]
         ranks = tuple(place.rank for place in places[start : start + size])
-        stages.append(_Stage(first.cluster, fabric or min(first.fabrics), first.host, ranks))
+        stages.append(_Stage(first.cluster, min(first.fabrics), first.host, ranks))
     return stages, places[whole:]
-
-
-def _by_host(place: _Place) -> tuple[int, int]:
-    return place.host, place.rank
 
 
 def check_tensor_size(topology: Topology, tensor_parallel_size: int) -> None:

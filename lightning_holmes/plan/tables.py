@@ -77,9 +77,11 @@ def describe_counts(counts: tuple[int, ...]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format with three digits, in ms below a second; whole seconds from a thousand."""
+    """Format with three digits, in ms below a second and in us below a millisecond; whole seconds from a thousand."""
     if 1e3 <= seconds < 1e6:
         return f"{seconds:,.0f} s"
+    if 0 < seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -91,15 +93,15 @@ def format_bytes(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def _console(file: IO[str] | None) -> Console:
-    """The console for a file; for standard output by default."""
+def make_console(file: IO[str] | None = None, *, width: int = _WIDTH_WITHOUT_TERMINAL) -> Console:
+    """The console for a file; for standard output by default. ``width``: in columns, where it is no terminal."""
     stream = file if file is not None else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL, highlight=False)
+    return Console(file=stream, width=None if stream.isatty() else width, highlight=False)
 
 
 def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | None = None) -> None:
     """Print the best plan and its runners-up, the reason for it, and what was left out; to standard output by default."""
-    console = _console(file)
+    console = make_console(file)
     console.print(Text(describe_task(cost_model)))
     if result.memory_note is not None:
         console.print(Text(describe_memory(result.memory_note), style="bold red"))
@@ -222,7 +224,7 @@ def plan_table(plan: Plan, *, parameter_counts: Sequence[int] | None = None) -> 
             str(pipeline_rank),
             plan.clusters[pipeline_rank],
             ", ".join(str(stage) for stage in stages),
-            ", ".join(_spans(plan.partition.layers_of(stage)) for stage in stages),
+            ", ".join(format_spans(plan.partition.layers_of(stage)) for stage in stages),
         ]
         if parameter_counts is not None:
             cells.append(f"{sum(parameter_counts[stage] for stage in stages):,}")
@@ -233,7 +235,7 @@ def plan_table(plan: Plan, *, parameter_counts: Sequence[int] | None = None) -> 
 
 def print_plan(plan: Plan, file: IO[str] | None = None, *, parameter_counts: Sequence[int] | None = None) -> None:
     """Print the table, the groups with their transports, and the notes; to standard output by default."""
-    console = _console(file)
+    console = make_console(file)
     console.print(plan_table(plan, parameter_counts=parameter_counts))
     if plan.groups:
         console.print(Text("Groups", style="bold"))
@@ -263,9 +265,9 @@ def _ranks_of(plan: Plan, pipeline_rank: int) -> str:
     """A pipeline rank's global ranks, with tensor groups in braces."""
     placement = plan.placement
     if plan.tensor_parallel_size == 1:
-        return _spans(placement.grid[pipeline_rank])
+        return format_spans(placement.grid[pipeline_rank])
     groups = [placement.tensor_parallel_group(pipeline_rank, data) for data in range(plan.data_parallel_size)]
-    shown = " ".join("{" + _spans(group) + "}" for group in groups[:_GROUPS_SHOWN])
+    shown = " ".join("{" + format_spans(group) + "}" for group in groups[:_GROUPS_SHOWN])
     more = len(groups) - _GROUPS_SHOWN
     return f"{shown} and {more} more groups" if more > 0 else shown
 
@@ -281,13 +283,13 @@ def _title(plan: Plan) -> str:
 
 
 def _group_ranks(groups: Sequence[GroupPlan]) -> str:
-    shown = "; ".join(_spans(group.ranks) for group in groups[:_GROUPS_SHOWN])
+    shown = "; ".join(format_spans(group.ranks) for group in groups[:_GROUPS_SHOWN])
     more = len(groups) - _GROUPS_SHOWN
     ranks = "ranks " + shown
     return f"{ranks} and {more} more groups" if more > 0 else ranks
 
 
-def _spans(numbers: Sequence[int]) -> str:
+def format_spans(numbers: Sequence[int]) -> str:
     """Format 0, 1, 2, 3, 8 as "0-3, 8"; the given order is kept."""
     spans: list[list[int]] = []
     for number in numbers:

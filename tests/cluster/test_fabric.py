@@ -132,31 +132,6 @@ def test_the_same_private_address_twice_is_two_networks() -> None:
     assert len(group(inventories).clusters) == 2
 
 
-def test_switches_part_what_cannot_be_tried() -> None:
-    def under(name: str, top: str, **more: object) -> HostInventory:
-        return host(name, infiniband(**more), switches=(top, "leaf"), switches_source="slurm")  # type: ignore[arg-type]
-
-    inventories = [under("a", "s1"), under("b", "s2"), under("c", "s1")]
-    assert clusters(group(inventories)) == {"infiniband-1": "a c", "infiniband-2": "b"}
-    # a connection test takes precedence: SLURM may describe only racks
-    tried = [under(name, top, ip=f"10.8.0.{i}/24") for i, (name, top) in enumerate([("a", "s1"), ("b", "s2")])]
-    assert clusters(group(tried, tests=True)) == {"infiniband": "a b"}
-    # hints of different sources are not compared
-    mixed = [inventories[0], replace(inventories[1], switches_source="topograph")]
-    assert clusters(group(mixed)) == {"infiniband": "a b"}
-
-
-def test_routed_roce_needs_one_top_switch_and_a_test() -> None:
-    racks = [
-        host(f"r{index}", roce(f"10.{index}.0.1/24"), switches=("core",), switches_source="topograph")
-        for index in (1, 2, 3)
-    ]
-    assert len(group(racks).clusters) == 3
-    assert clusters(group(racks, tests=True)) == {"roce": "r1 r2 r3"}
-    assert clusters(group(racks, apart=[("r1", "r3"), ("r2", "r3")])) == {"roce-1": "r1 r2", "roce-2": "r3"}
-    assert len(group([replace(rack, switches=()) for rack in racks], tests=True).clusters) == 3
-
-
 def test_a_host_with_two_fabrics_goes_to_the_faster_then_the_larger() -> None:
     ib = [host(f"ib{index}", infiniband()) for index in range(2)]
     ro = [host(f"ro{index}", roce(f"10.7.0.{index}/24", rate=25e9)) for index in range(3)]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from trees import Machine, ipv4_gid, write
 
 from lightning_holmes.cluster import interfaces
-from lightning_holmes.cluster.hardware import HostInventory, probe_host, read_switches
-from lightning_holmes.cluster.sysfs import SysfsReader
+from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.errors import ConfigurationError
 
 IB_GID = "fe80:0000:0000:0000:0c42:a103:0065:bd1e"
@@ -216,24 +215,6 @@ def test_names_and_clusters_from_the_environment(machine: Machine, monkeypatch: 
     monkeypatch.setenv("MASTER_ADDR", "not.numeric.example")
     inventory = probe(machine)
     assert (inventory.name, inventory.identity, inventory.cluster) == ("node7", "node7", "berlin")
-
-
-def test_slurm_and_topograph_hints(tmp_path: Path) -> None:
-    def read(**environment: str) -> tuple[str | None, tuple[str, ...]]:
-        return read_switches(SysfsReader(), environment)
-
-    slurm = {"SLURM_TOPOLOGY_ADDR": "core.leaf3.node1.example.org", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"}
-    assert read(**slurm) == ("slurm", ("core", "leaf3"))
-    assert read(SLURM_TOPOLOGY_ADDR="node1", SLURM_TOPOLOGY_ADDR_PATTERN="node") == (None, ())
-    assert read(SLURM_TOPOLOGY_ADDR="node1.example.org") == (None, ())
-    labels = tmp_path / "labels"
-    labels.write_text('network.topology.nvidia.com/leaf="s1"\nnetwork.topology.nvidia.com/core="s3"\nother="x=y"\n')
-    assert read(HOLMES_TOPOGRAPH_LABELS=str(labels), **slurm) == ("topograph", ("s3", "s1"))
-    tiers = "fabric.topograph.run/tier-0=a,fabric.topograph.run/tier-10=c,fabric.topograph.run/tier-2=b"
-    assert read(HOLMES_TOPOGRAPH_LABELS=tiers) == ("topograph", ("c", "b", "a"))
-    reader = SysfsReader()
-    assert read_switches(reader, {"HOLMES_TOPOGRAPH_LABELS": str(tmp_path / "gone")}) == (None, ())
-    assert "gone" in reader.warnings[0] and "no label" in reader.warnings[1]
 
 
 GOOD = HostInventory(name="a", identity="a").to_json()

@@ -41,7 +41,6 @@ _LARGEST = 2**16
 _NEARLY = 0.002
 _ALIKE = 0.03  # plans of one layout are compared in steps of this share
 _SPLIT_GAIN = 0.05  # the share of a step that split backwards must save, since their cost depends on the layers
-_GIB = 2.0**30
 _NO_MEMORY = "does not fit the memory"
 
 
@@ -208,8 +207,8 @@ class _Search:
         return []
 
     def _look(self, set_up: SetUp, runs: Iterable[RunShape], *, bound_memory: bool = True) -> list[_Looked]:
-        """Assign layers and estimate the step. bound_memory: leave out candidates that exceed the memory by an upper bound,
-        instead of simulating them."""
+        """Assign layers and estimate the step. bound_memory: leave out candidates that fit by no partition; else they are taken with one
+        that is made without limits, since a simulation may need less than the upper bound by which layers are assigned."""
         found = []
         for run in runs:
             try:
@@ -228,15 +227,12 @@ class _Search:
     def _assign(self, run: RunShape, bound_memory: bool) -> Partition:
         rule = self.space.partition
         try:
-            partition = assign_layers(self.cost_model, run, rule, limit_memory=self.limit_memory)
+            return assign_layers(self.cost_model, run, rule, limit_memory=self.limit_memory)
         except NothingFitsError as error:
             if bound_memory:
                 raise
             self.lacks.append((error.excess_bytes, error.rank, run.layout))
             return assign_layers(self.cost_model, run, rule, limit_memory=False)
-        if bound_memory and self.limit_memory and rule != "self_adapting":
-            check_memory(self.cost_model, run, partition)
-        return partition
 
     def _simulate(self, looked: Iterable[_Looked]) -> list[Prediction]:
         """Simulate candidates; return those that fit."""
@@ -329,23 +325,6 @@ def assign_layers(
     balance = cost_model.balance(run, limit_memory=limit_memory) if rule == "self_adapting" else None
     speeds = [by_rank[rank] for rank in ranks]
     return make_partition(rule, cost_model.model.num_layers, len(ranks), speeds=speeds, balance=balance)
-
-
-def check_memory(cost_model: CostModel, run: RunShape, partition: Partition) -> None:
-    """Raise NothingFitsError if the partition exceeds the memory of a rank. It checks an upper bound; a simulation may need less."""
-    balance = cost_model.balance(run)
-    assert balance.limits is not None
-    used = balance.memory(partition.layer_counts)
-    excess, rank = max(
-        (mine - limit, rank) for rank, (mine, limit) in enumerate(zip(used, balance.limits, strict=True))
-    )
-    if excess > 0:
-        raise NothingFitsError(
-            f"partition {list(partition.layer_counts)} passes the memory limit of pipeline rank {rank} by "
-            f"{excess / _GIB:.2f} GiB",
-            excess_bytes=excess,
-            rank=rank,
-        )
 
 
 def _size(entry: _Looked) -> int:
