@@ -275,7 +275,7 @@ def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
 
 
 def with_recomputation(model: ModelCost) -> ModelCost:
-    """Return the costs of a module that runs the forward of each layer again in its backward."""
+    """Return the costs of a module that holds only the input of each layer, and runs its forward again in its backward."""
     again = [
         replace(
             layer,
@@ -283,6 +283,8 @@ def with_recomputation(model: ModelCost) -> ModelCost:
             backward_products=layer.backward_products + layer.forward_products,
             backward_moved_bytes=layer.backward_moved_bytes + layer.forward_moved_bytes,
             recomputed=layer.forward,
+            held_bytes=layer.activation_bytes,
+            undivided_bytes=layer.activation_bytes,
         )
         for layer in model.layers[:1]
     ]

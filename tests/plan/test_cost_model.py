@@ -11,7 +11,7 @@ from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.prediction import predict
-from lightning_holmes.plan.route import Network
+from lightning_holmes.plan.route import DEFAULT_LATENCY_S, Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.self_adapting import solve
 from lightning_holmes.plan.simulator import StepCosts, simulate
@@ -153,7 +153,8 @@ def test_a_link_between_clusters_is_shared_by_all_hosts(link: str | None, sharer
     assert slowest == pytest.approx(sharers / 1.25e9)
     timeline = simulate(shape(Layout(pipeline=2, data=16)).make_schedule(), across)
     transfers = [span.end_s - span.start_s for span in timeline.spans[0] if span.kind == "transfer"]
-    assert transfers == pytest.approx([1e7 * sharers / 1.25e9] * 4)
+    latency_s = DEFAULT_LATENCY_S["between clusters"] if link is None else 0.0
+    assert transfers == pytest.approx([1e7 * sharers / 1.25e9 + latency_s] * 4)
     # gradients of both stages cross it at the same time
     data = model.step_costs(
         shape(Layout(pipeline=2, data=16, grid=(tuple(range(0, 32, 2)), tuple(range(1, 32, 2))))), Partition((2, 2))

@@ -165,7 +165,7 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
             chosen(options, costs(memory=small))
         for words in (
             "GiB a device are missing at the least",
-            "What would make it fit: ",
+            "What can make it fit: ",
             "devices with",
             "an optimizer that keeps nothing",
         ):

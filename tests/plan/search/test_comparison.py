@@ -165,7 +165,13 @@ def test_what_is_asked_for_is_kept() -> None:
 def test_4096_devices_in_five_clusters_take_few_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of thousands of candidates, memory leaves some hundreds to estimate, and estimates leave some to simulate: this
     takes seconds on one core."""
-    costs = cost_model(gpt_cost(12288, 96), clusters(128, 128, 128, 64, 64), 4096)
+    plain = gpt_cost(12288, 96)
+    held, work = plain.layers[0].activation_bytes, plain.layers[0].forward
+    again = dataclasses.replace(
+        plain.layers[0], backward=3 * work, recomputed=work, held_bytes=held, undivided_bytes=held
+    )
+    model = dataclasses.replace(plain, layers=(again,) * 96)
+    costs = cost_model(model, clusters(128, 128, 128, 64, 64), 4096)
     estimated: list[RunShape] = []
     simulated: list[RunShape] = []
 
@@ -248,8 +254,8 @@ def test_a_cure_that_is_named_cures() -> None:
     model, topology = gpt_cost(4096, 30), clusters(1)
     space, cure = SearchSpace(pipeline=(1,)), "What can make it fit: parameters in shards"
     with pytest.raises(ConfigurationError, match=cure):
-        search(cost_model(model, topology, 64, memory_share=0.5, least_state_ratio=6.0), space)
-    note = search(cost_model(model, topology, 64, memory_share=0.7), space).memory_note
+        search(cost_model(model, topology, 8, memory_share=0.5, least_state_ratio=6.0), space)
+    note = search(cost_model(model, topology, 8, memory_share=0.7), space).memory_note
     assert note is not None and cure in note
-    cured = search_with_sharding(cost_model(model, topology, 64, memory_share=0.7), space, "parameters")
+    cured = search_with_sharding(cost_model(model, topology, 8, memory_share=0.7), space, "parameters")
     assert cured.memory_note is None and fits(cured.best)
