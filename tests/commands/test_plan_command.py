@@ -142,7 +142,8 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text(LARGE.replace("TOPOLOGY", str(tmp_path / "topology.yaml")))
     shape = "--batch_shape=input_ids=12x2048:int64,labels=12x2048:int64"
     command = ["plan", "--config", str(tmp_path / "config.yaml"), shape, "--device_type=A100-80GB", "--format=json"]
-    more = ["--batch_samples=1536", "--tensor_parallel_sizes=[1,8]", "--sharding=parameters"]
+    more = ["--batch_samples=1536", "--tensor_parallel_sizes=[1,8]", "--sharding=optimizer"]
+    more += ["--model.init_args.gradient_checkpointing=true"]
     code, out, err = run(capsys, *command, *more)
     assert code == 0, err
     data = json.loads(out[out.index("{") :])
