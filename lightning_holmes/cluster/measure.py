@@ -63,9 +63,9 @@ def schedule(pairs: Sequence[Pair]) -> tuple[list[int], float, float]:
         kind = pair.clusters, pair.transport
         if kind not in taken:
             both = [busy.setdefault(name, set()) for name in pair.clusters]
-            taken[kind] = next(slot for slot in itertools.count() if not any(slot in slots for slots in both))
-            for slots in both:
-                slots.add(taken[kind])
+            taken[kind] = next(slot for slot in itertools.count() if not any(slot in own for own in both))
+            for own in both:
+                own.add(taken[kind])
     slots = [taken[pair.clusters, pair.transport] for pair in pairs]
     rounds = max(slots, default=0) + 1
     seconds = min(SECONDS, max(_LEAST_SECONDS, _BUDGET_S / rounds - 0.05))
