@@ -11,7 +11,7 @@ gloo, on the host.
 import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -36,7 +36,9 @@ class TensorSpec:
 
 
 class PendingReceive(Protocol):
-    """A posted receive: ``ready`` says whether ``wait`` would return at once."""
+    """A receive, whose memory is there: ``post`` it, once, in the order of the sends; then ``ready`` says whether ``wait`` would return at once."""
+
+    def post(self) -> None: ...
 
     def ready(self) -> bool: ...
 
@@ -59,8 +61,8 @@ class P2P(Protocol):
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
         """Start to send; the tensors must not change until :meth:`finish`."""
 
-    def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
-        """Post a receive of the next tensors from ``source``."""
+    def prepare(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
+        """Allocate memory for a receive of tensors from ``source``."""
 
     def send_message(self, destination: int, topic: int, message: Any) -> None:
         """Start to send a value that wire.py can encode."""
@@ -82,12 +84,17 @@ class P2P(Protocol):
 
 
 @dataclass(slots=True)
-class _PostedReceive:
+class _Receive:
     tensors: list[Tensor]
-    works: list[Any]
     dtypes: list[torch.dtype]
+    peer: int
     group: dist.ProcessGroup
     where: Callable[[], str]
+    works: list[Any] = field(default_factory=list)
+
+    def post(self) -> None:
+        with naming(self.where):
+            self.works += [dist.irecv(tensor, self.peer, group=self.group) for tensor in self.tensors]
 
     def ready(self) -> bool:
         return True
@@ -184,16 +191,13 @@ class DistributedP2P:
     def _where(self, what: str, group: dist.ProcessGroup) -> str:
         return f"on rank {self.ranks[self.rank]} while {what} in {self._describe(group)}"
 
-    def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
+    def prepare(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
         tensors = [
             torch.empty(spec.shape, dtype=self._travelling(spec.dtype, source), device=self._device) for spec in specs
         ]
-        group = self._incoming[source]
-        peer = self.ranks[source]
+        group, peer = self._incoming[source], self.ranks[source]
         where = functools.partial(self._where, f"receiving tensors from rank {peer}", group)
-        with naming(where):
-            works = [dist.irecv(t, peer, group=group) for t in tensors]
-        return _PostedReceive(tensors, works, [spec.dtype for spec in specs], group, where)
+        return _Receive(tensors, [spec.dtype for spec in specs], peer, group, where)
 
     def _travelling(self, dtype: torch.dtype, rank: int) -> torch.dtype:
         """The dtype in which a tensor of ``dtype`` is sent to or received from ``rank``."""
@@ -268,8 +272,8 @@ class LocalP2P:
     def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
         self._mailbox.tensors[self.rank, destination].append([t.detach().clone() for t in tensors])
 
-    def receive(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
-        return self._mailbox.post(source, self.rank)
+    def prepare(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
+        return _LocalReceive(self._mailbox, source, self.rank)
 
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
         """Do nothing: messages hold all tensors."""
@@ -303,20 +307,25 @@ class LocalMailbox:
         self.messages: dict[tuple[int, int, int], collections.deque[Any]] = collections.defaultdict(collections.deque)
         self._posted: dict[tuple[int, int], int] = collections.defaultdict(int)
 
-    def post(self, source: int, destination: int) -> "_LocalReceive":
-        """The receive that matches the next send from ``source`` to ``destination``."""
+    def post(self, source: int, destination: int) -> int:
+        """Return the number of the send from ``source`` to ``destination`` that matches the next receive."""
         number = self._posted[source, destination]
         self._posted[source, destination] += 1
-        return _LocalReceive(self.tensors[source, destination], number)
+        return number
 
 
 @dataclass(slots=True)
 class _LocalReceive:
-    sent: list[list[Tensor]]
-    number: int
+    mailbox: LocalMailbox
+    source: int
+    destination: int
+    number: int = -1
+
+    def post(self) -> None:
+        self.number = self.mailbox.post(self.source, self.destination)
 
     def ready(self) -> bool:
-        return len(self.sent) > self.number
+        return len(self.mailbox.tensors[self.source, self.destination]) > self.number
 
     def wait(self) -> list[Tensor]:
-        return self.sent[self.number]
+        return self.mailbox.tensors[self.source, self.destination][self.number]

@@ -50,6 +50,7 @@ class BucketReducer(UnitReducer):
     Attributes:
         generation: how often the buckets have been laid out.
         sums_shares: whether each replica gets the sums of its share of a bucket only, for a sharded optimizer.
+        keeps_sums: whether the sums of gradients stay in their own type once they are shown in that of the parameters.
         overlaps: whether reductions may start before the backward has ended.
     """
 
@@ -70,14 +71,15 @@ class BucketReducer(UnitReducer):
             parameters, groups, placement, stages=stages, shared=shared, queue=queue, collective=collective
         )
         self.generation = 0
-        self.sums_shares = False
+        self.sums_shares = self.keeps_sums = False
         self.overlaps = True
         self._num_replicas = placement.data_parallel_size
         self._bucket_bytes = bucket_bytes
         self._stages_of = stages_of
         self._ranks_of = {name: ranks for ranks, names in shared.items() for name in names}
         self._copies_checked = groups.tensor_parallel is None
-        self._gradients: dict[str, Tensor] = {}
+        self._sums: list[Tensor] = []  # the gradients of each unit, not rounded
+        self._gradients: dict[str, Tensor] = {}  # views of them
         self._trained: tuple[str, ...] = ()
         self._late: dict[str, Tensor] = {}  # gradients that came after the reduction of their bucket had begun
         self._is_last = False
@@ -99,8 +101,8 @@ class BucketReducer(UnitReducer):
         if tuple(n for n, p in self.parameters.items() if p.requires_grad) != self._trained:
             self.lay_out()
         elif self._is_new:
-            for unit in self.units:
-                _gradient_of(unit).zero_()
+            for unit, sums in zip(self.units, self._sums, strict=True):
+                unit.gradient = sums.zero_()
         self._is_new, self._in_batch, self._is_last = False, True, last
         for name in self.parameters.keys() - self._gradients.keys():
             self.parameters[name].grad = None
@@ -176,15 +178,24 @@ class BucketReducer(UnitReducer):
         self._is_new = True
 
     def show(self, names: Collection[str]) -> None:
-        """Set ``p.grad`` of the parameters ``names`` to their gradients, and of the others to None."""
+        """Set ``p.grad`` of the parameters ``names`` to their gradients, and of the others to None.
+
+        At the end of a window the gradients are rounded in place to the parameters' type, unless ``keeps_sums`` is set."""
+        views = self._gradients
+        if names and self._is_new and not self.keeps_sums:
+            views = {}
+            for unit in self.units:
+                unit.round_gradient()
+                views |= unit.views(_gradient_of(unit))
         for name, parameter in self.parameters.items():
-            view = self._gradients.get(name) if name in names else None
+            view = views.get(name) if name in names else None
             parameter.grad = None if view is None else dtensor.like(view.to(parameter.dtype), parameter)
 
     def close(self) -> None:
         for unit in self.units:  # which the memory of a sharded optimizer keeps
             unit.gradient = None
         super().close()
+        self._sums.clear()
         self._gradients.clear()
         self._late.clear()
 
@@ -195,8 +206,9 @@ class BucketReducer(UnitReducer):
         before = {} if self._is_new else self._gradients
         self._trained = tuple(n for n, p in self.parameters.items() if p.requires_grad)
         self.units, self._gradients = [self._make_bucket(names) for names in self._fill_buckets(self._trained)], {}
-        for unit in self.units:
-            self._gradients |= unit.views(_gradient_of(unit))
+        self._sums = [_gradient_of(unit) for unit in self.units]
+        for unit, sums in zip(self.units, self._sums, strict=True):
+            self._gradients |= unit.views(sums)
         for name in self._gradients.keys() & before.keys():
             self._gradients[name].copy_(before[name])
         self._hook_parameters(self._trained)

@@ -35,7 +35,7 @@ from lightning_holmes.optim.host import LocalHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
-from lightning_holmes.optim.unit import Piece, holders_of
+from lightning_holmes.optim.unit import Piece, adopt, holders_of
 from lightning_holmes.torch_private import tensor_version
 
 FROZEN = -1
@@ -87,7 +87,9 @@ class ShardedHost(LocalHost):
         super().__init__(reducer, groups, device, over=(replicas,), **about)
         self.optimizer = optimizer
         self.by_elements = step.by_elements
-        self.whole_gradients = memory.is_whole and (step.whole_gradients or not self.by_elements)
+        # without masters an optimizer that is not cut by elements steps parameters themselves
+        steps_parameters = not (self.by_elements or step.master_weights)
+        self.whole_gradients = memory.is_whole and (step.whole_gradients or steps_parameters)
         self._names = [list(of_group) for of_group in step.names]
         self._memory = memory
         self._rank = 0 if replicas is None else dist.get_rank(replicas)
@@ -109,6 +111,10 @@ class ShardedHost(LocalHost):
         first = {n: dict(optimizer.state[parameters[n]]) for n in self._group_of if optimizer.state.get(parameters[n])}
         self._lay_out(first)
         self._hook = AfterStep(optimizer, self._stepped)
+        reducer.on_laid_out = self.prepare
+        if isinstance(reducer, BucketReducer):
+            reducer.sums_shares = replicas is not None and self.by_elements and not self.whole_gradients
+            reducer.keeps_sums = self._master
 
     def _make_filler(self) -> nn.Parameter:
         """Make a one-element parameter for the optimizer: a GradScaler refuses an optimizer without gradients."""
@@ -215,9 +221,9 @@ class ShardedHost(LocalHost):
 
         With ``whole_gradients`` ``p.grad`` is whole by now, and without master weights the gradients of pieces are views of it.
         """
-        self._memory.adopt()
-        if self._master:
-            self._adopt_values()
+        if not self._master and not self.whole_gradients:
+            for unit in self._memory.units:
+                unit.round_gradient()
         any_gradient = False
         for piece, tensor in self._tensors.items():
             if piece.unit == FROZEN or piece.name not in reached:
@@ -286,18 +292,17 @@ class ShardedHost(LocalHost):
                 tensor.grad = None
         self._memory.start()
 
-    def _adopt_values(self) -> None:
-        """Update the master weights of elements that were written to since the last step (by a checkpoint, an average, a hook).
+    def adopt_values(self) -> None:
+        """After the user's hooks, when the optimizer is about to step: take over parameters, and update master weights, that were written to since the last step (by a checkpoint, an
+        average, a hook).
 
-        Whole parameters are compared each time, since a write through ``.data`` has no version."""
-        with torch.no_grad():
-            for piece, tensor in self._tensors.items():
-                if piece.unit == FROZEN:
-                    continue
-                now, master = self._flat(piece), tensor.detach().view(-1)
-                if self._versions.get(piece.unit) == tensor_version(now):
-                    continue
-                torch.where(master.to(now.dtype) == now, master, now.float(), out=master)
+        Whole parameters are compared each time, since a write through ``.data``, a NumPy array or a kernel of the user's has no version."""
+        self._memory.adopt()
+        for piece, tensor in self._tensors.items() if self._master else ():
+            if piece.unit != FROZEN:
+                now = self._flat(piece)
+                if self._versions.get(piece.unit) != tensor_version(now):
+                    adopt(tensor.detach().view(-1), now.detach())
 
     def settle(self) -> None:
         """Wait until updated parameters have been gathered."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_holmes.comm import dtensor
 
 _NOTHING = torch.zeros(0)
+_CHUNK = 2**22  # elements that are converted at a time: what is made beside them stays in a GPU's cache
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -31,7 +32,8 @@ class Unit:
         is_trained: whether a parameter had requires_grad when they were laid out, or later.
         has_masters: whether their owner holds and steps them in fp32, and they are rounded from that.
         values: the parameters, (numel,), or (numel / replicas,) if each replica holds its share; empty while they lie elsewhere.
-        gradient: their gradients, of the same size, or None before the first reduction; elements without a parameter are zero.
+        gradient: their gradients, of the same size, or None before the first reduction; elements without a parameter are zero. They are
+            summed in :func:`sum_dtype`, and may be rounded for the optimizer (:meth:`round_gradient`).
     """
 
     names: tuple[str, ...]
@@ -58,6 +60,11 @@ class Unit:
             name: flat[start : start + shape.numel()].view(shape)
             for name, start, shape in zip(self.names, self.starts, self.shapes, strict=True)
         }
+
+    def round_gradient(self) -> None:
+        """Give the gradient the type of the parameters, in the memory of the sums, which are gone then."""
+        if self.gradient is not None and self.gradient.dtype != self.dtype:
+            self.gradient = _rounded_in_place(self.gradient, self.dtype)
 
     def is_like(self, other: "Unit") -> bool:
         """Whether ``other`` has the same parameters in the same layout, and as much of them here."""
@@ -98,6 +105,21 @@ def side_by_side(
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which gradients of ``dtype`` accumulate and are summed: fp32; double precision and complex types stay."""
     return dtype if dtype.itemsize > 4 or dtype.is_complex else torch.float32
+
+
+def _rounded_in_place(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``flat``, 1-D, in the narrower type ``dtype``, in the first part of its own memory: what is written lies where it has been read
+    already."""
+    rounded = flat.view(dtype)[: flat.numel()]
+    for target, source in zip(torch.split(rounded, _CHUNK), torch.split(flat, _CHUNK), strict=True):
+        target.copy_(source.to(dtype))
+    return rounded
+
+
+def adopt(master: Tensor, now: Tensor) -> None:
+    """Give ``master``, 1-D in fp32, the values of ``now`` wherever it does not round to them: something else has written these."""
+    for own, value in zip(torch.split(master, _CHUNK), torch.split(now, _CHUNK), strict=True):
+        torch.where(own.to(value.dtype) == value, own, value.to(own.dtype), out=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,12 @@
 It works with any schedule. Receives are posted where the schedule says; sends are waited for at the end of the batch
 only. When a batch of a new signature first passes, the shapes are sent once, ahead of its tensors.
 
-In the first batch receives are posted only when their tensors are needed: CUDA may wait for the whole device when a kernel is loaded or memory
-is allocated for the first time, and so for the peer of a posted receive, which may wait for this rank.
+[Note: posting] CUDA may wait for the whole device when a kernel is loaded, or memory is allocated or freed, and so for the peer of a posted receive,
+which may wait for this rank. Therefore receives are posted ahead, as the schedule says, only after a batch of the same step in which CUDA has
+allocated and freed nothing. In the first batches, and on a card that is so full that each batch frees cached memory, a receive is posted when its
+tensors are needed; its memory is allocated ahead all the same, so that nothing is allocated between a send and the receive after it. So no rank
+waits for ever under gpipe, 1f1b, eager_1f1b and zero_bubble, even where each allocation waits (tests/plan/test_schedule.py). In the other schedules
+stages send long before the receiver computes; there two cards that free memory at the same moment may wait for each other.
 
     for _ in runner.run(request, microbatches): pass        # a generator, so that one process can run all stages in turn
 """
@@ -12,6 +16,7 @@ is allocated for the first time, and so for the peer of a posted receive, which 
 import collections
 import contextlib
 import functools
+import warnings
 from collections.abc import Generator, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +30,7 @@ from lightning_holmes.comm.queue import Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.anomaly import naming_parameters
+from lightning_holmes.pipeline.device_calls import DeviceCalls, device_calls
 from lightning_holmes.pipeline.request import Microbatches, StepRequest
 from lightning_holmes.pipeline.split_backward import SplitBackward, check_splittable, checkpointing_refused
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
@@ -43,8 +49,9 @@ class PipelineRunner:
         self.current_action: Action | None = None
         """The action that is performed now, or that has raised; None between steps."""
         self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
-        # steps, as name and whether they train, of which a batch has passed
-        self._has_run: set[tuple[str, bool]] = set()
+        # by step, as name and whether it trains: whether its last batch has neither allocated nor freed memory of the device
+        self._steady: dict[tuple[str, bool], bool] = {}
+        self._has_warned = False
         self.without_checkpoints: set[Hashable] = set()
 
     def run(self, request: StepRequest, microbatches: Microbatches) -> Generator[None, None, None]:
@@ -53,7 +60,7 @@ class PipelineRunner:
         All ranks of the pipeline must call.
         """
         rank = 0 if self.p2p is None else self.p2p.rank
-        batch = _Batch(self, request, microbatches)
+        batch, before = _Batch(self, request, microbatches), device_calls()
         microbatches.outputs = [None] * microbatches.schedule.num_microbatches
         with self.module.noticing_reads():
             for place, action in enumerate(microbatches.schedule.actions[rank]):
@@ -70,7 +77,20 @@ class PipelineRunner:
             self.p2p.finish()
             request.observer.add("wait", start)
         self.current_action = None
-        self._has_run.add((request.step_name, request.trains))
+        self._note_memory((request.step_name, request.trains), before)
+
+    def _note_memory(self, step: tuple[str, bool], before: DeviceCalls) -> None:
+        """Note what a batch of ``step`` has done since the calls ``before`` it; see [Note: posting]."""
+        now = device_calls()
+        if now.flushes > before.flushes and step in self._steady and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the GPU is so full that a batch of {step[0]} has freed all cached memory {now.flushes - before.flushes} times, for which it waits "
+                f"for the device and for other stages: use smaller microbatches, activation checkpointing, or the environment variable "
+                f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                stacklevel=2,
+            )
+        self._steady[step] = now == before
 
     def _label(self, action: Action) -> str:
         return f"holmes: {action.describe()} ({self.module.describe_stage(action.stage)})"
@@ -100,7 +120,8 @@ class _Batch:
         # receives from each source, in the order of its sends, that cannot be posted yet since their shapes are unknown
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
         self.posted: dict[Action, PendingReceive] = {}
-        self.posts_ahead = (request.step_name, request.trains) in runner._has_run
+        self.prepared: dict[Action, PendingReceive] = {}
+        self.posts_ahead = runner._steady.get((request.step_name, request.trains), False)
         self.fetches: dict[int, Work] = {}
         self.scales: Sequence[float | Tensor] | None = None
         self.forwards_left = len(self.module.stages) * self.schedule.num_microbatches
@@ -114,6 +135,8 @@ class _Batch:
             self.queues[source].append(action)
             if self.posts_ahead:
                 self._post_known(source)
+            else:
+                self._prepare_known(source)
         elif op is Op.FORWARD:
             yield from self._forward(action)
             self.forwards_left -= 1
@@ -350,6 +373,14 @@ class _Batch:
         known = self.runner._known_specs.get(self._spec_key(action.stage + 1, action.microbatch))
         return None if known is None else tuple(s for s in known if s.requires_grad)
 
+    def _prepare_known(self, source: int) -> None:
+        """Allocate memory for the receives from ``source`` whose shapes are known."""
+        assert self.runner.p2p is not None
+        for action in self.queues[source]:
+            specs = self._specs(action)
+            if specs is not None and action not in self.prepared:
+                self.prepared[action] = self.runner.p2p.prepare(source, specs)
+
     def _post_known(self, source: int, until: Action | None = None) -> None:
         """Post the receives from ``source`` whose shapes are known, in order; ``until``: none after this one."""
         assert self.runner.p2p is not None
@@ -358,7 +389,9 @@ class _Batch:
             specs = self._specs(queue[0])
             if specs is None:
                 return
-            self.posted[queue.popleft()] = self.runner.p2p.receive(source, specs)
+            receive = self.prepared.pop(queue[0], None) or self.runner.p2p.prepare(source, specs)
+            receive.post()
+            self.posted[queue.popleft()] = receive
 
     def _arrived(self, action: Action) -> Generator[None, None, list[Tensor]]:
         """Wait for a receive. If the shapes were unknown, first post it and the receives before it."""

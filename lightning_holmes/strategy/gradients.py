@@ -85,8 +85,6 @@ def make_gradients(
     )
     host = ShardedHost(step, memory, reducer, groups, device, **about)
     memory.watch(pipeline.module)
-    reducer.on_laid_out = host.prepare
-    reducer.sums_shares = groups.gradients is not None and not host.whole_gradients
     return Gradients(reducer=reducer, host=host)
 
 
@@ -135,7 +133,6 @@ def make_layered_gradients(
         collective=shards.collective,
     )
     host = ShardedHost(step, shards, reducer, groups, device, **_about(pipeline, scaler))
-    reducer.on_laid_out = host.prepare
     return Gradients(reducer=reducer, host=host)
 
 

@@ -35,7 +35,9 @@ def _handed_on(group: dist.ProcessGroup) -> None:
     p2p = DistributedP2P(
         [0, 1], 0, outgoing={1: group}, incoming={1: group}, messages=group, device=torch.device("cpu")
     )
-    p2p.receive(1, [TensorSpec((1,), torch.float32, False)]).wait()
+    receive = p2p.prepare(1, [TensorSpec((1,), torch.float32, False)])
+    receive.post()
+    receive.wait()
 
 
 CASES: dict[str, Callable[..., None]] = {

@@ -28,7 +28,9 @@ def exchange(_: Any) -> list[Any]:
     p2p, other = groups.p2p, 1 - rank
     assert p2p is not None and groups.data_parallel is None
     spec = TensorSpec((3,), torch.float32, False)
-    receives = [p2p.receive(other, [spec, spec]) for _ in range(3)]
+    receives = [p2p.prepare(other, [spec, spec]) for _ in range(3)]
+    for receive in receives:
+        receive.post()
     for number in range(3):
         p2p.send(other, [torch.full((3,), 10.0 * rank + number), torch.full((3,), -1.0)])
     p2p.expect_message(other, 5)  # posted early, with the first part of a long message
@@ -38,7 +40,8 @@ def exchange(_: Any) -> list[Any]:
     found: list[Any] = [[t.tolist() for t in r.wait()] for r in receives]
     narrow = build_process_groups(placement, builder, pairs=pairs, clusters=["a", "b"], sent_dtype=torch.bfloat16).p2p
     specs = [spec, TensorSpec((3,), torch.int64, False)]
-    pending = narrow.receive(other, specs)
+    pending = narrow.prepare(other, specs)
+    pending.post()
     narrow.send(other, [torch.full((3,), 1 / 3), torch.full((3,), 2**40 + rank)])
     rounded, whole = pending.wait()
     assert rounded.dtype == torch.float32 and whole.tolist() == [2**40 + other] * 3

@@ -144,10 +144,22 @@ def test_gradients_of_a_window_equal_plain_accumulation(kind: str, batches: int)
 
 def test_bf16_parameters_gather_in_fp32() -> None:
     module, reducer, plain = gathered(torch.bfloat16, "buckets", 2)
-    assert reducer.units[0].gradient.dtype == torch.float32
+    for unit in reducer.units:
+        assert unit.gradient.dtype == torch.bfloat16, "rounded once the window has ended"
+        assert unit.gradient.untyped_storage().nbytes() == 4 * unit.numel, "in the memory of the sums"
     for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None and mine.grad.dtype == torch.bfloat16
         torch.testing.assert_close(mine.grad.float(), theirs.grad.float(), rtol=2e-2, atol=1e-2)
+
+
+def test_bf16_gradients_of_a_window_are_added_and_rounded_in_fp32() -> None:
+    module = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
+    reducer, parts = alone(dict(module.named_parameters())), (256.0, 1.0, 1.0)  # 256 + 1 is 256 in bf16
+    for window in range(2):
+        for number, part in enumerate(parts):
+            run(reducer, [lambda part=part: part * module(torch.ones(1, 3).bfloat16()).sum()], last=number == 2)  # type: ignore[misc]
+            assert module.weight.grad.dtype == torch.bfloat16
+        assert module.weight.grad.tolist() == [[258.0] * 3], window
 
 
 @pytest.mark.parametrize("kind", KINDS)

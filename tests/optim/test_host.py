@@ -55,8 +55,6 @@ class Rank:
             )
             memory = ReplicatedMemory(self.reducer, None, lazily=True)
             self.host: LocalHost = ShardedHost(step, memory, self.reducer, ALONE, CPU, **about)
-            self.reducer.on_laid_out = self.host.prepare
-            self.reducer.sums_shares = True
         else:
             self.host = LocalHost(self.reducer, ALONE, CPU, **about)
 
@@ -149,6 +147,7 @@ def test_masters_of_shards_are_compared_with_them_only_after_a_write(monkeypatch
     def step() -> int:
         compared.clear()
         rank.batch(torch.randn(6, 3), last=True)
+        host.adopt_values()
         rank.optimizer.step()
         return len(compared)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from lightning_holmes.optim.unit import Unit, cut_by_elements, cut_by_parameters, deal_parameters, side_by_side
+from lightning_holmes.optim import unit as units
+from lightning_holmes.optim.unit import Unit, adopt, cut_by_elements, cut_by_parameters, deal_parameters, side_by_side
 
 
 def unit_of(names: Iterable[str], sizes: Iterable[int], multiple_of: int) -> Unit:
@@ -62,3 +63,28 @@ def test_whole_parameters_in_parts_of_one_size_by_hand() -> None:
     places = {p.name: (p.rank, p.offset) for p in pieces}
     assert places == {"up": (0, 0), "qkv": (0, 40), "down": (1, 70), "proj": (1, 110), "norm": (1, 120)}
     assert all(p.unit == 3 and p.start == 0 for p in pieces)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 7, 8, 100])
+def test_a_gradient_is_rounded_in_its_own_memory(
+    dtype: torch.dtype, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(units, "_CHUNK", 8)
+    unit = unit_of("a", [numel], 1)
+    unit.dtype, unit.gradient = dtype, torch.randn(numel)
+    expected, memory = unit.gradient.to(dtype), unit.gradient.untyped_storage().data_ptr()
+    for _ in range(2):
+        unit.round_gradient()
+        assert unit.gradient.dtype == dtype and torch.equal(unit.gradient, expected)
+        assert unit.gradient.untyped_storage().data_ptr() == memory
+
+
+def test_masters_take_over_what_was_written_and_keep_their_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "_CHUNK", 8)
+    master = torch.randn(100)
+    now, expected = master.bfloat16(), master.clone()
+    now[::7] = torch.arange(15).bfloat16() + 100
+    expected[::7] = torch.arange(15).float() + 100
+    adopt(master, now)
+    assert torch.equal(master, expected)

@@ -13,7 +13,9 @@ from torch.profiler import profile
 from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.comm.p2p import LocalP2P
 from lightning_holmes.comm.parameter_exchange import LocalExchange
+from lightning_holmes.pipeline import runner
 from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.device_calls import DeviceCalls
 from lightning_holmes.pipeline.observer import StepObserver
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.steps import StepDriver
@@ -164,7 +166,10 @@ class Counted:
 
     def __init__(self, receive: Any, under_way: list[int]) -> None:
         self._receive, self._under_way = receive, under_way
-        under_way.append(under_way[-1] + 1)
+
+    def post(self) -> None:
+        self._under_way.append(self._under_way[-1] + 1)
+        self._receive.post()
 
     def ready(self) -> bool:
         return bool(self._receive.ready())
@@ -176,28 +181,43 @@ class Counted:
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_the_first_batch_posts_a_receive_only_when_it_needs_the_tensors(
+def test_receives_are_posted_ahead_only_after_a_batch_in_which_cuda_has_allocated_nothing(
     trains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading kernels and first allocations may wait for the device, and so for whom a posted receive waits for."""
+    """Loading kernels, allocating and freeing may wait for the device, and so for whom a posted receive waits for."""
     under_way = [0]
-    receive = LocalP2P.receive
+    prepare = LocalP2P.prepare
+    more, calls = (
+        {"number": 0, "flushes": 0},
+        {"number": 0, "flushes": 0},
+    )  # what CUDA does in a batch, and has done so far
 
     def counted(self: LocalP2P, *arguments: Any) -> Counted:
-        return Counted(receive(self, *arguments), under_way)
+        return Counted(prepare(self, *arguments), under_way)
 
-    monkeypatch.setattr(LocalP2P, "receive", counted)
+    def called() -> DeviceCalls:
+        for kind, number in more.items():
+            calls[kind] += number
+        return DeviceCalls(**calls)
+
+    monkeypatch.setattr(LocalP2P, "prepare", counted)
+    monkeypatch.setattr(runner, "device_calls", called)
     with pipeline_of("1f1b", 2, 1) as (pipeline, _, batch):
         most = []
-        for _ in range(2):
+        for more["number"], more["flushes"] in ((9, 0), (0, 0), (2, 2), (0, 0), (0, 0)):
             for driver in pipeline.drivers:
                 driver.runner.p2p.finish()
-            run(pipeline.drivers, batch, trains=trains)
+            warned = pytest.warns(
+                UserWarning, match="so full that a batch of training_step has freed all cached memory"
+            )
+            with warned if more["flushes"] else nullcontext():
+                run(pipeline.drivers, batch, trains=trains)
             assert under_way[-1] == 0
             most.append(max(under_way))
             under_way[:] = [0]
+    at_need, ahead = (2, 3) if trains else (1, 2)
+    assert most == [at_need, at_need, ahead, at_need, ahead]
     # at once, of both ranks: in an evaluation only the second one receives
-    assert most == ([2, 3] if trains else [1, 2])
 
 
 def test_a_profile_names_each_action_with_its_layers() -> None:

@@ -52,6 +52,50 @@ def validate_schedule(schedule: Schedule) -> None:
     start_slots(schedule)
 
 
+def stuck_where_computations_wait(schedule: Schedule) -> list[str]:
+    """Return by rank the computation in which it waits for ever if a rank waits in each computation until all that it has sent is received
+    there, and all that it has posted is sent, as it may where memory of the device is allocated. Receives are posted when a computation
+    needs their tensors, with those before them from the same rank."""
+    sent: set[Action] = set()
+    posted: set[Action] = set()
+    queued: dict[tuple[int, int], list[Action]] = {}  # by rank and source
+    waits_for: list[list[tuple[Action, set[Action]]]] = [[] for _ in schedule.actions]
+    places, began = [0 for _ in schedule.actions], [-1 for _ in schedule.actions]
+
+    def begin(rank: int, compute: Action) -> None:
+        kind = Op.RECV_ACTIVATION if compute.op is Op.FORWARD else Op.RECV_GRADIENT
+        needed = Action(kind, compute.stage, compute.microbatch)
+        for queue in (q for (of, _), q in queued.items() if of == rank and needed in q):
+            while needed in queue and compute.op is not Op.BACKWARD_WEIGHT:
+                posted.add(queue[0])
+                waits_for[rank].append((queue.pop(0), sent))
+
+    def advance(rank: int) -> bool:
+        action = schedule.actions[rank][places[rank]]
+        if action.op in RECV_OPS:
+            source = schedule.rank_of(action.stage + (-1 if action.op is Op.RECV_ACTIVATION else 1))
+            queued.setdefault((rank, source), []).append(action)
+        elif action.op in SEND_OPS:
+            sent.add(receive_of(action))
+            waits_for[rank].append((receive_of(action), posted))
+        elif action.op in COMPUTE_OPS:
+            if began[rank] != places[rank]:
+                began[rank] = places[rank]
+                begin(rank, action)
+                return True
+            if not all(transfer in where for transfer, where in waits_for[rank]):
+                return False
+        places[rank] += 1
+        return True
+
+    def left() -> list[int]:
+        return [rank for rank, actions in enumerate(schedule.actions) if places[rank] < len(actions)]
+
+    while any(advance(rank) for rank in left()):
+        pass
+    return [f"rank {rank}: {schedule.actions[rank][places[rank]]}" for rank in left()]
+
+
 def _check_actions(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> None:
     counts = Counter(action for action in actions if action.op not in (Op.FETCH, Op.RELEASE))
     for action in _expected(schedule, rank):

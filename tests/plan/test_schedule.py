@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_checks import validate_schedule
+from schedule_checks import stuck_where_computations_wait, validate_schedule
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.memory import stage_in_flight
@@ -56,6 +56,13 @@ def test_valid_and_posted_ahead(schedule: Schedule) -> None:
                 consumer = Op.FORWARD if action.op is Op.RECV_ACTIVATION else schedule.gradient_op(action.stage)
                 needed_by = computes.index(Action(consumer, action.stage, action.microbatch))
                 assert num_before < needed_by or needed_by == 0
+
+
+@given(schedules())
+def test_no_rank_waits_for_ever_where_allocations_wait_for_the_device(schedule: Schedule) -> None:
+    """The others have no such promise: their stages send long before the receiver computes."""
+    stuck = stuck_where_computations_wait(schedule)
+    assert not stuck or schedule.name not in ("gpipe", "1f1b", "eager_1f1b", "zero_bubble")
 
 
 @given(schedules())

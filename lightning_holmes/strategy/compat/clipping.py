@@ -1,4 +1,4 @@
-"""Gradient clipping over all stages, and whole gradients for the hooks between backward and step.
+"""Gradient clipping over all stages, and what the hooks between backward and step do to whole gradients and to parameters.
 
 with clipping(trainer.precision_plugin, host, run.lifted): ...
 """
@@ -48,5 +48,6 @@ def _with_whole_gradients(plugin: Any, host: ShardedHost) -> Callable[[Any, Any]
             host.unscaled(1.0 / scaler.get_scale())
         own(model, optimizer)
         host.absorb()
+        host.adopt_values()
 
     return after_closure
