@@ -8,31 +8,18 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from plans import plan_of
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.loggers import RunRecord, WandbLogger
 from lightning_holmes.plan.groups import GroupPlan
-from lightning_holmes.plan.partition import make_uniform_partition
-from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import Plan
 
 
 def test_every_logger_gets_the_groups_with_their_transports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     reason = "ethernet: the interface that reaches the master"
-    plan = Plan(
-        pipeline_parallel_size=2,
-        data_parallel_size=1,
-        num_microbatches=4,
-        eval_num_microbatches=1,
-        schedule="1f1b",
-        num_chunks=1,
-        layers="layers",
-        partition=make_uniform_partition(4, 2),
-        placement=Placement(((0,), (1,))),
-        clusters=("a", "b"),
-        groups=(GroupPlan(name="world", axis="world", ranks=(0, 1), transport="gloo on eth0", reason=reason),),
-    )
+    group = GroupPlan(name="world", axis="world", ranks=(0, 1), transport="gloo on eth0", reason=reason)
+    plan = plan_of((0,), (1,), stages=(2, 2), groups=(group,))
     monkeypatch.setenv("WANDB_MODE", "offline")
     tables: dict[str, Any] = {}
     wandb = WandbLogger(save_dir=tmp_path, offline=True)

@@ -5,24 +5,20 @@ import io
 from pathlib import Path
 
 import pytest
+from plans import plan_of
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.groups import GroupPlan
-from lightning_holmes.plan.partition import make_uniform_partition
-from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.tables import print_plan
 
-PLAN = Plan(
-    pipeline_parallel_size=2,
-    data_parallel_size=2,
+PLAN = plan_of(
+    (0, 1),
+    (2, 3),
+    stages=(5, 4),
     num_microbatches=8,
     eval_num_microbatches=2,
-    schedule="1f1b",
-    num_chunks=1,
     layers="model.layers",
-    partition=make_uniform_partition(9, 2),
-    placement=Placement(((0, 1), (2, 3))),
     clusters=("berlin", "paris+rome"),
     groups=(
         GroupPlan(name="data0", axis="data_parallel", ranks=(0, 1), transport="gloo", reason="the only one on CPU"),

@@ -1,26 +1,14 @@
 """Saved plans against another topology or model: refused with the difference."""
 
 import pytest
+from plans import plan_of
 
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.saved_plan import check_plan
 
-PLAN = Plan(
-    pipeline_parallel_size=2,
-    data_parallel_size=2,
-    num_microbatches=4,
-    eval_num_microbatches=1,
-    schedule="1f1b",
-    num_chunks=1,
-    layers="layers",
-    partition=make_uniform_partition(9, 2),
-    placement=Placement(((0, 1), (2, 3))),
-    clusters=("east", "west"),
-)
+PLAN = plan_of((0, 1), (2, 3), stages=(5, 4))
 
 
 def topology(**sizes: int) -> Topology:

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import plan_of
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.plan.partition import Partition
-from lightning_holmes.plan.placement import Placement
-from lightning_holmes.plan.plan import Plan
 
 SWITCHES = ("broadcast_batch", "async_checkpoint", "master_weights", "save_distributed_checkpoint")
 
@@ -30,6 +28,9 @@ SWITCHES = ("broadcast_batch", "async_checkpoint", "master_weights", "save_distr
         ({"num_chunks": 1, "schedule": "interleaved_1f1b"}, "needs num_chunks of at least 2"),
         ({"tensor_parallel_size": 2, "schedule": "zero_bubble"}, "split backward"),
         ({"compression": "fp16"}, '"bf16" or None'),
+        ({"sharding": True}, "sharding=True is not known"),
+        ({"master_weights": 1}, "master_weights=1"),
+        ({"sharding": "none", "master_weights": True}, 'sharding is "none"'),
         ({"sharding": "all"}, '"auto", "none", "optimizer" or "parameters"'),
         ({"save_distributed_checkpoint": "yes"}, 'True, False or "auto"'),
         ({"monitor": 0}, "monitor=0"),
@@ -91,20 +92,7 @@ def test_what_sums_over_replicas_is_no_way_to_optimizer_nodes(collective: str) -
         HolmesStrategy(optimizer_nodes=1, gradient_sync=collective)
 
 
-PLAN = Plan(
-    pipeline_parallel_size=1,
-    data_parallel_size=2,
-    num_microbatches=4,
-    eval_num_microbatches=1,
-    schedule="breadth_first",
-    num_chunks=4,
-    layers="layers",
-    partition=Partition((1, 1, 1, 1)),
-    placement=Placement(((0, 1),)),
-    clusters=("one",),
-    sharding="parameters",
-    collectives=("p2p",),
-)
+PLAN = plan_of((0, 1), stages=(1,) * 4, schedule="breadth_first", sharding="parameters", collectives=("p2p",))
 
 
 def test_a_plan_file_stands_for_all_arguments_that_it_decides(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comparing import differences
 from launch import launch
+from plans import plan_of
 from runtime_plan_cases import Uneven
-from strategy_cases import Classifier, Setting, build, differences, numbers, samples
+from strategy_cases import Classifier, Setting, build, numbers, samples
 
 from lightning_holmes.commands.plan_command import PlanRequest, make_cost_model, run_plan, strategy_settings
 from lightning_holmes.plan.partition import Partition
@@ -68,16 +70,12 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
 
 def test_each_choice_of_a_plan_file_is_followed(tmp_path: Path) -> None:
     """Each plan differs from the first in one choice, and no argument or measurement would choose that on one host."""
-    base = Plan(
-        pipeline_parallel_size=2,
-        data_parallel_size=2,
+    base = plan_of(
+        (0, 1),
+        (2, 3),
+        stages=(2, 2),
         num_microbatches=2,
-        eval_num_microbatches=1,
-        schedule="1f1b",
-        num_chunks=1,
         layers="blocks",
-        partition=Partition((2, 2)),
-        placement=Placement(((0, 1), (2, 3))),
         clusters=("cluster0", "cluster0"),
         sharding="none",
         collectives=("all_reduce", "all_reduce"),

@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import pytest
+from plans import plan_of
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
@@ -12,7 +13,7 @@ from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.partition import Partition, make_uniform_partition
+from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 from lightning_holmes.plan.planner import Known, choose, complete
@@ -249,18 +250,7 @@ def test_what_is_sharded_and_summed_is_added_with_the_reasons() -> None:
     )
 
 
-PLAN = Plan(
-    pipeline_parallel_size=2,
-    data_parallel_size=1,
-    num_microbatches=4,
-    eval_num_microbatches=1,
-    schedule="1f1b",
-    num_chunks=1,
-    layers="layers",
-    partition=Partition((5, 4)),
-    placement=Placement(((0,), (1,))),
-    clusters=("east", "west"),
-)
+PLAN = plan_of((0,), (1,), stages=(5, 4))
 
 
 def test_a_plan_file_decides_all_and_takes_nothing_beside_it() -> None:
