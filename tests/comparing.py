@@ -1,0 +1,43 @@
+"""Compares what a run gave with what its baseline gave."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare tensors by name, to 1e-5 of the largest entry of each."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
+
+
+def differences(plain: Any, staged: Any, path: str = "", relative: float = 1e-5) -> list[str]:
+    """Return where two results (numbers, texts, tensors, and dicts and lists of them) differ, as text."""
+    if isinstance(plain, dict) and isinstance(staged, dict):
+        found = [f"{path}.{k}: only in one" for k in plain.keys() ^ staged.keys()]
+        for key in plain.keys() & staged.keys():
+            found += differences(plain[key], staged[key], f"{path}.{key}", relative)
+        return found
+    if isinstance(plain, (list, tuple)) and isinstance(staged, (list, tuple)):
+        if len(plain) != len(staged):
+            return [f"{path}: lengths {len(plain)} and {len(staged)}: {str(plain)[:200]} and {str(staged)[:200]}"]
+        pairs = enumerate(zip(plain, staged, strict=True))
+        return [d for i, (a, b) in pairs for d in differences(a, b, f"{path}[{i}]", relative)]
+    if isinstance(plain, Tensor) and isinstance(staged, Tensor):
+        if plain.shape != staged.shape:
+            return [f"{path}: shapes {tuple(plain.shape)} and {tuple(staged.shape)}"]
+        if torch.allclose(plain.double(), staged.double(), rtol=relative, atol=relative, equal_nan=True):
+            return []
+        return [f"{path}: tensors differ by {float((plain.double() - staged.double()).abs().max()):.2e}"]
+    if isinstance(plain, (int, float)) and isinstance(staged, (int, float)):
+        close = math.isclose(plain, staged, rel_tol=relative, abs_tol=relative)
+        return [] if close or (math.isnan(plain) and math.isnan(staged)) else [f"{path}: {plain} and {staged}"]
+    return [] if plain == staged else [f"{path}: {plain!r} and {staged!r}"]
