@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +13,33 @@ from strategy_cases import Classifier, Setting, build, samples
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.optim import bucket_reducer
 from lightning_holmes.plan.timeline import BESIDE_KINDS, Timeline
+
+
+class MonitorCounter(pl.Callback):
+    """Counts the TimelineMonitors of a trainer while it trains."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = sum(isinstance(c, TimelineMonitor) for c in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def monitored(payload: Any) -> dict[str, Any]:
+    """Train two epochs of four batches, with a validation between unless ``payload["validates"]`` is False; return on rank 0
+    what was written, and on every rank the number of monitors."""
+    bucket_reducer.LEAST_BUCKET_BYTES = 256  # so that a small module has several buckets
+    setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"], replicas=payload["replicas"])
+    counter = MonitorCounter()
+    trainer = setting.trainer(max_epochs=2, callbacks=[counter])
+    validation = setting.loader(samples(16, seed=1), 16) if payload.get("validates", True) else None
+    trainer.fit(build(Classifier), setting.loader(samples(64), 16), validation)
+    path = Path(payload["folder"]) / "timeline.json"
+    return {
+        "data": json.loads(path.read_text()) if trainer.is_global_zero else None,
+        "drawn": path.with_suffix(".png").exists() if trainer.is_global_zero else None,
+        "monitors": counter.found,
+    }
+
 
 KINDS = {"forward", "backward", "wait", "reduce", "update", "other"}
 
@@ -32,7 +59,7 @@ def labels_of(trace: Path) -> list[str]:
 )
 def test_a_monitored_run_writes_what_every_rank_did(tmp_path: Path, holmes: dict, replicas: int) -> None:
     payload = {"folder": str(tmp_path), "holmes": {**holmes, "monitor": True}, "replicas": replicas}
-    results = launch(2 * replicas, "monitor_cases:monitored", payload, timeout_s=120)
+    results = launch(2 * replicas, "test_monitor:monitored", payload, timeout_s=120)
     assert [result["monitors"] for result in results] == [1] * 2 * replicas
     data = results[0]["data"]
     assert results[0]["drawn"]
@@ -75,7 +102,7 @@ def test_the_buckets_of_replicas_are_noted_beside_the_backward(tmp_path: Path, s
     holmes = {"num_microbatches": 1, "monitor": True, "sharding": "optimizer" if sharded else "none"}
     # without validation and trials of a split, which wait for the parameters, so that a step after them gathers nothing
     payload = {"folder": str(tmp_path), "holmes": holmes, "replicas": 2, "validates": False}
-    data = launch(2, "monitor_cases:monitored", payload, timeout_s=120)[0]["data"]
+    data = launch(2, "test_monitor:monitored", payload, timeout_s=120)[0]["data"]
     for replica in data["replicas"]:
         (row,) = Timeline.from_data(replica["timeline"]).spans
         found = {kind: [span for span in row if span.kind == kind] for kind in BESIDE_KINDS}

@@ -91,44 +91,6 @@ def test_a_parameter_stays_the_object_that_it_is() -> None:
     assert (parameter * 2).sum() == 6
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: p.detach().mul_(2),
-        lambda p: p.data.mul_(2),
-        lambda p: setattr(p, "data", torch.zeros(3)),
-        lambda p: p.data[0].zero_(),
-    ],
-)
-def test_a_parameter_that_is_here_for_a_while_is_left_as_it_was(change: Callable[[Any], Any]) -> None:
-    parameter = nn.Parameter(torch.tensor([1.0, float("nan"), -0.0]))
-    absence, source = made(parameter.detach())
-    absence.show(parameter, source)
-    assert type(parameter * 2) is Tensor and parameter.data[0] == 1
-    copied = copy.deepcopy(parameter)
-    assert type(copied) is nn.Parameter and copied[0] == 1
-    absence.check(parameter)  # which has been read, but not changed
-    with pytest.raises(AbsentValueError, match="the step changes it, of which a stage has a copy"):
-        change(parameter)
-        absence.check(parameter)
-
-
-def test_classes_of_the_users_own_stay_what_they_are() -> None:
-    class Own(nn.Parameter):
-        pass
-
-    parameter = Own(torch.ones(2))
-    absence, source = made(parameter.detach())
-    absence.hide(parameter, source)
-    with pytest.raises(AbsentValueError, match="read where it was not"):
-        parameter.tolist()
-    absence.show(parameter, source)
-    absence.check(parameter)
-    assert isinstance(parameter, Own) and type(parameter).__name__ == "Own"
-    absence.forget(parameter)
-    assert type(parameter) is Own
-
-
 @pytest.mark.parametrize("error", [UnsupportedModuleError, AbsentValueError])
 @pytest.mark.parametrize(
     "operator", [lambda t: t == 1.0, lambda t: torch.ones(2) - t, lambda t: 2 * t, lambda t: t @ t]

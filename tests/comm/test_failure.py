@@ -16,8 +16,8 @@ from lost_connections import raise_in
 from lightning_holmes.comm import failure, uncaught
 from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.failure import Failure, FailureWatch
-from lightning_holmes.comm.uncaught import line_of, one_line, show_as
-from lightning_holmes.errors import RemoteError, UnevenDataError
+from lightning_holmes.comm.uncaught import one_line
+from lightning_holmes.errors import RemoteError
 
 OTHERS = [rank for rank in range(SIZE) if rank != CULPRIT]
 
@@ -168,52 +168,6 @@ def test_a_process_whose_own_run_has_failed_is_not_ended(ended: list[int]) -> No
     assert watches[0].cause is not None and not ended
 
 
-def test_a_rank_that_left_a_batch_before_its_step_ends_those_that_wait_in_it(
-    ended: list[int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = KeptStore()
-    watches = [FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
-    watches[0].on_absence = lambda batch: batch == 7
-    watches[1].tell_absence(7, "rank 1 has left")
-    watches[0]._thread.join(60)
-    assert (
-        ended and "[rank 0] ends, because rank 1 failed: UnevenDataError: rank 1 has left\n" in capsys.readouterr().err
-    )
-    explained = watches[1].explain(lost_connection())
-    assert isinstance(explained, UnevenDataError) and str(explained) == "rank 1 has left"
-
-
-@pytest.mark.usefixtures("ended")
-def test_another_rank_asks_rank_0_to_end() -> None:
-    store = KeptStore()
-    watches = [FailureWatch(store, rank=rank, world_size=2) for rank in range(2)]
-    watches[1].ask_to_end()
-    for _ in range(1000):
-        if watches[0].asked_to_end:
-            break
-        threading.Event().wait(0.01)
-    for watch in watches:
-        watch.stop()
-    assert watches[0].asked_to_end and not watches[1].asked_to_end
-
-
-@pytest.mark.usefixtures("ended")
-def test_a_store_that_does_not_answer_delays_a_failure_little_and_leaves_no_thread_after_a_good_end() -> None:
-    for end in (lambda w: w.report(ValueError("here")), FailureWatch.stop):
-        store = KeptStore()
-        watch = FailureWatch(store, rank=1, world_size=2)
-        store.answers.clear()
-        watch._seconds_silent = failure._ANSWER_S
-        ending = threading.Thread(target=end, args=(watch,))
-        ending.start()
-        ending.join(0.3)
-        assert ending.is_alive() == (end is FailureWatch.stop), "what ends well waits for the answer"
-        store.answers.set()
-        ending.join(60)
-        watch._thread.join(60)
-        assert not ending.is_alive() and not watch._thread.is_alive()
-
-
 @pytest.mark.parametrize("raised", [KeyError("pace"), RuntimeError("out of range"), ConnectionError("a user's")])
 def test_an_error_in_the_watch_ends_all_ranks_with_its_own_words(
     raised: Exception, ended: list[int], capsys: pytest.CaptureFixture[str]
@@ -282,22 +236,6 @@ def test_a_card_that_stays_down_is_told_and_one_that_flaps_is_not(
         told.append(cards.lost())
         clock[0] += 1.0
     assert told[:5] == [None] * 5 and told[5] == f"the card ib0 went down ({tmp_path}/ib0/operstate says 'down')"
-
-
-def test_an_exception_with_a_line_is_shown_as_it_and_any_other_as_before(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    others: list[BaseException] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, value, trace: others.append(value))
-    named, wrapped, other = ValueError("named"), KeyError("while it was handled"), ValueError("other")
-    wrapped.__context__ = named
-    show_as(named, "once")
-    show_as(named, "a line")
-    for error in (named, wrapped, other):
-        sys.excepthook(type(error), error, None)
-    assert others == [other] and capsys.readouterr().err == "a line\na line\n"
-    assert (line_of(wrapped), line_of(other)) == ("a line", None)
-    assert (one_line(ValueError("a\nb")), one_line(ValueError())) == ("ValueError: a", "ValueError")
 
 
 @pytest.mark.parametrize(("name", "ends"), [("holmes-checkpoint", [1]), ("users", [])])
