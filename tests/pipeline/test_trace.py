@@ -10,12 +10,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
 from lightning_holmes.checking.first_step import attached
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline.own_generators import find_generators, states_of
-from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
+from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.plan.partition import Partition
 
@@ -62,77 +61,6 @@ def test_parameters_are_read_where_they_are_read() -> None:
     partition = Partition((2, 1))
     assert found.parameters_of(partition, 0) == {n for n in found.readers if not n.startswith(("head", "layers.2"))}
     assert found.stages_of(partition, "unused") == (0, 1), "what no traced step reads is on every stage"
-
-
-def test_tied_parameters_are_read_at_both_ends() -> None:
-    class Tied(Net):
-        def path(self, x: Tensor) -> Tensor:
-            x = x @ self.stem.weight
-            for layer in self.layers:
-                x = layer(x)
-            return x @ self.stem.weight.T
-
-    assert traced(Tied()).readers["stem.weight"] == {0, AFTER}
-
-
-def test_a_skip_past_a_layer_forbids_the_split_points_that_it_crosses() -> None:
-    class Skip(Net):
-        def path(self, x: Tensor) -> Tensor:
-            first = self.layers[0](self.stem(x))
-            return self.head(self.layers[2](self.layers[1](first)) + first)
-
-    found = traced(Skip())
-    assert [(b.first_split_point, b.last_split_point) for b in found.bypasses] == [(1, 2)]
-    found.check_partition(Partition((1, 2)))  # only the hidden state crosses this split point
-    with pytest.raises(
-        UnsupportedModuleError, match=r"splitting layers after layer 1 would lose .*after the layers \[0\]"
-    ):
-        found.check_partition(Partition((2, 1)))
-
-
-def test_only_outputs_that_are_read_later_are_live() -> None:
-    class Two(nn.Linear):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return super().forward(x), x.detach().sum(dim=1)
-
-    class TwoOutputs(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Two(4, 4) for _ in range(3))
-
-        def path(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x, _ = layer(x)
-            return self.head(x)
-
-    output = traced(TwoOutputs()).outputs["training_step"][1]
-    assert output.live == (True, False)
-    assert output.shapes == ((6, 4), (6,)) and output.input_shape == (6, 4)
-
-
-def test_state_that_a_step_changes_is_known_by_its_place() -> None:
-    class Changing(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("seen", torch.zeros(1))
-            self.mean = MeanMetric()
-            self.calls = 0
-
-        def path(self, x: Tensor) -> Tensor:
-            self.seen += 1
-            x = super().path(x)
-            self.mean.update(x.detach().mean())
-            self.log("mean", self.mean, on_step=True)
-            self.calls += 1
-            return x
-
-    found = traced(Changing())
-    assert found.buffer_writers["seen"] == BEFORE
-    assert any("seen" in change for change in found.early_changes)
-    assert found.step_metrics == ("mean",)
-    assert any("calls" in value for value in found.kept_values)
-    with pytest.raises(UnsupportedModuleError, match=r"seen.*with 2 stages on a rank that would happen 2 times"):
-        found.check_chunks(2)
 
 
 def test_values_in_objects_are_followed_one_by_one() -> None:
