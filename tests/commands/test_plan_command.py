@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,20 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
+def planned(capsys, *args: str) -> dict[str, Any]:
+    """Run a command that succeeds, and return its JSON."""
+    code, out, err = run(capsys, *args)
+    assert code == 0, err
+    return json.loads(out[out.index("{") :])
+
+
+def refusal(capsys, *args: str) -> str:
+    """Run a command that is refused, and return what it says."""
+    code, _, err = run(capsys, *args)
+    assert code == 2 and "Traceback" not in err
+    return err
+
+
 def test_the_recipe_is_planned_from_its_own_config(capsys, tmp_path):
     code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", f"--plot={tmp_path / 'step.png'}")
     assert code == 0, err
@@ -69,9 +84,7 @@ def test_the_recipe_is_planned_from_its_own_config(capsys, tmp_path):
 
 def test_what_the_config_fixes_stays_fixed(capsys):
     fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=4", "--trainer.strategy.init_args.schedule=gpipe"]
-    code, out, err = run(capsys, *RECIPE, *fixed, "--device_type=here", "--format=json")
-    assert code == 0, err
-    data = json.loads(out[out.index("{") :])
+    data = planned(capsys, *RECIPE, *fixed, "--device_type=here", "--format=json")
     found = {
         (e["pipeline_parallel_size"], e["num_microbatches"], e["schedule"]) for e in (data["best"], *data["runners_up"])
     }
@@ -85,9 +98,7 @@ def test_a_topology_with_an_optimizer_host_is_planned_with_it(capsys, tmp_path):
     path.write_text(
         f"clusters: [{{name: c, hosts: [{{name: w, count: 2, devices: 2, {card}}}, {{name: cpu, role: optimizer}}]}}]"
     )
-    code, out, err = run(capsys, *RECIPE, f"--topology={path}", "--device_type=A100-80GB", "--format=json")
-    assert code == 0, err
-    data = json.loads(out[out.index("{") :])
+    data = planned(capsys, *RECIPE, f"--topology={path}", "--device_type=A100-80GB", "--format=json")
     best, parameters = data["best"], data["model"]["num_parameters"]
     assert best["schedule"] == "breadth_first" and not best["sharded_parameters"]
     assert best["optimizer_nodes"]["count"] == 1
@@ -102,15 +113,13 @@ def test_arguments_of_the_strategy_change_the_prediction_as_they_change_a_run(ca
     found = []
     for more in ([], ["sharding=optimizer", "compression=bf16"]):
         given = [f"--trainer.strategy.init_args.{argument}" for argument in more]
-        code, out, err = run(capsys, *RECIPE, *fixed, *given, "--device_type=A100-80GB", "--format=json")
-        assert code == 0, err
-        found.append(json.loads(out[out.index("{") :])["best"])
+        found.append(planned(capsys, *RECIPE, *fixed, *given, "--device_type=A100-80GB", "--format=json")["best"])
     plain, given = found
     assert (plain["sharded_optimizer"], given["sharded_optimizer"]) == (False, True), "auto: the states are small"
     assert given["exposed_s"]["pipeline"] < plain["exposed_s"]["pipeline"]
     assert max(given["memory_bytes"]) < max(plain["memory_bytes"])
-    code, _, err = run(capsys, *RECIPE, "--trainer.strategy.init_args.compression=zip", "--device_type=A100-80GB")
-    assert code == 2 and "compression" in err
+    err = refusal(capsys, *RECIPE, "--trainer.strategy.init_args.compression=zip", "--device_type=A100-80GB")
+    assert "compression" in err
 
 
 def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
@@ -122,9 +131,7 @@ def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
     checkpoint.mkdir()
     path.rename(checkpoint / "plan.yaml")
     given = [f"--trainer.strategy.init_args.plan={checkpoint}", "--trainer.strategy.init_args.num_microbatches=auto"]
-    code, out, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--format=json")
-    assert code == 0, err
-    best = json.loads(out[out.index("{") :])["best"]
+    best = planned(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--format=json")["best"]
     assert (best["schedule"], best["num_microbatches"]) == (plan.schedule, plan.num_microbatches)
     assert tuple(best["partition"]) == plan.partition.layer_counts
     fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=2", "--sharding=optimizer"]
@@ -133,8 +140,8 @@ def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
     assert code == 0, err
     made = Plan.load(shared)
     assert (made.sharding, made.collectives, made.data_parallel_size) == ("optimizer", ("reduce_scatter",) * 2, 2)
-    code, _, err = run(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--model.init_args.num_layers=6")
-    assert code == 2 and "is not for this run" in err and "layers, this model has 6" in err
+    err = refusal(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--model.init_args.num_layers=6")
+    assert "is not for this run" in err and "layers, this model has 6" in err
 
 
 def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
@@ -144,13 +151,11 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
     command = ["plan", "--config", str(tmp_path / "config.yaml"), shape, "--device_type=A100-80GB", "--format=json"]
     more = ["--batch_samples=1536", "--tensor_parallel_sizes=[1,8]", "--sharding=optimizer"]
     more += ["--model.init_args.gradient_checkpointing=true"]
-    code, out, err = run(capsys, *command, *more)
-    assert code == 0, err
-    data = json.loads(out[out.index("{") :])
+    data = planned(capsys, *command, *more)
     assert data["model"]["layers"][0]["parameter_bytes"] == pytest.approx(2 * 12 * 8192**2, rel=1e-3)
     assert sum(data["best"]["partition"]) == 24 and data["best"]["tokens_per_s"] > 0
-    code, _, err = run(capsys, *command, "--trainer.strategy.init_args.pipeline_parallel_size=1")
-    assert code == 2 and "GiB a device are missing" in err and "What can make it fit" in err
+    err = refusal(capsys, *command, "--trainer.strategy.init_args.pipeline_parallel_size=1")
+    assert "GiB a device are missing" in err and "What can make it fit" in err
 
 
 @pytest.mark.parametrize(
@@ -172,8 +177,7 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
     ],
 )
 def test_refused(capsys, options, words):
-    code, _, err = run(capsys, *RECIPE, *options)
-    assert code == 2 and "Traceback" not in err
+    err = refusal(capsys, *RECIPE, *options)
     for word in words:
         assert word in err
 
@@ -282,9 +286,7 @@ SMALL = ["plan", "--trainer.strategy=holmes", "--trainer.devices=2", "--device_t
 def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the_modules_own_example(capsys):
     found = []
     for name in ("Reads", "Runs"):
-        code, out, err = run(capsys, *SMALL, f"--model={__name__}.{name}")
-        assert code == 0, err
-        found.append(json.loads(out[out.index("{") :]))
+        found.append(planned(capsys, *SMALL, f"--model={__name__}.{name}"))
     reads, runs = (data["model"]["layers"] for data in found)
     assert reads == runs and reads[0]["forward"] == 2 * 8 * 8, "a sample through a matrix"
     assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
@@ -294,9 +296,7 @@ def test_configure_model_runs_once_whatever_init_has_built(capsys):
     found = {}
     for name in ("Runs", "Late", "SetUp", "AsksARun", "Adapted"):
         options = ["--format=json", f"--model={__name__}.{name}"]
-        code, out, err = run(capsys, *SMALL, *options)
-        assert code == 0, err
-        found[name] = json.loads(out[out.index("{") :])["model"]
+        found[name] = planned(capsys, *SMALL, *options)["model"]
         module = globals()["Runs" if name in ("SetUp", "AsksARun") else name]()
         module.configure_model()
         size = sum(p.numel() for p in module.parameters())
@@ -313,8 +313,8 @@ def test_configure_model_runs_once_whatever_init_has_built(capsys):
     [(2, ["which network joins", "--topology FILE", "count: 2"]), (0, ["at least 1"]), (-1, ["at least 1"])],
 )
 def test_several_hosts_are_those_of_a_file(capsys, tmp_path, number, words):
-    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Runs", f"--trainer.num_nodes={number}")
-    assert code == 2 and all(word in err for word in [f"num_nodes={number}", *words]), err
+    err = refusal(capsys, *SMALL, f"--model={__name__}.Runs", f"--trainer.num_nodes={number}")
+    assert all(word in err for word in [f"num_nodes={number}", *words]), err
     if number > 1:
         path = tmp_path / "all.yaml"
         path.write_text(re.search(r"clusters: \[.*\](?=, and give)", err.replace("\n", " "))[0])
@@ -327,13 +327,13 @@ def test_several_hosts_are_those_of_a_file(capsys, tmp_path, number, words):
 def test_a_step_may_ask_its_trainer_and_what_fit_refuses_is_refused(capsys):
     code, out, err = run(capsys, *SMALL, f"--model={__name__}.Asks")
     assert code == 0 and '"name": "Asks"' in out, err
-    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Manual")
-    assert code == 2 and "Manual uses manual optimization" in err and "Traceback" not in err
+    err = refusal(capsys, *SMALL, f"--model={__name__}.Manual")
+    assert "Manual uses manual optimization" in err
 
 
 def test_a_configure_model_that_needs_ranks_is_told_that_there_are_none(capsys):
-    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Shares")
-    assert code == 2 and "Shares.configure_model" in err and "only if self.device_mesh is not None" in err
+    err = refusal(capsys, *SMALL, f"--model={__name__}.Shares")
+    assert "Shares.configure_model" in err and "only if self.device_mesh is not None" in err
 
 
 @pytest.mark.parametrize(
@@ -341,33 +341,30 @@ def test_a_configure_model_that_needs_ranks_is_told_that_there_are_none(capsys):
 )
 def test_devices_are_counted_as_lightning_counts_them(capsys, monkeypatch, devices, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    code, out, err = run(capsys, *SMALL, f"--trainer.devices={devices}", f"--model={__name__}.Runs")
-    assert code == 0, err
-    assert json.loads(out[out.index("{") :])["clusters"][0]["devices"] == count
+    data = planned(capsys, *SMALL, f"--trainer.devices={devices}", f"--model={__name__}.Runs")
+    assert data["clusters"][0]["devices"] == count
 
 
 @pytest.mark.parametrize("devices", ["auto", "-1"])
 def test_all_devices_of_a_host_are_those_of_the_topology_or_have_to_be_said(capsys, monkeypatch, tmp_path, devices):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     command = [*SMALL, f"--trainer.devices={devices}", f"--model={__name__}.Runs"]
-    code, _, err = run(capsys, *command)
-    assert code == 2 and f"trainer.devices={devices!r}" in err and "--topology FILE" in err
+    err = refusal(capsys, *command)
+    assert f"trainer.devices={devices!r}" in err and "--topology FILE" in err
     (tmp_path / "topology.yaml").write_text("clusters: [{name: c, hosts: [{name: h, devices: 4}]}]")
-    code, out, err = run(capsys, *command, f"--topology={tmp_path / 'topology.yaml'}")
-    assert code == 0 and json.loads(out[out.index("{") :])["clusters"][0]["devices"] == 4, err
-    code, out, err = run(capsys, *command, "--trainer.accelerator=cpu")
-    assert code == 0 and json.loads(out[out.index("{") :])["clusters"][0]["devices"] == 1, err
+    assert planned(capsys, *command, f"--topology={tmp_path / 'topology.yaml'}")["clusters"][0]["devices"] == 4
+    assert planned(capsys, *command, "--trainer.accelerator=cpu")["clusters"][0]["devices"] == 1
 
 
 def test_no_devices_are_refused(capsys):
-    code, _, err = run(capsys, *SMALL, "--trainer.devices=0", f"--model={__name__}.Runs")
-    assert code == 2 and "trainer.devices='0'" in err and "a number of at least 1" in err
+    err = refusal(capsys, *SMALL, "--trainer.devices=0", f"--model={__name__}.Runs")
+    assert "trainer.devices='0'" in err and "a number of at least 1" in err
 
 
 def test_a_large_module_that_reads_values_is_refused_and_told_why(capsys, monkeypatch):
     monkeypatch.setattr("lightning_holmes.commands.plan_command.LARGEST_RUN", 100)
-    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Reads")
-    assert code == 2 and "Reads.training_step does not run on tensors without values" in err
+    err = refusal(capsys, *SMALL, f"--model={__name__}.Reads")
+    assert "Reads.training_step does not run on tensors without values" in err
     assert "288 parameters" in err and "leave the value out" in err and "up to 100 are" in err
 
 
@@ -458,9 +455,7 @@ def documented_keys() -> dict[str, set[str]]:
 
 def test_precision_counts(capsys):
     def step_s(*more: str) -> float:
-        code, out, err = run(capsys, *RECIPE, "--format=json", *more)
-        assert code == 0, err
-        return json.loads(out[out.index("{") :])["best"]["step_s"]
+        return planned(capsys, *RECIPE, "--format=json", *more)["best"]["step_s"]
 
     half, fp32 = (
         step_s("--device_type=A100-80GB", f"--trainer.precision={name}") for name in ("bf16-mixed", "32-true")
@@ -480,13 +475,11 @@ def test_types_of_hosts_are_those_of_the_file_and_said_once(capsys, tmp_path):
     unlike = topology_of(tmp_path / "unlike.yaml", "A100-80GB", "A100-40GB")
     command = [*[entry for entry in SMALL if "device_type" not in entry], f"--model={__name__}.Runs", unlike]
     strategy = ["--trainer.strategy=lightning_holmes.HolmesStrategy"]
-    code, out, err = run(capsys, *command, *strategy, "--trainer.strategy.init_args.pipeline_parallel_size=2")
-    assert code == 0, err
-    data = json.loads(out[out.index("{") :])
+    data = planned(capsys, *command, *strategy, "--trainer.strategy.init_args.pipeline_parallel_size=2")
     assert data["clusters"][0]["device_type"] == "A100-80GB and A100-40GB"
     assert [limit / 2**30 for limit in data["best"]["memory_limit_bytes"]] == pytest.approx([0.92 * 80, 0.92 * 40])
-    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Runs", unlike)
-    assert code == 2 and "device_type='T4'" in err and "leave one of the two out" in err
+    err = refusal(capsys, *SMALL, f"--model={__name__}.Runs", unlike)
+    assert "device_type='T4'" in err and "leave one of the two out" in err
 
 
 HALF, MIXED = "lightning.pytorch.plugins.HalfPrecision", "lightning.pytorch.plugins.MixedPrecision"
@@ -552,18 +545,14 @@ def test_a_module_that_makes_float32_itself_is_predicted_as_the_trainer_converts
     found = {}
     for precision in ("32-true", "bf16-true"):
         options = [f"--trainer.precision={precision}", f"--model={__name__}.BuildsInFloat32", "--batch_shape=4x8"]
-        code, out, err = run(capsys, "plan", *options, *SMALL[1:])
-        assert code == 0, err
-        found[precision] = json.loads(out[out.index("{") :])["model"]
+        found[precision] = planned(capsys, "plan", *options, *SMALL[1:])["model"]
     assert found["32-true"]["parameter_itemsize"] == 4 and found["bf16-true"]["parameter_itemsize"] == 2
     wide, narrow = (sum(layer["parameter_bytes"] for layer in found[precision]["layers"]) for precision in found)
     assert wide == 2 * narrow == 4 * (64 + 8) * 4
 
 
 def test_every_key_of_the_json_is_documented_and_the_reverse(capsys):
-    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", "--format=json")
-    assert code == 0, err
-    data = json.loads(out[out.index("{") :])
+    data = planned(capsys, *RECIPE, "--device_type=A100-80GB", "--format=json")
     plans = set(data["best"])
     assert data["runners_up"] and set(data["runners_up"][0]) == plans - {"timeline"}
     assert documented_keys() == {
