@@ -47,6 +47,16 @@ def _few_objects() -> Iterator[None]:
         keep_what_is_left()
 
 
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A default process group of one process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def testbed_works() -> None:
     """Skip if this machine cannot run a testbed (it needs root and namespaces); with HOLMES_REQUIRE_TESTBED=1, fail

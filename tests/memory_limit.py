@@ -19,6 +19,13 @@ from pathlib import Path
 import pytest
 
 
+def resident_mb(field: str) -> float:
+    """Return a field of /proc/self/status in MB: VmRSS is this process's size, VmHWM the highest since it was reset."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024 / 1e6
+
+
 @dataclass(frozen=True)
 class MemoryLimit:
     """One cgroup with a memory limit."""

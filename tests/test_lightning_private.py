@@ -39,14 +39,6 @@ def trainer_for(folder: Path, **options: Any) -> pl.Trainer:
     return pl.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, **(defaults | quiet | options))
 
 
-@pytest.fixture
-def alone(tmp_path: Path) -> Any:
-    """A default process group of one process."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # processes and collectives
 
 

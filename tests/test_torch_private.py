@@ -57,17 +57,13 @@ def test_a_dispatch_mode_sees_values_becoming_python_numbers() -> None:
     assert [n for n, _ in recorder.seen].count("aten::_local_scalar_dense") == 2
 
 
-def test_the_default_store_keeps_values(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        store = torch_private.default_store()
-        store.set("holmes/test", "value")
-        assert store.check(["holmes/test"]) and store.get("holmes/test") == b"value"
-    finally:
-        dist.destroy_process_group()
+def test_the_default_store_keeps_values(alone: None) -> None:
+    store = torch_private.default_store()
+    store.set("holmes/test", "value")
+    assert store.check(["holmes/test"]) and store.get("holmes/test") == b"value"
 
 
-def test_the_part_of_a_dtensor_is_found_and_replaced_and_collectives_tell_their_ranks(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_part_of_a_dtensor_is_found_and_replaced_and_collectives_tell_their_ranks(alone: None) -> None:
     from torch.distributed import _functional_collectives as collectives
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -80,20 +76,16 @@ def test_the_part_of_a_dtensor_is_found_and_replaced_and_collectives_tell_their_
                 self.seen.append(torch_private.collective_ranks(func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), DeviceMesh("cpu", [0]), [Shard(0)]))
-        local = torch.full((4, 2), 3.0)
-        torch_private.set_local_tensor(weight, local)
-        assert torch_private.local_tensor(weight) is local and float((weight.detach() * 2).full_tensor().sum()) == 48
-        with Ranks() as mode:
-            result = collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
-            filled = torch_private.async_value(result)
-            assert torch.equal(result + 0, torch.ones(2))
-        assert type(filled) is torch.Tensor and torch_private.async_value(local) is local
-        assert mode.seen[0] == [0] and mode.seen[1:] in ([], [None])
-    finally:
-        dist.destroy_process_group()
+    weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), DeviceMesh("cpu", [0]), [Shard(0)]))
+    local = torch.full((4, 2), 3.0)
+    torch_private.set_local_tensor(weight, local)
+    assert torch_private.local_tensor(weight) is local and float((weight.detach() * 2).full_tensor().sum()) == 48
+    with Ranks() as mode:
+        result = collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        filled = torch_private.async_value(result)
+        assert torch.equal(result + 0, torch.ones(2))
+    assert type(filled) is torch.Tensor and torch_private.async_value(local) is local
+    assert mode.seen[0] == [0] and mode.seen[1:] in ([], [None])
 
 
 def test_batch_norms_are_told_from_other_norms() -> None:
@@ -400,9 +392,7 @@ def test_code_that_may_not_be_compiled_whole_is_told_from_other_errors() -> None
     assert not torch_private.is_broken_graph(RuntimeError("torch.compiler.disable"))
 
 
-def test_chosen_tensors_are_sharded_without_sending_and_nothing_is_written_on_them(
-    tmp_path,  # type: ignore[no-untyped-def]
-) -> None:
+def test_chosen_tensors_are_sharded_without_sending_and_nothing_is_written_on_them(alone: None) -> None:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -414,20 +404,16 @@ def test_chosen_tensors_are_sharded_without_sending_and_nothing_is_written_on_th
             self.count += func.namespace in ("c10d", "_c10d_functional")
             return func(*args, **(kwargs or {}))
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh, whole = DeviceMesh("cpu", [0]), torch.arange(4.0)
-        sent = []
-        for chosen in (lambda tensor: False, lambda tensor: tensor.data_ptr() == whole.data_ptr()):
-            for placement in (Shard(0), Replicate()):
-                with torch_private.sharded_locally(chosen), Sent() as counted:
-                    split = distribute_tensor(whole, mesh, [placement])
-                assert vars(split) == {} and set(vars(nn.Parameter(split))) <= {"_is_param"}  # elementwise copies it
-                assert torch_private.local_tensor(split).tolist() == whole.tolist()
-                sent.append(counted.count)
-        assert sent[0] and sent[1] and sent[2:] == [0, 0]
-    finally:
-        dist.destroy_process_group()
+    mesh, whole = DeviceMesh("cpu", [0]), torch.arange(4.0)
+    sent = []
+    for chosen in (lambda tensor: False, lambda tensor: tensor.data_ptr() == whole.data_ptr()):
+        for placement in (Shard(0), Replicate()):
+            with torch_private.sharded_locally(chosen), Sent() as counted:
+                split = distribute_tensor(whole, mesh, [placement])
+            assert vars(split) == {} and set(vars(nn.Parameter(split))) <= {"_is_param"}  # elementwise copies it
+            assert torch_private.local_tensor(split).tolist() == whole.tolist()
+            sent.append(counted.count)
+    assert sent[0] and sent[1] and sent[2:] == [0, 0]
 
 
 def test_the_parts_of_a_sparse_tensor_are_as_they_were_given() -> None:

@@ -21,6 +21,7 @@ from benchmarks.contenders import make_contender
 from benchmarks.workload import SharedBatches, Workload
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import Strategy
+from quiet import quiet_trainer
 
 from lightning_holmes import HolmesStrategy
 
@@ -80,18 +81,13 @@ def main(name: str, folder: Path) -> None:
     seed_everything(1, verbose=False)
     accumulated = workload.microbatches if contender.accumulates else 1
     clock = Clock(workload.warmup_steps, accumulated)
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         devices=1,
         num_nodes=1 if contender.alone else world_size,
         strategy=contender.make_strategy(world_size),
         accumulate_grad_batches=accumulated,
         max_steps=workload.warmup_steps + workload.steps,
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=job["output"],
         callbacks=[clock],
     )

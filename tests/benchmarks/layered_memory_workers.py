@@ -4,7 +4,6 @@ without memory."""
 import gc
 import os
 import pickle
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from memory_limit import resident_mb
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -76,31 +77,18 @@ class ShardedDeep(Deep):
 
 
 def trainer(strategy: Any, **length: int) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
         devices=int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
         **length,  # type: ignore[arg-type]
         use_distributed_sampler=False,
         log_every_n_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
 
 
 def loader(width: int, num_samples: int = 16) -> DataLoader:
     return DataLoader(torch.randn(num_samples, width, generator=torch.Generator().manual_seed(1)), 2)
-
-
-def rss_mb(field: str) -> float:
-    """Return a line of /proc/self/status in MB: VmRSS is the current resident memory, VmHWM its peak since the last
-    reset."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024 / 1e6
 
 
 def peaks(payload: dict[str, Any]) -> dict[int, dict[str, float]]:
@@ -112,15 +100,15 @@ def peaks(payload: dict[str, Any]) -> dict[int, dict[str, float]]:
     for depth in (2, *payload["depths"]):
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
-        before, grown = rss_mb("VmRSS"), {}
+        before, grown = resident_mb("VmRSS"), {}
         strategy = HolmesStrategy(num_microbatches=2, **payload.get("holmes", {"sharding": "parameters"}))
         run, module = trainer(strategy, max_steps=3), Deep(width, depth)
         run.fit(module, loader(width), loader(width))
-        grown["fit"] = rss_mb("VmHWM") - before
+        grown["fit"] = resident_mb("VmHWM") - before
         run.save_checkpoint(Path(payload["folder"]) / f"{depth}.ckpt")
-        grown["save"] = rss_mb("VmHWM") - before
+        grown["save"] = resident_mb("VmHWM") - before
         run.validate(module, loader(width), verbose=False)
-        grown["validate"] = rss_mb("VmHWM") - before
+        grown["validate"] = resident_mb("VmHWM") - before
         found[depth] = grown
         del run, module, strategy
     return found
@@ -175,7 +163,7 @@ def export(source: Path, file: Path, **_: Any) -> dict[str, Any]:
 
 def bare() -> dict[str, Any]:
     """Return the memory in MB of a process that has only done its imports."""
-    return {"resident": rss_mb("VmRSS")}
+    return {"resident": resident_mb("VmRSS")}
 
 
 def main(folder: Path, rank: str) -> None:
@@ -183,11 +171,11 @@ def main(folder: Path, rank: str) -> None:
     write its result with the growth of the peak memory in MB. An optimizer "node" has no limit."""
     torch.set_num_threads(1)
     target, payload, procs = pickle.loads((folder / "payload").read_bytes())
-    before = rss_mb("VmRSS")
+    before = resident_mb("VmRSS")
     if rank != "node":
         Path(procs[int(rank)]).write_text(str(os.getpid()))
     found = globals()[target](**payload)
-    (folder / f"result{rank}").write_bytes(pickle.dumps(found | {"grown": rss_mb("VmHWM") - before}))
+    (folder / f"result{rank}").write_bytes(pickle.dumps(found | {"grown": resident_mb("VmHWM") - before}))
 
 
 if __name__ == "__main__":

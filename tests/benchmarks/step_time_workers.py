@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
+from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, Dataset
@@ -59,15 +60,11 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     marks = StepClock(clock)
-    trainer = Trainer(
+    trainer = quiet_trainer(
         accelerator=accelerator,
         devices=devices,
         strategy=strategy,
         max_steps=steps + skip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[marks],
     )
     trainer.fit(module, DataLoader(Windows(batch_size * (steps + skip)), batch_size=batch_size))

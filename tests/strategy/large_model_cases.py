@@ -2,12 +2,12 @@
 
 import gc
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from memory_limit import resident_mb
 from quiet import quiet_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -208,14 +208,6 @@ def go_on(payload: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def memory_mb(field: str) -> float:
-    """Return a field of /proc/self/status in MB: VmRSS is the current size, VmHWM the highest since it was reset."""
-    text = Path("/proc/self/status").read_text()
-    found = re.search(rf"{field}:\s+(\d+) kB", text)
-    assert found is not None
-    return int(found[1]) * 1024 / 1e6
-
-
 def measure(payload: dict[str, Any]) -> dict[str, float]:
     """Return by model the growth of this rank's peak memory, MB, while it validates; a toy run before takes imports and
     connections out of the measurement."""
@@ -225,13 +217,13 @@ def measure(payload: dict[str, Any]) -> dict[str, float]:
         fit("gpt", payload["folder"], holmes)  # for what is imported and connected only once
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
-        before = memory_mb("VmRSS")
+        before = resident_mb("VmRSS")
         pl.seed_everything(SEED, verbose=False)
         if name == "pretrained":
             module: Any = HFCausalLM(pretrained=str(Path(payload["folder"]) / "large"))
         else:
             module = GPT(hidden_size=1024, num_layers=8, num_heads=8, sequence_length=SEQUENCE, defer_init=True)
         trainer(holmes).validate(module, DataLoader(Windows(4), 4), verbose=False)
-        grown[name] = memory_mb("VmHWM") - before
+        grown[name] = resident_mb("VmHWM") - before
         del module
     return grown
