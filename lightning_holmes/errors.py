@@ -56,7 +56,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class AnomalyError(HolmesError, RuntimeError):
-    """A backward produced NaN or infinity under ``detect_anomaly``. The message names the parameters whose gradients it reaches."""
+    """Summed gradients are infinite under ``detect_anomaly``. The message names their parameters."""
 
 
 class UnreachableError(HolmesError):

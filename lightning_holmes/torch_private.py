@@ -20,56 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "MODULE_REGISTRIES",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "abort_groups",
-    "argument_names",
-    "async_value",
-    "attention_flop_formulas",
-    "backward_has_run",
-    "clamp_all",
-    "collective_ranks",
-    "computes",
-    "default_store",
-    "divisor_of",
-    "fake_mode_of",
-    "forward_number",
-    "gives_one_number",
-    "gloo_device",
-    "gloo_group",
-    "gloo_timeout",
-    "has_accumulation_hook",
-    "has_backward_hook",
-    "has_load_hooks",
-    "holds_hooks",
-    "initialiser_of",
-    "is_backend_registered",
-    "is_batch_norm",
-    "is_broken_graph",
-    "is_compiled",
-    "is_dropout",
-    "is_profiling",
-    "local_tensor",
-    "multiply_all",
-    "nccl_options",
-    "noticing_checkpoints",
-    "operator_name",
-    "profiling_all_threads",
-    "registered_buffers",
-    "registered_modules",
-    "registered_parameters",
-    "set_local_tensor",
-    "sharded_locally",
-    "sparse_parts",
-    "step_hooks",
-    "storage_info",
-    "tensor_version",
-    "without_modes",
-    "without_torch_functions",
-    "written_arguments",
-]
+__all__ = ["FakeTensorMode", "TorchDispatchMode"]  # of torch, for other modules to import from here
 
 
 MODULE_REGISTRIES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_backward_hooks")
@@ -371,22 +322,6 @@ def divisor_of(node: Any) -> Tensor | float | None:
     if getattr(node, "_saved_reduction", 0) == 1:
         return float(node._saved_self.numel())
     return None
-
-
-def forward_number(node: Any) -> int:
-    """The sequence number of an autograd node in its thread, in the order of the forward; the backward runs from high to low numbers."""
-    return int(node._sequence_nr())
-
-
-def backward_has_run(node: Any) -> bool:
-    """Whether a node's backward has run and freed its saved tensors; False for a node that saved nothing."""
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                getattr(node, name)
-            except RuntimeError:
-                return True
-    return False
 
 
 def registered_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -200,15 +200,6 @@ def test_without_modes_no_fake_tensor_mode_acts() -> None:
         assert torch_private.fake_mode_of(torch.ones(1)) is not None
 
 
-def test_a_node_of_autograd_tells_its_place_and_whether_its_backward_has_run() -> None:
-    x = torch.ones(3, requires_grad=True)
-    first, second = (x * 2).sqrt(), (x * 3).sqrt()
-    nodes = [first.grad_fn, second.grad_fn]
-    assert torch_private.forward_number(nodes[0]) < torch_private.forward_number(nodes[1])
-    second.sum().backward()
-    assert [torch_private.backward_has_run(node) for node in nodes] == [False, True]
-
-
 def test_a_node_of_autograd_tells_by_what_its_operator_divides_and_whether_it_gives_one_number() -> None:
     x, y = torch.ones(4, 3, requires_grad=True), torch.tensor([0, 1, -100, 2])
     mask = torch.tensor([1.0, 0.0, 1.0, 0.0])

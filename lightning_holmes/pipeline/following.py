@@ -1,144 +1,195 @@
-"""The modes under which a traced step runs: one sees every operator, the other the accesses from Python that use none.
+"""Sources: which values of a traced step come from where, followed from operator to operator.
 
-They carry sources from inputs to outputs and report to a :class:`Follower`, which knows the position of the step: the
-tracer of trace.py.
+Two modes carry sources from inputs to outputs: one sees every operator, the other the accesses from Python that use none.
+trace.py makes a module's structure from what they find.
 
-    with FollowValues(tracer), FollowPython(tracer):
+    sources = Sources(num_layers)
+    with FollowValues(sources, "Net.training_step", refuse, None), FollowPython(sources, "Net.training_step", refuse):
         step(batch, 0)
+    sources.read_at[0]          # the bits of what layer 0 reads
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import READ_BY_PYTHON, SET_DATA, TO_PYTHON, VALUE_FREE, depends_on_values
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.own_generators import describe_draw
-from lightning_holmes.torch_private import TorchDispatchMode, operator_name, written_arguments
+from lightning_holmes.pipeline.structure import BEFORE
+from lightning_holmes.torch_private import TorchDispatchMode, collective_ranks, operator_name, written_arguments
 
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
-class Follower(Protocol):
-    """Keeps what the modes find: where the step is, the sources of each tensor, and where they were read or changed."""
+class Sources:
+    """The sources of each tensor's values in one traced step, and the positions (see structure.py) at which they are read and changed.
 
-    original: pl.LightningModule
-    step_name: str
-    paused: bool
-    inside: bool
-    position: int
-    num_layers: int
-    called: list[int]
-    layer_bits: dict[int, int]
-    written_at: dict[int, int]
-    written_early: set[int]
-    output_keys: dict[int, tuple[int, int]]
-    changed_outputs: set[tuple[int, int]]
+    A set of sources is an int with one bit for each. ``read_at``: by position, what is read there. ``written_at``: by memory,
+    the last position that changes it; ``written_early``: the memory that is changed outside of the layers and before their end.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.position = BEFORE
+        self.inside = False
+        """Whether the step is in a layer: that at ``position``."""
+        self.paused = False
+        self.kinds: list[tuple[str, int, int]] = []  # of each source: kind, position, index or -1
+        self.layer_bits: dict[int, int] = {}
+        self.read_at: dict[int, int] = {}
+        self.written_at: dict[int, int] = {}
+        self.written_early: set[int] = set()
+        self._taint: dict[int, int] = {}
+        self._pinned: list[Tensor] = []  # keeps memory alive, so that its address stays unique
+
+    def begin_pass(self) -> None:
+        """A step begins: what layers compute has new sources."""
+        self.position, self.inside = BEFORE, False
+        self.layer_bits = {index: self.new("inside", index) for index in range(self.num_layers)}
+
+    def new(self, kind: str, position: int, index: int = -1) -> int:
+        """The bit of a new source."""
+        self.kinds.append((kind, position, index))
+        return 1 << (len(self.kinds) - 1)
+
+    @staticmethod
+    def key(tensor: Tensor) -> int:
+        """An identifier of a tensor's memory, valid once :meth:`mark` has been called for it; 0 if it has none."""
+        try:
+            return dtensor.memory_of(tensor).untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):
+            return 0
+
+    def of(self, tensors: Iterable[Tensor]) -> int:
+        """All sources of some tensors."""
+        taint = 0
+        for tensor in tensors:
+            taint |= self._taint.get(self.key(tensor), 0)
+        return taint
+
+    def mark(self, tensor: Tensor, taint: int, *, replace: bool = False) -> None:
+        """Add sources to a tensor, or ``replace`` those that it has."""
+        key = self.key(tensor)
+        if key == 0:
+            return
+        self._pinned.append(tensor.detach() if not tensor.is_inference() else tensor)
+        self._taint[key] = taint if replace else self._taint.get(key, 0) | taint
+
+    def read(self, taint: int, position: int | None = None) -> None:
+        """Note that the sources in ``taint`` are read at ``position`` (default: the current one)."""
+        where = self.here if position is None else position
+        self.read_at[where] = self.read_at.get(where, 0) | taint
+
+    def read_by_python(self, taint: int) -> None:
+        """Note that Python has read a value: inside a layer only that layer depends on it, elsewhere every later position may."""
+        if self.inside:
+            self.read(taint)
+        else:
+            for position in range(max(self.position, 0), self.num_layers + 1):
+                self.read(taint, position)
+
+    def write(self, tensor: Tensor, taint: int) -> None:
+        """Note that the current position has changed a tensor in place."""
+        key = self.key(tensor)
+        self.mark(tensor, taint)
+        self.written_at[key] = self.here
+        if not self.inside and self.here < self.num_layers:
+            self.written_early.add(key)
 
     @property
     def here(self) -> int:
-        """The position to which reads and writes are attributed."""
-        ...
-
-    def key(self, tensor: Tensor) -> int:
-        """An identifier of a tensor's memory."""
-        ...
-
-    def taint_of(self, tensors: list[Tensor]) -> int:
-        """All sources of some tensors."""
-        ...
-
-    def mark(self, tensor: Tensor, taint: int) -> None:
-        """Add sources to a tensor."""
-        ...
-
-    def read(self, taint: int, position: int | None = None) -> None:
-        """Note that ``position`` (default: the current one) reads these sources."""
-        ...
-
-    def refuse_parameter_write(self, tensor: Tensor) -> None:
-        """Raise UnsupportedModuleError if ``tensor`` is a parameter that the step may not change here."""
-        ...
-
-    def is_of_tensor_group(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a collective is among the ranks of this tensor-parallel group only."""
-        ...
+        """The position of the code that runs now; between two layers that of the first one, whose stage runs up to
+        the next layer."""
+        is_after = self.position == self.num_layers - 1 and not self.inside
+        return self.num_layers if is_after else self.position
 
 
 class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Carries the sources of every operator's inputs to its outputs."""
+    """Carries the sources of every operator's inputs to its outputs.
 
-    def __init__(self, tracer: Follower) -> None:
+    Args:
+        place: the step's name, for messages.
+        writes: called with each tensor before it is changed in place; may refuse that.
+        tensor_ranks: the ranks of the tensor-parallel group, whose collectives are allowed.
+    """
+
+    def __init__(
+        self, sources: Sources, place: str, writes: Callable[[Tensor], None], tensor_ranks: list[int] | None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tracer = tracer
+        self._sources, self._place, self._writes, self._tensor_ranks = sources, place, writes, tensor_ranks
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tracer = self.tracer
-        if tracer.paused:
+        sources = self._sources
+        if sources.paused:
             return func(*args, **kwargs)
         name = operator_name(func)
-        if func.namespace in ("c10d", "_c10d_functional") and not tracer.is_of_tensor_group(func, args, kwargs):
+        if func.namespace in ("c10d", "_c10d_functional") and not self._is_of_tensor_group(func, args, kwargs):
             raise UnsupportedModuleError(
-                f"{type(tracer.original).__name__}.{tracer.step_name} calls the collective {name}: the stages of a "
+                f"{self._place} calls the collective {name}: the stages of a "
                 f"pipeline run different parts of a step, so it would hang; use pipeline_parallel_size=1"
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
-            place = f"{type(tracer.original).__name__}.{tracer.step_name}"
-            raise UnsupportedModuleError(describe_draw(place, "a torch.Generator", torch.Generator))
+            raise UnsupportedModuleError(describe_draw(self._place, "a torch.Generator", torch.Generator))
         inputs = tree.tensors_of((args, kwargs))
-        taint = tracer.taint_of(inputs)
-        keys = {tracer.key(t) for t in inputs}
+        taint = sources.of(inputs)
+        keys = {sources.key(t) for t in inputs}
         written = [t for value in written_arguments(func, args, kwargs) for t in tree.tensors_of(value)]
         for tensor in written:
-            tracer.refuse_parameter_write(tensor)
+            self._writes(tensor)
         output = func(*args, **kwargs)
         if name in VALUE_FREE:
             taint = 0
         if depends_on_values(func):
-            _read_by_python(tracer, taint)
+            sources.read_by_python(taint)
         if name in TO_PYTHON:
             return output
         results = tree.tensors_of(output) if tree.is_container(output) or isinstance(output, Tensor) else []
-        fresh = [t for t in results if tracer.key(t) not in keys]
+        fresh = [t for t in results if sources.key(t) not in keys]
         if written or fresh or not results:
-            if tracer.inside:
-                tracer.read(taint)
-                taint |= tracer.layer_bits[tracer.position]
-            elif tracer.here == tracer.num_layers:
-                tracer.read(taint)
+            if sources.inside:
+                sources.read(taint)
+                taint |= sources.layer_bits[sources.position]
+            elif sources.here == sources.num_layers:
+                sources.read(taint)
         for tensor in written:
-            tracer.mark(tensor, taint)
-            key = tracer.key(tensor)
-            tracer.written_at[key] = tracer.here
-            if not tracer.inside:
-                if tracer.here < tracer.num_layers:
-                    tracer.written_early.add(key)
-                if key in tracer.output_keys:
-                    tracer.changed_outputs.add(tracer.output_keys[key])
+            sources.write(tensor, taint)
         for tensor in fresh:
-            tracer.mark(tensor, taint)
+            sources.mark(tensor, taint)
         return output
+
+    def _is_of_tensor_group(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a collective is among the ranks of this tensor-parallel group only, or only waits for such a one."""
+        if self._tensor_ranks is None or operator.namespace == "c10d":
+            return False
+        return collective_ranks(operator, args, kwargs) in (None, self._tensor_ranks)
 
 
 class FollowPython(TorchFunctionMode):
-    """Sees reads of a tensor's values by Python that use no operator, and refuses autograd calls that a pipeline cannot run."""
+    """Sees reads of a tensor's values by Python that use no operator, and refuses autograd calls that a pipeline cannot run.
 
-    def __init__(self, tracer: Follower) -> None:
+    Args:
+        place, writes: as for :class:`FollowValues`.
+    """
+
+    def __init__(self, sources: Sources, place: str, writes: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.tracer = tracer
+        self._sources, self._place, self._writes = sources, place, writes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tracer = self.tracer
+        sources = self._sources
         if func in READ_BY_PYTHON and args:
-            _read_by_python(tracer, tracer.taint_of(tree.tensors_of(args[0])))
+            sources.read_by_python(sources.of(tree.tensors_of(args[0])))
         elif func in (torch.autograd.backward, Tensor.backward):
             self._refuse("calls backward", "a pipeline runs the backward itself; return one loss that holds all parts")
-        elif func is torch.autograd.grad and tracer.called and not tracer.inside:
+        elif func is torch.autograd.grad and sources.position != BEFORE and not sources.inside:
             self._refuse(
                 "calls torch.autograd.grad after layers have run",
                 "no stage holds the whole graph; use pipeline_parallel_size=1",
@@ -149,18 +200,8 @@ class FollowPython(TorchFunctionMode):
                 "a stage has the gradients of its own layers only; read them in on_before_optimizer_step",
             )
         elif func == SET_DATA:
-            tracer.refuse_parameter_write(args[0])
+            self._writes(args[0])
         return func(*args, **(kwargs or {}))
 
     def _refuse(self, what: str, why: str) -> None:
-        tracer = self.tracer
-        raise UnsupportedModuleError(f"{type(tracer.original).__name__}.{tracer.step_name} {what}: {why}")
-
-
-def _read_by_python(tracer: Follower, taint: int) -> None:
-    """Note that Python has read a value: inside a layer only that layer depends on it, elsewhere every later position may."""
-    if tracer.inside:
-        tracer.read(taint)
-    else:
-        for position in range(max(tracer.position, 0), tracer.num_layers + 1):
-            tracer.read(taint, position)
+        raise UnsupportedModuleError(f"{self._place} {what}: {why}")

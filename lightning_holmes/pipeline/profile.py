@@ -31,9 +31,9 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.layers import candidate_layer_lists
+from lightning_holmes.pipeline.layers import NotTheLayersError, along_layers
 from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy, with_own_gradients
-from lightning_holmes.pipeline.step_recorder import Counts, NotTheLayersError, StepRecorder
+from lightning_holmes.pipeline.step_recorder import Counts, StepRecorder
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
 from lightning_holmes.torch_private import (
@@ -85,19 +85,11 @@ def profile_step(
         ReadsValuesError: the step does not run on fake tensors, and has no real weights or may not be run for real.
     """
     samples = microbatch_samples or BatchSplitter().batch_size(arguments[0])
-    candidates = candidate_layer_lists(module, structure.layers if structure is not None else layers)
-    reasons = []
-    for candidate in candidates:  # the first list of layers that the step calls once each and in order
-        try:
-            seen = _run(module, arguments, candidate.name, context or nullcontext, may_run)
-        except NotTheLayersError as reason:
-            reasons.append(f"{candidate.name}: {reason}")
-        else:
-            return _model_cost(module, seen, structure, samples, _tokens(arguments[0]), operator_s)
-    raise UnsupportedModuleError(
-        f"{type(module).__name__}.training_step calls no list of layers once each and in order ({'; '.join(reasons)}); "
-        "name another list by layers="
+    name = structure.layers if structure is not None else layers
+    seen = along_layers(
+        module, "training_step", name, lambda name: _run(module, arguments, name, context or nullcontext, may_run)
     )
+    return _model_cost(module, seen, structure, samples, _tokens(arguments[0]), operator_s)
 
 
 def _run(
@@ -211,7 +203,7 @@ def _model_cost(
     tokens_per_sample: int | None,
     operator_s: float,
 ) -> ModelCost:
-    size = len(seen.layer_list)
+    size = seen.num_layers
     weights, trained, shared = [0.0] * (size + 2), [0.0] * (size + 2), 0.0
     for name, parameter in module.named_parameters():
         num_bytes = parameter.numel() * parameter.element_size()
@@ -267,14 +259,13 @@ def _model_cost(
 
 def _positions(module: nn.Module, name: str, seen: StepRecorder, structure: ModuleStructure | None) -> set[int]:
     """The positions where a parameter is used: 0 before the layers, i + 1 in layer i, and num_layers + 1 after them."""
-    size = len(seen.layer_list)
+    size = seen.num_layers
     if structure is not None and structure.readers.get(name):
         # a value first read in layer 0 but owned by a module before it (an embedding) belongs before the layers
         before = (BEFORE,) if name.startswith(f"{seen.layers}.") else (BEFORE, 0)
         return {0 if position in before else position + 1 for position in structure.readers[name]}
     if name.startswith(f"{seen.layers}."):
-        names = [child for child, _ in module.get_submodule(seen.layers).named_children()]
-        return {1 + names.index(name[len(seen.layers) + 1 :].split(".")[0])}
+        return {1 + seen.calls.names.index(name[len(seen.layers) + 1 :].split(".")[0])}
     parameter = module.get_parameter(name)
     found: set[int] = set()
     for owner, submodule in module.named_modules():

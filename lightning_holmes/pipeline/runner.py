@@ -29,7 +29,6 @@ from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.comm.queue import Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.anomaly import naming_parameters
 from lightning_holmes.pipeline.device_calls import DeviceCalls, device_calls
 from lightning_holmes.pipeline.request import Microbatches, StepRequest
 from lightning_holmes.pipeline.split_backward import SplitBackward, check_splittable, checkpointing_refused
@@ -242,7 +241,7 @@ class _Batch:
             roots, gradients = self._with_kept(run, microbatch, roots, gradients)
         run.backward = True
         parameters = self.module.parameters_of(stage)
-        with self.module.running(run), naming_parameters(self.module.module, roots, self._place(action)):
+        with self.module.running(run):
             if splits:
                 half = self.halves[stage, microbatch] = SplitBackward(roots, gradients, run.received, parameters)
                 half.input(self.exchange.add)
@@ -277,8 +276,7 @@ class _Batch:
         start = self.observer.mark()
         half = self.halves.pop((action.stage, action.microbatch))
         self._count_backward(action.stage)
-        with naming_parameters(self.module.module, half.places, self._place(action)):
-            half.weight(self.exchange.add)
+        half.weight(self.exchange.add)
         self._end_backward(action.stage)
         self.observer.add("backward_weight", start, action.stage, action.microbatch)
 
@@ -291,9 +289,6 @@ class _Batch:
     def _end_backward(self, stage: int) -> None:
         if self.backwards_left[stage] == 0:
             self.exchange.backward_ended(stage)
-
-    def _place(self, action: Action) -> str:
-        return f"{self.request.step_name}, stage {action.stage}, microbatch {action.microbatch}"
 
     @contextlib.contextmanager
     def _checking_split(self, run: StageRun, microbatch: int) -> Iterator[None]:

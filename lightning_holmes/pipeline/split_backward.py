@@ -83,11 +83,6 @@ class SplitBackward:
             if gradient is not None:
                 accumulate(name, gradient)
 
-    @property
-    def places(self) -> list[Node]:
-        """The nodes from which :meth:`weight` continues."""
-        return list(self._put_off)
-
     def weight(self, accumulate: Accumulate) -> None:
         """Pass the gradients that were put off to ``accumulate``, by the names of their parameters."""
         put_off, self._put_off = self._put_off, {}

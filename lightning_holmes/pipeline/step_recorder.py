@@ -7,8 +7,8 @@ recorder.forward[1].flops                    # of the first layer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,7 @@ from torch import Tensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
-
-
-class NotTheLayersError(Exception):
-    """The step does not call the chosen list of layers once each and in order."""
+from lightning_holmes.pipeline.layers import LayerCalls
 
 
 class Counts(NamedTuple):
@@ -54,16 +51,14 @@ class StepRecorder:
 
     def __init__(self, shadow: pl.LightningModule, layers: str, counts: Callable[[], Counts]) -> None:
         self.shadow, self.layers, self.counts = shadow, layers, counts
-        self.layer_list = list(shadow.get_submodule(layers).children())
-        size = len(self.layer_list)
+        self.calls = LayerCalls(shadow, layers, self._pass_through)
+        size = self.num_layers = len(self.calls.layers)
         self.forward = [Counts()] * (size + 2)
         self.backward = [Counts()] * (size + 2)
         self.held = [0.0] * (size + 2)
         self.crossing = [0.0] * (size + 1)  # bytes of the input of layer 0, and of each layer's output
         self.crossing_elements = 0
-        self.called: list[int] = []
         self.called_at: dict[str, set[int]] = {}
-        self.recomputes = False  # the forward is over: what is called now belongs to the backward
         self.position = 0  # 0 before the layers, i + 1 in layer i and until the next, size + 1 after the last
         self.storages: dict[int, tuple[Any, int | None]] = {}
         self.reached: dict[int, Counts] = {}  # the counts when the backward reached the output of a position
@@ -76,34 +71,21 @@ class StepRecorder:
         for name in ("log", "log_dict"):
             object.__setattr__(shadow, name, lambda *args, **kwargs: None)
         shadow.train()
-        places: dict[int, list[int]] = {}
-        for index, layer in enumerate(self.layer_list):
-            places.setdefault(id(layer), []).append(index)
-        gated = [(layer, vars(layer).get("forward")) for layer in {id(x): x for x in self.layer_list}.values()]
-        for layer, _ in gated:
-            layer.forward = self._gate(places[id(layer)], layer.forward)
-        named = [(name, submodule) for name, submodule in shadow.named_modules() if name]
-        handles = [submodule.register_forward_pre_hook(self._note(name)) for name, submodule in named]
+        for name, submodule in shadow.named_modules():
+            if name:
+                submodule.register_forward_pre_hook(self._note(name))
         for parameter in shadow.parameters():
             self._own(parameter, None)
-        try:
-            with torch.enable_grad(), ExitStack() as stack:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor))
-                stack.enter_context(context())
-                self.last = self.counts()
-                output = shadow.training_step(*arguments)
-                self._mark()
-            if self.called != list(range(len(self.layer_list))):
-                raise NotTheLayersError(f"called in the order {self.called[:8]}")
-            self._run_backward(output)
-        finally:
-            for handle in handles:
-                handle.remove()
-            for layer, own in gated:
-                if own is None:
-                    del layer.forward
-                else:
-                    layer.forward = own
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor),
+            context(),
+        ):
+            self.last = self.counts()
+            output = shadow.training_step(*arguments)
+            self._mark()
+        self.calls.end()
+        self._run_backward(output)
 
     def _run_backward(self, output: Any) -> None:
         loss = output["loss"] if isinstance(output, dict) else output
@@ -111,11 +93,10 @@ class StepRecorder:
             raise UnsupportedModuleError(
                 f"{type(self.shadow).__name__}.training_step returned no loss that requires a gradient on the profiled microbatch"
             )
-        self.recomputes = True
         began = self.counts()
         loss.sum().backward()  # type: ignore[no-untyped-call]
         end = self.counts()
-        for position in range(len(self.layer_list) + 1, -1, -1):
+        for position in range(self.num_layers + 1, -1, -1):
             # if no gradient reached the position before, the rest of the backward ran here: nothing earlier trains
             reached = self.reached.get(position - 1, end)
             self.backward[position] = reached - began
@@ -150,30 +131,24 @@ class StepRecorder:
         if position is not None:
             self.held[position] += storage.nbytes()
 
-    def _gate(self, places: Sequence[int], forward: Callable[..., Any]) -> Callable[..., Any]:
-        def gate(*args: Any, **kwargs: Any) -> Any:
-            if self.recomputes:  # a checkpoint around the whole layer runs it again
-                return forward(*args, **kwargs)
-            expected = len(self.called)
-            if expected not in places:
-                raise NotTheLayersError(f"layer {places[0]} is called where layer {expected} would follow")
+    def _pass_through(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a layer, and record the counts at its begin and end."""
+        self._mark()
+        for tensor in tree.tensors_of((args, kwargs)):
+            # masks and rotary angles are shared by all layers; the hidden state is held by the layer that receives it
+            self._own(tensor, index + 1 if tensor.requires_grad else 0, move=tensor.requires_grad)
+        if index == 0:
+            self.crossing[0] = self._reach(0, (args, kwargs))
             self._mark()
-            for tensor in tree.tensors_of((args, kwargs)):
-                # masks and rotary angles are shared by all layers; the hidden state is held by the layer that receives it
-                self._own(tensor, expected + 1 if tensor.requires_grad else 0, move=tensor.requires_grad)
-            self.called.append(expected)
-            if expected == 0:
-                self.crossing[0] = self._reach(0, (args, kwargs))
-                self._mark()
-            self.position = expected + 1
-            output = forward(*args, **kwargs)
-            self._mark()
-            self.crossing[expected + 1] = self._reach(expected + 1, output)
-            if expected == len(self.layer_list) - 1:
-                self.position = len(self.layer_list) + 1
-            return output
-
-        return gate
+        self.position = index + 1
+        output = forward(*args, **kwargs)
+        self._mark()
+        self.crossing[index + 1] = self._reach(index + 1, output)
+        if index == self.num_layers - 1:
+            self.position = self.num_layers + 1
+        return output
 
     def _reach(self, position: int, value: Any) -> float:
         """Record when the backward reaches these tensors; returns the bytes of those that need a gradient, or of all

@@ -1,6 +1,6 @@
 """Learn a module's structure from one real microbatch, by following values from operator to operator.
 
-A copy of the module that shares its parameters runs one step. A dispatch mode sees every operator and keeps, for
+A copy of the module that shares its parameters runs one step. Modes (following.py) see every operator and keep, for
 each storage, the set of *sources* its values come from: parameters, the outputs of a layer, anything else computed
 inside a layer. Each output of a layer starts a new source, so the sources that reach a position are
 exactly the values that get there other than through the hidden state. From these follow
@@ -43,13 +43,13 @@ from lightning_holmes.pipeline.attributes import (
     plain_parts,
     snapshot,
 )
-from lightning_holmes.pipeline.following import FollowPython, FollowValues
-from lightning_holmes.pipeline.layers import candidate_layer_lists
+from lightning_holmes.pipeline.following import FollowPython, FollowValues, Sources
+from lightning_holmes.pipeline.layers import LayerCalls, NotTheLayersError, along_layers
 from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
 from lightning_holmes.pipeline.whole_steps import noticing_compute, refusing_collectives, refusing_loggers
-from lightning_holmes.torch_private import collective_ranks, has_backward_hook, registered_modules
+from lightning_holmes.torch_private import has_backward_hook
 
 _MAX_GRAPH_NODES = 200_000
 
@@ -72,25 +72,11 @@ def trace_step(
         UnsupportedModuleError: the step calls no list of layers once each and in order, or does something that a
             pipeline cannot do exactly; the message names the reason.
     """
-    reasons = []
-    for candidate in candidate_layer_lists(module, layers):
-        try:
-            return Tracer(module, step_name, candidate.name).run(arguments, context)
-        except _NotTheLayers as reason:
-            reasons.append(f"{candidate.describe()}: {reason}")
-    raise UnsupportedModuleError(
-        f"{type(module).__name__}.{step_name} calls no list of layers once each and in order, so there is "
-        f"nothing to split a pipeline along. Tried {'; '.join(reasons)}. Name another list by layers=, or use "
-        f"pipeline_parallel_size=1"
-    )
-
-
-class _NotTheLayers(Exception):
-    """The step does not call the chosen list of layers once each and in order; another candidate may fit."""
+    return along_layers(module, step_name, layers, lambda name: Tracer(module, step_name, name).run(arguments, context))
 
 
 class Tracer:
-    """One traced run: records the sources and where they are read, and makes the ModuleStructure from them."""
+    """One traced run: notes where sources are read and changed, and makes the ModuleStructure from that."""
 
     def __init__(self, module: pl.LightningModule, step_name: str, layers: str) -> None:
         self.original = module
@@ -98,29 +84,17 @@ class Tracer:
         self.place = f"{type(module).__name__}.{step_name}"
         self.layers = layers
         self.shadow = shadow_copy(module)
-        modules = registered_modules(self.shadow.get_submodule(layers))
-        self.layer_names = list(modules)
-        self.layer_list = [m for m in modules.values() if m is not None]
-        self.num_layers = len(self.layer_list)
-        self.position = BEFORE
-        self.inside = False
+        self.calls = LayerCalls(self.shadow, layers, self._pass_through)
+        self.num_layers = len(self.calls.layers)
+        self.sources = Sources(self.num_layers)
         self.is_running = False
-        self.called: list[int] = []
-        self.sources: list[tuple[str, int, int]] = []  # (kind, position, index or -1), bit = index in this list
         self.parameter_bits: dict[str, int] = {}
-        self.layer_bits: dict[int, int] = {}
-        self.taint: dict[int, int] = {}
-        self.pinned: list[Any] = []
-        self.read_at: dict[int, int] = {}
-        self.written_at: dict[int, int] = {}
         self.output_templates: dict[int, tuple[Any, list[Tensor], tuple[int, ...]]] = {}
         self.metrics = {n: m for n, m in self.shadow.named_modules() if isinstance(m, Metric)}
         self.step_metrics: list[str] = []
         self.computed_metrics: list[str] = []
-        self.paused = False
         self.stale = 0  # number of sources of the first pass, while the second one runs
         self.read_before: dict[int, int] = {}
-        self.written_early: set[int] = set()
         self.output_keys: dict[int, tuple[int, int]] = {}
         self.changed_outputs: set[tuple[int, int]] = set()
         self.parameter_keys: dict[int, str] = {}
@@ -132,66 +106,17 @@ class Tracer:
         has_axis = mesh is not None and dtensor.AXIS in (mesh.mesh_dim_names or ())
         self.tensor_ranks = mesh[dtensor.AXIS].mesh.tolist() if mesh is not None and has_axis else None
 
-    # sources and storages
-
-    def new_source(self, kind: str, position: int, index: int = -1) -> int:
-        self.sources.append((kind, position, index))
-        return 1 << (len(self.sources) - 1)
-
-    def key(self, tensor: Tensor) -> int:
-        """An identifier of a tensor's memory, valid while ``pinned`` keeps it alive; 0 if it has none."""
-        try:
-            storage = dtensor.memory_of(tensor).untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return 0
-        return storage.data_ptr()
-
-    def taint_of(self, tensors: list[Tensor]) -> int:
-        taint = 0
-        for tensor in tensors:
-            taint |= self.taint.get(self.key(tensor), 0)
-        return taint
-
-    def mark(self, tensor: Tensor, taint: int, *, replace: bool = False) -> None:
-        key = self.key(tensor)
-        if key == 0:
-            return
-        self.pinned.append(tensor.detach() if not tensor.is_inference() else tensor)
-        self.taint[key] = taint if replace else self.taint.get(key, 0) | taint
-
-    def read(self, taint: int, position: int | None = None) -> None:
-        """Note that the sources in ``taint`` are read at ``position`` (default: the current one)."""
-        where = self.here if position is None else position
-        self.read_at[where] = self.read_at.get(where, 0) | taint
-
-    @property
-    def here(self) -> int:
-        """The position of the code that runs now; between two layers that of the first one, whose stage runs up to
-        the next layer."""
-        last = self.num_layers - 1
-        return self.num_layers if self.position == last and not self.inside else self.position
-
-    def is_of_tensor_group(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a collective is among the ranks of this tensor-parallel group only, or only waits for such a one."""
-        if self.tensor_ranks is None or operator.namespace == "c10d":
-            return False
-        return collective_ranks(operator, args, kwargs) in (None, self.tensor_ranks)
-
     # the run
 
     def run(self, arguments: tuple[Any, ...], context: Callable[[], Any] | None) -> ModuleStructure:
         self._refuse_layers()
+        sources = self.sources
         for name, parameter in self.shadow.named_parameters():
-            bit = self.new_source("parameter", BEFORE, len(self.parameter_bits))
+            bit = sources.new("parameter", BEFORE)
             self.parameter_bits[name] = bit
-            self.parameter_keys[self.key(parameter.data)] = name
-            self.mark(parameter.data, bit)
-        buffer_keys = {name: self.key(b) for name, b in self.shadow.named_buffers()}
-        places: dict[int, list[int]] = {}
-        for index, layer in enumerate(self.layer_list):
-            places.setdefault(id(layer), []).append(index)
-        for layer in {id(m): m for m in self.layer_list}.values():
-            layer.forward = self._gate(places[id(layer)], layer.forward)
+            self.parameter_keys[sources.key(parameter.data)] = name
+            sources.mark(parameter.data, bit)
+        buffer_keys = {name: sources.key(b) for name, b in self.shadow.named_buffers()}
         self._silence()
         before = snapshot(self.shadow)
         kept = set(attribute_tensors(self.shadow))
@@ -205,9 +130,9 @@ class Tracer:
             refuse_draws(self.place, generators, states)
             changed = changes(before, snapshot(self.shadow))
             after = attribute_tensors(self.shadow)
-            buffers = any(key in self.written_at for key in buffer_keys.values())
-            if changed or buffers or set(after) != kept or any(self.taint.get(self.key(t)) for t in after.values()):
-                self.stale, self.read_before, self.read_at = len(self.sources), self.read_at, {}
+            buffers = any(key in sources.written_at for key in buffer_keys.values())
+            if changed or buffers or set(after) != kept or sources.of(after.values()):
+                self.stale, self.read_before, sources.read_at = len(sources.kinds), sources.read_at, {}
                 watch = AttributeWatch(self.shadow, changed, self._place, self.original)
                 output = self._pass(arguments, context)
                 watch.finish()
@@ -221,10 +146,10 @@ class Tracer:
 
     def _pass(self, arguments: tuple[Any, ...], context: Callable[[], Any] | None) -> Any:
         """Run the step once and return its output."""
-        self.position, self.inside, self.called = BEFORE, False, []
-        for index in range(self.num_layers):
-            self.layer_bits[index] = self.new_source("inside", index)
-        attributes = {name: self.taint.get(self.key(t), 0) for name, t in attribute_tensors(self.shadow).items()}
+        sources = self.sources
+        sources.begin_pass()
+        self.calls.begin()
+        attributes = {name: sources.of([t]) for name, t in attribute_tensors(self.shadow).items()}
         step = getattr(self.shadow, self.step_name)
         arguments = tree.map_all_tensors(Tensor.clone, arguments)  # a step may change its batch
         grad = torch.enable_grad() if self.step_name == "training_step" else torch.no_grad()
@@ -232,31 +157,32 @@ class Tracer:
         eager = torch.compiler.set_stance("force_eager")
         alone, loggers = refusing_collectives(self.shadow, self.place), refusing_loggers(self.shadow, self.place)
         computing = noticing_compute(self.metrics, self.computed_metrics.append)
+        values = FollowValues(sources, self.place, self._before_write, self.tensor_ranks)
+        python = FollowPython(sources, self.place, self._before_write)
         around = context() if context is not None else nullcontext()
-        with grad, eager, alone, loggers, computing, FollowValues(self), FollowPython(self), around:
+        with grad, eager, alone, loggers, computing, values, python, around:
             self.is_running = True
             try:
                 output = step(*arguments)
             finally:
                 self.is_running = False
-        if self.called != list(range(self.num_layers)):
-            self._refuse_calls()
-        self.read(self.taint_of(tree.tensors_of(output)), self.num_layers)
+        self.calls.end()
+        sources.read(sources.of(tree.tensors_of(output)), self.num_layers)
         for name, tensor in attribute_tensors(self.shadow).items():
             owner = self._layer_of_attribute(name)
-            taint = self.taint.get(self.key(tensor), 0) & ~attributes.get(name, 0)
-            self.read(taint, self.num_layers if owner is None else owner)
+            taint = sources.of([tensor]) & ~attributes.get(name, 0)
+            sources.read(taint, self.num_layers if owner is None else owner)
         return output
 
     def _place(self) -> Place | None:
-        return (self.here, self.inside) if self.is_running else None
+        return (self.sources.here, self.sources.inside) if self.is_running else None
 
     def _refuse_layers(self) -> None:
         seen: dict[int, int] = {}
-        for index, layer in enumerate(self.layer_list):
+        for index, layer in enumerate(self.calls.layers):
             first = seen.setdefault(id(layer), index)
             if first != index and any(True for _ in (*layer.parameters(), *layer.buffers())):
-                raise _NotTheLayers(
+                raise NotTheLayersError(
                     f"[{index}] is the same module as [{first}]: layers with weights that are passed through twice "
                     f"cannot lie on two stages"
                 )
@@ -267,41 +193,34 @@ class Tracer:
                     f"or compile it by torch.compile"
                 )
 
-    def _gate(self, places: list[int], forward: Callable[..., Any]) -> Callable[..., Any]:
-        def gate(*args: Any, **kwargs: Any) -> Any:
-            expected = self.called[-1] + 1 if self.called else 0
-            index = expected if expected in places else places[0]
-            if index != expected:
-                self.called.append(index)
-                self._refuse_calls()
-            if self.inside:
-                raise _NotTheLayers(f"layer {index} is called inside layer {self.called[-1]}")
-            self.called.append(index)
-            inputs = tree.tensors_of((args, kwargs))
-            self.position, self.inside = index, True
-            given = plain_parts((args, kwargs))
-            output = forward(*args, **kwargs)
-            self.inside = False
-            if plain_parts((args, kwargs)) != given:
-                raise UnsupportedModuleError(
-                    f"layer {index} of {self.layers} changes Python values in an argument it is given: later stages "
-                    f"would not see that; hand the values on in its output, or use pipeline_parallel_size=1"
-                )
-            template, leaves = tree.flatten(output)
-            self._refuse_constants(index, template)
-            self.read(self.taint_of(leaves), index)  # a layer that only makes views (Flatten) reads what it returns
-            self.paused = True
-            leaves = [leaf.clone() for leaf in leaves]
-            self.paused = False
-            self.sharded_outputs |= {(index, n) for n, leaf in enumerate(leaves) if dtensor.is_dtensor(leaf)}
-            for number, leaf in enumerate(leaves):
-                self.mark(leaf, self.new_source("output", index, number), replace=True)
-                self.output_keys[self.key(leaf)] = index, number
-            shape = tuple(inputs[0].shape) if inputs else ()
-            self.output_templates[index] = (template, leaves, shape)
-            return tree.unflatten(template, leaves)
-
-        return gate
+    def _pass_through(
+        self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a layer; each tensor of its output becomes a new source."""
+        sources = self.sources
+        inputs = tree.tensors_of((args, kwargs))
+        sources.position, sources.inside = index, True
+        given = plain_parts((args, kwargs))
+        output = forward(*args, **kwargs)
+        sources.inside = False
+        if plain_parts((args, kwargs)) != given:
+            raise UnsupportedModuleError(
+                f"layer {index} of {self.layers} changes Python values in an argument it is given: later stages "
+                f"would not see that; hand the values on in its output, or use pipeline_parallel_size=1"
+            )
+        template, leaves = tree.flatten(output)
+        self._refuse_constants(index, template)
+        sources.read(sources.of(leaves), index)  # a layer that only makes views (Flatten) reads what it returns
+        sources.paused = True
+        leaves = [leaf.clone() for leaf in leaves]
+        sources.paused = False
+        self.sharded_outputs |= {(index, n) for n, leaf in enumerate(leaves) if dtensor.is_dtensor(leaf)}
+        for number, leaf in enumerate(leaves):
+            sources.mark(leaf, sources.new("output", index, number), replace=True)
+            self.output_keys[sources.key(leaf)] = index, number
+        shape = tuple(inputs[0].shape) if inputs else ()
+        self.output_templates[index] = (template, leaves, shape)
+        return tree.unflatten(template, leaves)
 
     def _refuse_constants(self, index: int, template: Any) -> None:
         """Refuse layer outputs that contain objects other than tensors and plain values: only plain values are the
@@ -319,38 +238,28 @@ class Tracer:
 
         look(None, template)
 
-    def refuse_parameter_write(self, tensor: Tensor) -> None:
-        """Refuse in-place changes of parameters outside of layers; save a parameter that a layer changes, to restore
-        it after the trace."""
-        name = self.parameter_keys.get(self.key(tensor))
+    def _before_write(self, tensor: Tensor) -> None:
+        """Note that a tensor is about to be changed in place. A parameter may only be changed by a layer; its value is saved, to be
+        restored after the trace."""
+        sources = self.sources
+        key = sources.key(tensor)
+        if key in self.output_keys and not sources.inside:
+            self.changed_outputs.add(self.output_keys[key])
+        name = self.parameter_keys.get(key)
         if name is None:
             return
-        if not self.inside:
+        if not sources.inside:
             raise UnsupportedModuleError(
-                f"{type(self.original).__name__}.{self.step_name} changes the parameter {name} in place: stages that do "
+                f"{self.place} changes the parameter {name} in place: stages that do "
                 f"not hold it could not follow; make it a buffer or do this between batches with a callback, or use "
                 f"pipeline_parallel_size=1"
             )
-        self.parameter_writes.setdefault(name, set()).add(self.position)
+        self.parameter_writes.setdefault(name, set()).add(sources.position)
         if name not in self.saved_parameters:
             parameter = self.shadow.get_parameter(name)
-            self.paused, paused = True, self.paused
+            sources.paused, paused = True, sources.paused
             self.saved_parameters[name] = parameter, parameter.data, parameter.data.clone()
-            self.paused = paused
-
-    def _refuse_calls(self) -> None:
-        called = self.called
-        if not called:
-            raise _NotTheLayers("the step never calls them")
-        for place, index in enumerate(called):
-            if index in called[:place]:
-                raise _NotTheLayers(f"the step passes through layer {index} twice")
-        missing = sorted(set(range(self.num_layers)) - set(called))
-        if sorted(called) == called and missing and called != list(range(len(called))):
-            raise _NotTheLayers(f"the step skips layer {missing[0]}")
-        if called != sorted(called):
-            raise _NotTheLayers(f"the step calls them in the order {called[:8]}")
-        raise _NotTheLayers(f"the step never calls layer {missing[0]}")
+            sources.paused = paused
 
     def _silence(self) -> None:
         """Replace ``self.log`` by a recorder, and refuse logging through submodules."""
@@ -363,7 +272,7 @@ class Tracer:
                     found = [n for n, m in shadow.named_modules() if m is value]
                     self.step_metrics.extend(found)
             elif isinstance(value, Tensor):
-                self.read(self.taint.get(self.key(value), 0), self.here)
+                self.sources.read(self.sources.of([value]))
 
         for name, submodule in shadow.named_modules():
             if name and isinstance(submodule, pl.LightningModule):
@@ -373,7 +282,7 @@ class Tracer:
     def _refused_log(self, name: str) -> Callable[..., None]:
         def log(*args: Any, **kwargs: Any) -> None:
             raise UnsupportedModuleError(
-                f"{type(self.original).__name__}.{self.step_name} logs through {name}.log: only what the outermost "
+                f"{self.place} logs through {name}.log: only what the outermost "
                 f"LightningModule logs can be brought to all ranks; return the value and log it there"
             )
 
@@ -384,7 +293,7 @@ class Tracer:
         if not name.startswith(prefix):
             return None
         index = name[len(prefix) :].split(".")[0]
-        return self.layer_names.index(index) if index in self.layer_names else None
+        return self.calls.names.index(index) if index in self.calls.names else None
 
     def _refuse_reentrant(self, output: Any) -> None:
         stack: list[Any] = [t.grad_fn for t in tree.tensors_of(output) if t.grad_fn is not None]
@@ -405,22 +314,24 @@ class Tracer:
     # the resulting structure
 
     def _structure(self, buffer_keys: dict[str, int]) -> ModuleStructure:
+        sources = self.sources
         for name, buffer in self.shadow.named_buffers():
-            if self.key(buffer) != buffer_keys.get(name):  # newly assigned: counts as written at the end of the step
-                self.written_at[buffer_keys[name] if name in buffer_keys else self.key(buffer)] = self.num_layers
+            key = sources.key(buffer)
+            if key != buffer_keys.get(name):  # newly assigned: counts as written at the end of the step
+                sources.written_at[buffer_keys.get(name, key)] = self.num_layers
                 if self._layer_of_attribute(name) is None:
-                    self.read(self.taint.get(self.key(buffer), 0), self.num_layers)
+                    sources.read(sources.of([buffer]), self.num_layers)
         readers = {
             name: frozenset(
                 position
-                for reads in (self.read_at, self.read_before)
+                for reads in (sources.read_at, self.read_before)
                 for position, taint in reads.items()
                 if taint & bit
             )
             for name, bit in self.parameter_bits.items()
         }
         names_of = {id(p): name for name, p in self.shadow.named_parameters()}
-        for index, own in enumerate(self.layer_list):
+        for index, own in enumerate(self.calls.layers):
             for parameter in own.parameters():  # also parameters that this microbatch has not used: experts, LayerDrop
                 readers[names_of[id(parameter)]] |= {index}
         for name, written in self.parameter_writes.items():
@@ -431,7 +342,7 @@ class Tracer:
                 )
         bypasses = []
         live: set[tuple[int, int]] = set()
-        for number, (kind, position, index) in enumerate(self.sources):
+        for number, (kind, position, index) in enumerate(sources.kinds):
             if kind == "parameter":
                 continue
             bit, stale = 1 << number, number < self.stale
@@ -440,7 +351,7 @@ class Tracer:
                 if kind == "inside"
                 else f"output {index} of layer {position}"
             )
-            for reader in _readers(self.read_before if stale else self.read_at, bit):
+            for reader in _readers(self.read_before if stale else sources.read_at, bit):
                 if kind == "output" and reader > position:
                     live.add((position, index))
                 first = position if kind == "inside" else position + 1
@@ -453,7 +364,7 @@ class Tracer:
                             output=(position, index) if kind == "output" and index >= 0 else None,
                         )
                     )
-            for reader in _readers(self.read_at, bit) if stale else ():
+            for reader in _readers(sources.read_at, bit) if stale else ():
                 if reader < position:
                     what = f"{what}, kept and read {self._where(reader)} of the next step"
                     bypasses.append(Bypass(first_split_point=max(reader, 0), last_split_point=position - 1, what=what))
@@ -464,7 +375,7 @@ class Tracer:
                 f"stages (let the layer return its part by use_local_output=True, or the whole tensor)"
             )
             bypasses.append(Bypass(first_split_point=layer, last_split_point=layer, what=what))
-        names = [f"{self.layers}.{name}" for name in self.layer_names]
+        names = [f"{self.layers}.{name}" for name in self.calls.names]
         outputs = []
         for layer in range(self.num_layers):
             template, leaves, input_shape = self.output_templates[layer]
@@ -478,7 +389,7 @@ class Tracer:
                     changed=tuple((layer, number) in self.changed_outputs for number in range(len(leaves))),
                 )
             )
-        writers = {name: self.written_at[key] for name, key in buffer_keys.items() if key in self.written_at}
+        writers = {name: sources.written_at[key] for name, key in buffer_keys.items() if key in sources.written_at}
         return ModuleStructure(
             layers=self.layers,
             layer_names=tuple(names),
@@ -505,7 +416,7 @@ class Tracer:
         for name, part in self.original.named_modules() if self.step_name == "training_step" else ():
             within = [
                 index
-                for index, layer in enumerate(f"{self.layers}.{each}" for each in self.layer_names)
+                for index, layer in enumerate(f"{self.layers}.{each}" for each in self.calls.names)
                 if f"{layer}.".startswith(f"{name}." if name else "")
             ]
             if within and has_backward_hook(part):
@@ -539,7 +450,7 @@ class Tracer:
     def _early_changes(self, buffer_keys: dict[str, int]) -> list[str]:
         """The names of what the step changes on the module outside of the layers and before the last one ends: every
         stage changes it."""
-        names = [name for name, key in buffer_keys.items() if key in self.written_early]
+        names = [name for name, key in buffer_keys.items() if key in self.sources.written_early]
         for use in self.uses:
             if any(not inside and position < self.num_layers for position, inside in use.grew_at):
                 names.append(use.owner if use.key == UPDATE_COUNT else use.name)

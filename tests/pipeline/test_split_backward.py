@@ -10,8 +10,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import lightning_holmes
-from lightning_holmes.errors import AnomalyError
-from lightning_holmes.pipeline.anomaly import naming_parameters
 from lightning_holmes.pipeline.split_backward import SplitBackward
 
 Graph = Callable[[dict[str, nn.Parameter], list[Tensor]], list[Tensor]]
@@ -162,19 +160,3 @@ def test_what_a_split_would_break_is_refused_by_name(schedule: str) -> None:
     refused = lightning_holmes.check(Stack(reentrant=False), batch, **options).refused
     assert refused is not None and "activation checkpointing" in refused and schedule in refused
     assert lightning_holmes.check(Stack(reentrant=False), batch, **(options | {"schedule": "1f1b"})).ok
-
-
-def test_an_anomaly_in_the_second_part_names_its_parameter() -> None:
-    module = nn.Linear(3, 3, bias=False)
-    nn.init.zeros_(module.weight)
-    received = torch.ones(2, 3, requires_grad=True)
-    parameters = dict(module.named_parameters())
-    with torch.autograd.set_detect_anomaly(True):
-        root = received @ module.weight.sqrt()
-        parts = SplitBackward([root], [torch.zeros_like(root)], [received], parameters)
-        parts.input(lambda name, gradient: None)
-        with (
-            pytest.raises(AnomalyError, match=r"SqrtBackward0.*stage 1.*the gradients of weight"),
-            naming_parameters(module, parts.places, "stage 1"),
-        ):
-            parts.weight(lambda name, gradient: None)

@@ -377,5 +377,5 @@ def anomaly(payload: dict[str, Any]) -> str:
     try:
         trainer.fit(module, torch.utils.data.DataLoader(samples(), 8))
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
     return "trained on"

@@ -118,18 +118,17 @@ def test_an_overflow_is_skipped_by_all_stages(runs: Any) -> None:
 
 
 @pytest.mark.xdist_group("optimizers")
-def test_an_anomaly_ends_all_ranks_and_names_operator_and_parameters(tmp_path: Path) -> None:
+def test_an_anomaly_ends_all_ranks_and_names_the_operator(tmp_path: Path) -> None:
     first, last = launch(2, "optimizer_cases:anomaly", {"block": 3, "sharded": "auto"}, timeout_s=100)
-    assert "SqrtBackward0" in last and "training_step, stage 1, microbatch 0" in last
-    assert "NaN reaches the gradients of blocks.3.linear.bias, " in last and "stem" not in last
-    assert "rank 1" in first and "SqrtBackward0" in first and "blocks.3.linear.bias" in first
+    assert "SqrtBackward0" in last and "in the backward of stage 1, microbatch 0" in last
+    assert "rank 1" in first and "SqrtBackward0" in first
 
 
 @pytest.mark.xdist_group("optimizers")
 def test_an_anomaly_of_the_first_stage_ends_all_replicas(tmp_path: Path) -> None:
     ended = launch(4, "optimizer_cases:anomaly", {"block": 0, "sharded": True}, timeout_s=100)
-    assert all("SqrtBackward0" in reason and "blocks.0.linear.bias" in reason for reason in ended), ended
-    assert sum("training_step, stage 0, microbatch 0" in reason for reason in ended) >= 1
+    assert all("SqrtBackward0" in reason for reason in ended), ended
+    assert sum("in the backward of stage 0, microbatch 0" in reason for reason in ended) >= 1
 
 
 @pytest.mark.xdist_group("optimizers")
