@@ -23,7 +23,7 @@ from lightning_holmes.errors import needs_extra
 from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import has_experiment, log_offline, without_anonymous
 from lightning_holmes.plan.plan import Plan
-from lightning_holmes.plan.tables import group_rows
+from lightning_holmes.plan.tables import group_rows, plan_table
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -157,24 +157,9 @@ class RunRecord(pl.Callback):
 
 def _tables(plan: Plan) -> dict[str, list[list[str]]]:
     """The tables by name, each as a row of column names and the rows. A run of one process has no table of groups."""
-    groups = [list(row) for row in group_rows(plan)]
-    return {"plan": plan_rows(plan)} | (
-        {"groups": [["for", "transport", "reason", "ranks"], *groups]} if groups else {}
-    )
-
-
-def plan_rows(plan: Plan) -> list[list[str]]:
-    """The printed table of a plan, as strings: a row of column names, then a row for each pipeline rank."""
-    rows = [["pipeline rank", "cluster", "stages", f"layers of {plan.layers}", "global ranks"]]
-    for rank in range(plan.pipeline_parallel_size):
-        stages = plan.stages_of(rank)
-        rows.append(
-            [
-                str(rank),
-                plan.clusters[rank],
-                ", ".join(map(str, stages)),
-                ", ".join(" ".join(map(str, plan.partition.layers_of(stage))) for stage in stages),
-                " ".join(map(str, plan.placement.grid[rank])),
-            ]
-        )
-    return rows
+    printed, groups = plan_table(plan), [list(row) for row in group_rows(plan)]
+    rows = zip(*(column.cells for column in printed.columns), strict=True)
+    found = {
+        "plan": [[str(column.header) for column in printed.columns], *([str(cell) for cell in row] for row in rows)]
+    }
+    return found | ({"groups": [["for", "transport", "reason", "ranks"], *groups]} if groups else {})

@@ -211,10 +211,9 @@ def _numbers(value: Any) -> list[Any]:
         return [value] if abs(value) < 2**63 or isinstance(value, float) else [float(value)]
     if isinstance(value, (np.number, np.ndarray)) and value.dtype.kind in "biufc":
         return [value]
-    found: list[Any] = []
-    if tree.is_container(value):
-        tree.map_children(lambda _, child: found.extend(_numbers(child)) or child, value)  # type: ignore[func-returns-value]
-    return found
+    return (
+        [found for _, child in tree.children_of(value) for found in _numbers(child)] if tree.is_container(value) else []
+    )
 
 
 def _difference(

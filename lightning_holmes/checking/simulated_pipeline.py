@@ -8,6 +8,7 @@ new module.
     assert report.ok
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -18,8 +19,8 @@ from torchmetrics import Metric
 
 from lightning_holmes.checking.check_report import CheckReport, Outcome, compare
 from lightning_holmes.checking.first_step import at_first_step
+from lightning_holmes.checking.in_turns import LocalP2P, Turns
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.comm.p2p import LocalMailbox, LocalP2P
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
@@ -219,7 +220,7 @@ class _SimulatedPipeline:
         num_chunks: int,
         splitter: BatchSplitter,
     ) -> None:
-        mailbox = LocalMailbox()
+        self.turns = Turns()
         device = next(module.parameters()).device
         self.partition, self.structure = partition, structure
         self.drivers: list[StepDriver] = []
@@ -232,7 +233,7 @@ class _SimulatedPipeline:
             stages = stages_of_rank(schedule, rank, pipeline_parallel_size=size, num_chunks=num_chunks)
             pipeline = PipelineModule(copy, structure, partition, stages, device)
             pipeline.install()
-            p2p = LocalP2P(rank, size, mailbox) if size > 1 else None
+            p2p = LocalP2P(rank, size, self.turns) if size > 1 else None
             driver = StepDriver(
                 pipeline, p2p, schedule=schedule, num_chunks=num_chunks, device=device, splitter=splitter
             )
@@ -245,38 +246,24 @@ class _SimulatedPipeline:
         def scales(weights: Sequence[float]) -> Callable[[], list[float]]:
             return lambda: [w / (sum(weights) or 1.0) for w in weights]
 
-        pending = {}
-        for rank, driver in enumerate(self.drivers):
+        def run(driver: StepDriver) -> StepResult:
             if not training:
                 driver.module.eval()
             if trainer_of(driver.module) is not None:
                 setattr(trainer_of(driver.module), "training" if training else "validating", True)
-            arguments = step_arguments(driver.module, step_name)
             request = StepRequest(
                 step_name=step_name,
                 batch=tree.map_all_tensors(Tensor.clone, batch),
-                arguments=arguments,
+                arguments=step_arguments(driver.module, step_name),
                 num_microbatches=num_microbatches,
                 seed=seed,
                 context=nullcontext,
                 loss_scales=scales if training else None,
             )
-            pending[rank] = driver.run_in_turn(request)
-        results: dict[int, StepResult] = {}
-        with torch.enable_grad() if training else torch.no_grad():
-            idle = 0
-            while pending:
-                for rank in list(pending):
-                    try:
-                        next(pending[rank])
-                        idle += 1
-                    except StopIteration as end:
-                        results[rank] = end.value
-                        del pending[rank]
-                        idle = 0
-                if idle > 10_000:
-                    raise HolmesError("the stages wait for each other for ever; this is a fault of the schedule")
-        self.results = [results[rank] for rank in range(len(self.drivers))]
+            with torch.set_grad_enabled(training):
+                return driver.run(request)
+
+        self.results = self.turns.run([functools.partial(run, driver) for driver in self.drivers])
 
     def outcome(self, step_name: str) -> Outcome:
         """The outcome of the step that was run: its results and the state it left on the module."""

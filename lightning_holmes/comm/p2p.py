@@ -1,14 +1,13 @@
 """P2P: tensors and small messages between the ranks of a pipeline or a tensor group.
 
-:class:`P2P` is the protocol that the runner uses. :class:`DistributedP2P` moves bytes by torch.distributed,
-:class:`LocalP2P` hands them over within one process (``lightning_holmes.check``).
+:class:`P2P` is the protocol that the runner uses. :class:`DistributedP2P` moves bytes by torch.distributed; within one
+process ``lightning_holmes.check`` hands them over (checking/in_turns.py).
 
 Tensors are sent in the order of the schedule, over a separate group for each ordered pair of ranks, so that a posted
 NCCL receive blocks nothing else. Messages (shapes, checksums, logged values) are plain data (wire.py) and always use
 gloo, on the host.
 """
 
-import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,11 +35,9 @@ class TensorSpec:
 
 
 class PendingReceive(Protocol):
-    """A receive, whose memory is there: ``post`` it, once, in the order of the sends; then ``ready`` says whether ``wait`` would return at once."""
+    """A receive, whose memory is there: ``post`` it, once, in the order of the sends; then ``wait`` for its tensors."""
 
     def post(self) -> None: ...
-
-    def ready(self) -> bool: ...
 
     def wait(self) -> list[Tensor]: ...
 
@@ -73,11 +70,8 @@ class P2P(Protocol):
     def expect_message(self, source: int, topic: int) -> None:
         """Prepare for a message that is certain to come, so that receiving it later costs no time."""
 
-    def has_message(self, source: int, topic: int) -> bool:
-        """Whether :meth:`receive_message` can be called now; always true if receiving blocks."""
-
     def receive_message(self, source: int, topic: int) -> Any:
-        """The next value sent by ``source`` under ``topic``."""
+        """Wait for the next value sent by ``source`` under ``topic``."""
 
     def finish(self) -> None:
         """Wait for this rank's sends, except those of :meth:`post_message`."""
@@ -95,9 +89,6 @@ class _Receive:
     def post(self) -> None:
         with naming(self.where):
             self.works += [dist.irecv(tensor, self.peer, group=self.group) for tensor in self.tensors]
-
-    def ready(self) -> bool:
-        return True
 
     def wait(self) -> list[Tensor]:
         with naming(self.where):
@@ -227,9 +218,6 @@ class DistributedP2P:
             work = dist.irecv(head, self.ranks[source], group=self._messages, tag=topic)
             self._expected[source, topic] = work, head
 
-    def has_message(self, source: int, topic: int) -> bool:
-        return True
-
     def receive_message(self, source: int, topic: int) -> Any:
         what = f"waiting for a message from rank {self.ranks[source]}"
         with naming(functools.partial(self._where, what, self._messages)):
@@ -257,75 +245,3 @@ class DistributedP2P:
     def finish(self) -> None:
         _wait_for_all(self._in_flight)
         self._in_flight.clear()
-
-
-class LocalP2P:
-    """P2P between the stages of one process; ``mailbox`` is shared by all of them."""
-
-    broadcasts = False
-
-    def __init__(self, rank: int, size: int, mailbox: "LocalMailbox") -> None:
-        self.rank = rank
-        self.size = size
-        self._mailbox = mailbox
-
-    def send(self, destination: int, tensors: Sequence[Tensor]) -> None:
-        self._mailbox.tensors[self.rank, destination].append([t.detach().clone() for t in tensors])
-
-    def prepare(self, source: int, specs: Sequence[TensorSpec]) -> PendingReceive:
-        return _LocalReceive(self._mailbox, source, self.rank)
-
-    def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: messages hold all tensors."""
-        assert not tensors
-
-    def send_message(self, destination: int, topic: int, message: Any) -> None:
-        self._mailbox.messages[self.rank, destination, topic].append(message)
-
-    def post_message(self, destination: int, topic: int, message: Any) -> Callable[[], None]:
-        self.send_message(destination, topic, message)
-        return lambda: None
-
-    def expect_message(self, source: int, topic: int) -> None:
-        """Do nothing: nothing has to be prepared within one process."""
-
-    def has_message(self, source: int, topic: int) -> bool:
-        return bool(self._mailbox.messages[source, self.rank, topic])
-
-    def receive_message(self, source: int, topic: int) -> Any:
-        return self._mailbox.messages[source, self.rank, topic].popleft()
-
-    def finish(self) -> None:
-        """Do nothing: nothing is in flight within one process."""
-
-
-class LocalMailbox:
-    """The tensors that were sent, by (source, destination), and the messages not yet received, by (source, destination, topic)."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[tuple[int, int], list[list[Tensor]]] = collections.defaultdict(list)
-        self.messages: dict[tuple[int, int, int], collections.deque[Any]] = collections.defaultdict(collections.deque)
-        self._posted: dict[tuple[int, int], int] = collections.defaultdict(int)
-
-    def post(self, source: int, destination: int) -> int:
-        """Return the number of the send from ``source`` to ``destination`` that matches the next receive."""
-        number = self._posted[source, destination]
-        self._posted[source, destination] += 1
-        return number
-
-
-@dataclass(slots=True)
-class _LocalReceive:
-    mailbox: LocalMailbox
-    source: int
-    destination: int
-    number: int = -1
-
-    def post(self) -> None:
-        self.number = self.mailbox.post(self.source, self.destination)
-
-    def ready(self) -> bool:
-        return len(self.mailbox.tensors[self.source, self.destination]) > self.number
-
-    def wait(self) -> list[Tensor]:
-        return self.mailbox.tensors[self.source, self.destination][self.number]

@@ -185,7 +185,7 @@ class HFCausalLM(CausalLM):
         logits_BSV: Tensor = self.model(**inputs, use_cache=False).logits
         return logits_BSV
 
-    def shifted_labels(self, batch: dict[str, Tensor]) -> Tensor:
+    def target_labels(self, batch: dict[str, Tensor]) -> Tensor:
         """The token that follows each position, (B, S - 1); -100 where a token does not count."""
         labels = batch.get("labels")
         if labels is None:
@@ -194,9 +194,6 @@ class HFCausalLM(CausalLM):
             if attention_mask is not None:
                 labels = labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
         return labels[:, 1:]
-
-    def target_labels(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.shifted_labels(batch)
 
     def compute_logits(self, batch: dict[str, Tensor]) -> Tensor:
         logits_BSV: Tensor = self(**{name: value for name, value in batch.items() if name != "labels"})

@@ -198,20 +198,14 @@ def _takes_class(value: Any) -> bool:
 
 def plain_parts(value: Any) -> Any:
     """The Python values in a layer's arguments, and those in the attributes of objects among them."""
-    parts: list[Any] = []
-
-    def look(_: Any, child: Any) -> Any:
-        if tree.is_container(child):
-            parts.append(len(child) if hasattr(child, "__len__") else 0)
-            tree.map_children(look, child)
-        elif isinstance(child, CONSTANTS):
-            parts.append(repr(child))
-        elif not isinstance(child, (Tensor, nn.Module)) and hasattr(child, "__dict__"):
-            parts.append([(k, repr(v)) for k, v in vars(child).items() if isinstance(v, CONSTANTS)])
-        return child
-
-    look(None, value)
-    return parts
+    if tree.is_container(value):
+        length = len(value) if hasattr(value, "__len__") else 0
+        return length, [plain_parts(child) for _, child in tree.children_of(value)]
+    if isinstance(value, CONSTANTS):
+        return repr(value)
+    if not isinstance(value, (Tensor, nn.Module)) and hasattr(value, "__dict__"):
+        return [(key, repr(inner)) for key, inner in vars(value).items() if isinstance(inner, CONSTANTS)]
+    return None
 
 
 def attribute_tensors(module: nn.Module) -> dict[str, Tensor]:

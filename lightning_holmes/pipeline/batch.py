@@ -8,7 +8,7 @@ devices, and the user's module decides what a step does with them.
 """
 
 import enum
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,9 +163,9 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], na
     ):
         return [entry for output in outputs for entry in output]
     elif tree.is_container(first):
+        children = [dict(tree.children_of(output)) for output in outputs]
         return tree.map_children(
-            lambda key, _: merge_outputs([_child(o, key) for o in outputs], sizes, weights, f"{name}[{key!r}]"),
-            first,
+            lambda key, _: merge_outputs([c[key] for c in children], sizes, weights, f"{name}[{key!r}]"), first
         )
     elif all(_equal(o, first) for o in outputs):
         return first
@@ -191,12 +191,6 @@ def weighted_mean(values: list[Tensor], weights: list[float]) -> Tensor:
         return mean.to(torch.get_default_dtype())
     alike = (torch.stack([v for v, _ in kept]) == first).all()
     return torch.where(alike, first, mean.to(first.dtype))
-
-
-def _child(value: Any, key: Any) -> Any:
-    if isinstance(value, Mapping) or (isinstance(key, int) and isinstance(value, (list, tuple))):
-        return value[key]
-    return getattr(value, key)
 
 
 def _equal(left: Any, right: Any) -> bool:
@@ -227,14 +221,7 @@ def _sample_lists(batch: Any, depth: int = 0) -> list[Any]:
             return [batch]
     if not tree.is_container(batch):
         return []
-    found: list[Any] = []
-
-    def look(_: Any, child: Any) -> Any:
-        found.extend(_sample_lists(child, depth + 1))
-        return child
-
-    tree.map_children(look, batch)
-    return found
+    return [found for _, child in tree.children_of(batch) for found in _sample_lists(child, depth + 1)]
 
 
 def _structure_key(value: Any) -> Hashable:
@@ -243,9 +230,7 @@ def _structure_key(value: Any) -> Hashable:
     if _is_plain_list(value):
         return type(value).__name__, tuple(sorted({str(_structure_key(v)) for v in value}))
     if tree.is_container(value):
-        keys: list[Hashable] = []
-        tree.map_children(lambda key, child: keys.append((str(key), _structure_key(child))) or child, value)  # type: ignore[func-returns-value]
-        return type(value).__name__, tuple(keys)
+        return type(value).__name__, tuple((str(key), _structure_key(child)) for key, child in tree.children_of(value))
     return type(value).__name__
 
 

@@ -126,12 +126,13 @@ class LayerCalls:
                 self.layers.append(layer)
         self._called: list[int] = []
         self._is_inside = self._has_ended = False
-        self._around = around
-        for layer, indices in places.items():
-            layer.forward = self._gate(indices, layer.forward)
+        self._around, self._places = around, places
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins; before the first one the gates are put in place."""
+        for layer, indices in self._places.items():
+            layer.forward = self._gate(indices, layer.forward)
+        self._places.clear()
         self._called.clear()
         self._is_inside = self._has_ended = False
 

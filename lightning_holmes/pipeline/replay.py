@@ -30,7 +30,7 @@ from lightning_holmes.lightning_private import (
     set_update_count,
 )
 from lightning_holmes.pipeline.batch import weighted_mean
-from lightning_holmes.pipeline.stage import StageRun
+from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.pipeline.structure import BEFORE
 
 _MERGEABLE = (dim_zero_sum, dim_zero_max, dim_zero_min, dim_zero_cat)
@@ -85,9 +85,9 @@ class LogCall:
 class LogRecorder:
     """Replaces ``module.log`` while a step runs, and keeps the calls of this rank's stages."""
 
-    def __init__(self, module: pl.LightningModule, num_layers: int) -> None:
-        self.module = module
-        self.num_layers = num_layers
+    def __init__(self, pipeline: PipelineModule) -> None:
+        self.module = pipeline.module
+        self._pipeline = pipeline
         self.calls: list[LogCall] = []
         self._run: StageRun | None = None
         self._microbatch = 0
@@ -103,9 +103,18 @@ class LogRecorder:
         finally:
             vars(self.module).pop("log", None)
 
-    def enter(self, run: StageRun, microbatch: int, positions: range) -> None:
-        """Set the stage's step and the microbatch that run now; calls outside ``positions`` belong to another stage."""
-        self._run, self._microbatch, self._mine = run, microbatch, positions
+    def enter(self, run: StageRun, microbatch: int) -> None:
+        """Set the stage's step and the microbatch that run now."""
+        self._run, self._microbatch = run, microbatch
+        layers = self._pipeline.partition.layers_of(run.stage) if self._num_layers else range(0)
+        # with the calls before the layers on the first stage, and those after them on the last
+        first = BEFORE if layers.start == 0 else layers.start
+        self._mine = range(first, self._num_layers + 1 if layers.stop == self._num_layers else layers.stop)
+
+    @property
+    def _num_layers(self) -> int:
+        structure = self._pipeline.structure
+        return 0 if structure is None else structure.num_layers
 
     def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         run = self._run
@@ -113,8 +122,8 @@ class LogRecorder:
         if run.ended:  # called in a `finally:` after StepEnd; the last stage logs it
             return
         position = run.position
-        if position == self.num_layers - 1:
-            position = self.num_layers
+        if position == self._num_layers - 1:
+            position = self._num_layers
         if position not in self._mine:
             return
         arguments = log_arguments(name, value, *args, **kwargs)
@@ -139,13 +148,6 @@ class LogRecorder:
             raise ValueError(f"`self.log({name}, {value})` was called, but `{kind}` values cannot be logged")
         call = LogCall(name=name, value=value, arguments=arguments, position=position, microbatch=self._microbatch)
         self.calls.append(call)
-
-
-def positions_of(layers: range, num_layers: int) -> range:
-    """The positions (see structure.py) whose log calls are recorded on a stage with ``layers``: with those before the
-    layers on the first stage, and those after them on the last."""
-    first = BEFORE if layers.start == 0 else layers.start
-    return range(first, num_layers + 1 if layers.stop == num_layers else layers.stop)
 
 
 def merge_calls(

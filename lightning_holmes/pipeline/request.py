@@ -1,16 +1,14 @@
-"""The request to run a step, its batch split into microbatches, and its result."""
+"""The request to run a step, and its result."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
-from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.replay import LogCall
-from lightning_holmes.pipeline.stage import StageRun
-from lightning_holmes.plan.schedule import Schedule
+from lightning_holmes.pipeline.step_clock import UNOBSERVED, StepObserver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +54,6 @@ class StepRequest:
     def trains(self) -> bool:
         """Whether the step has a backward."""
         return self.loss_scales is not None
-
-
-@dataclass(slots=True, kw_only=True)
-class Microbatches:
-    """A request's batch on one rank, split into microbatches.
-
-    ``step(run, microbatch)`` calls the user's step; ``scales()`` returns, on the last stage, the factor of each
-    microbatch's loss for the backward; ``seeds`` has a seed for each microbatch (None: generators are left alone);
-    ``signatures`` distinguish microbatches of different shapes; ``after_forwards()`` is called when this rank has run
-    its last forward, while backwards go on. ``outputs`` is filled on the rank of the last stage.
-    """
-
-    schedule: Schedule
-    step: Callable[[StageRun, int], Any]
-    signatures: Sequence[Hashable]
-    seeds: Sequence[int] | None = None
-    scales: Callable[[], Sequence[float | Tensor]] | None = None
-    after_forwards: Callable[[], None] | None = None
-    outputs: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

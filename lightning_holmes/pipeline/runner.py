@@ -10,67 +10,80 @@ tensors are needed; its memory is allocated ahead all the same, so that nothing 
 waits for ever under gpipe, 1f1b, eager_1f1b and zero_bubble, even where each allocation waits (tests/plan/test_schedule.py). In the other schedules
 stages send long before the receiver computes; there two cards that free memory at the same moment may wait for each other.
 
-    for _ in runner.run(request, microbatches): pass        # a generator, so that one process can run all stages in turn
+    batch = Batch(runner, request, parts, schedule, ...)
+    runner.run(batch)
+    batch.outputs           # on the last stage
 """
 
 import collections
 import contextlib
 import functools
 import warnings
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.label import labelled
 from lightning_holmes.comm.p2p import P2P, PendingReceive, TensorSpec
 from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.comm.queue import Work
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
+from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.batch import signature
 from lightning_holmes.pipeline.device_calls import DeviceCalls, device_calls
-from lightning_holmes.pipeline.request import Microbatches, StepRequest
+from lightning_holmes.pipeline.divisors import Divisors
+from lightning_holmes.pipeline.preserved_trainer import change_settings
+from lightning_holmes.pipeline.replay import LogRecorder
+from lightning_holmes.pipeline.request import StepRequest
+from lightning_holmes.pipeline.seeds import seed_all
 from lightning_holmes.pipeline.split_backward import SplitBackward, check_splittable, checkpointing_refused
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
-from lightning_holmes.plan.schedule import Action, Op, mark_action
+from lightning_holmes.plan.schedule import Action, Op, Schedule, mark_action
 from lightning_holmes.torch_private import noticing_checkpoints
 
 TOPIC_SHAPES = 1
 
 
 class PipelineRunner:
-    """Runs batches on the stages of ``module`` that this rank holds."""
+    """Runs batches on the stages of ``pipeline`` that this rank holds, and keeps what is known from one batch to the next.
 
-    def __init__(self, module: PipelineModule, p2p: P2P | None) -> None:
-        self.module = module
+    Args:
+        p2p: transport to the ranks of the other stages; None if there are none.
+    """
+
+    def __init__(self, pipeline: PipelineModule, p2p: P2P | None) -> None:
+        self.pipeline = pipeline
         self.p2p = p2p
+        module = pipeline.module
+        assert isinstance(module, pl.LightningModule)
+        self.module = module
+        self.recorder = LogRecorder(pipeline)
         self.current_action: Action | None = None
         """The action that is performed now, or that has raised; None between steps."""
-        self._known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
+        self.known_specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
         # by step, as name and whether it trains: whether its last batch has neither allocated nor freed memory of the device
-        self._steady: dict[tuple[str, bool], bool] = {}
+        self.steady: dict[tuple[str, bool], bool] = {}
         self._has_warned = False
         self.without_checkpoints: set[Hashable] = set()
 
-    def run(self, request: StepRequest, microbatches: Microbatches) -> Generator[None, None, None]:
-        """Perform every action of this rank's schedule; yields wherever it would wait on another stage of the same process.
-
-        All ranks of the pipeline must call.
-        """
-        rank = 0 if self.p2p is None else self.p2p.rank
-        batch, before = _Batch(self, request, microbatches), device_calls()
-        microbatches.outputs = [None] * microbatches.schedule.num_microbatches
-        with self.module.noticing_reads():
-            for place, action in enumerate(microbatches.schedule.actions[rank]):
+    def run(self, batch: "Batch") -> None:
+        """Perform every action of this rank's schedule. All ranks of the pipeline must call."""
+        request, before = batch.request, device_calls()
+        actions = batch.schedule.actions[0 if self.p2p is None else self.p2p.rank]
+        with self.pipeline.noticing_reads(), self.recorder.recording():
+            for place, action in enumerate(actions):
                 self.current_action = action
                 try:
                     with labelled(functools.partial(self._label, action)):
-                        yield from batch.perform(action)
+                        _PERFORM[action.op](batch, action)
                 except Exception as error:
-                    error.add_note(self._describe_failure(microbatches.schedule.actions[rank], place))
+                    error.add_note(self._describe_failure(actions, place))
                     raise
-                request.observer.performed(action)
         if self.p2p is not None:
             start = request.observer.mark()
             self.p2p.finish()
@@ -81,7 +94,7 @@ class PipelineRunner:
     def _note_memory(self, step: tuple[str, bool], before: DeviceCalls) -> None:
         """Note what a batch of ``step`` has done since the calls ``before`` it; see [Note: posting]."""
         now = device_calls()
-        if now.flushes > before.flushes and step in self._steady and not self._has_warned:
+        if now.flushes > before.flushes and step in self.steady and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"the GPU is so full that a batch of {step[0]} has freed all cached memory {now.flushes - before.flushes} times, for which it waits "
@@ -89,28 +102,56 @@ class PipelineRunner:
                 f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
                 stacklevel=2,
             )
-        self._steady[step] = now == before
+        self.steady[step] = now == before
 
     def _label(self, action: Action) -> str:
-        return f"holmes: {action.describe()} ({self.module.describe_stage(action.stage)})"
+        return f"holmes: {action.describe()} ({self.pipeline.describe_stage(action.stage)})"
 
     def _describe_failure(self, actions: Sequence[Action], place: int) -> str:
         rank = "" if self.p2p is None else f" of pipeline rank {self.p2p.rank}"
         return f"It failed in the step's schedule{rank}, in the {actions[place].describe()}:\n{mark_action(actions, place)}"
 
 
-class _Batch:
-    """The state of one batch on its way through this rank."""
+class Batch:
+    """One batch, split into microbatches, on its way through this rank.
 
-    def __init__(self, runner: PipelineRunner, request: StepRequest, microbatches: Microbatches) -> None:
-        self.runner = runner
-        self.module = runner.module
-        self.request = request
-        self.microbatches = microbatches
+    Args:
+        parts: the microbatches.
+        seeds: of the random numbers of each.
+        scales: on the last stage, called at the first backward; returns the factor of each microbatch's loss.
+        settings: what holds on the trainer before each microbatch (preserved_trainer.py); None: it is not set again.
+        divisors: takes those of the losses; None: they are not looked at.
+        after_forwards: called when this rank has run its last forward, while backwards go on.
+
+    Attributes:
+        outputs: of the step for each microbatch, on the rank of the last stage.
+    """
+
+    def __init__(
+        self,
+        runner: PipelineRunner,
+        request: StepRequest,
+        parts: Sequence[Any],
+        schedule: Schedule,
+        *,
+        seeds: Sequence[int],
+        scales: Callable[[], Sequence[float | Tensor]] | None,
+        settings: list[dict[str, Any]] | None,
+        divisors: Divisors | None,
+        after_forwards: Callable[[], None],
+    ) -> None:
+        self.runner, self.pipeline = runner, runner.pipeline
+        self.request, self.schedule = request, schedule
+        self.parts, self.seeds = parts, seeds
+        self.settings, self.divisors, self.after_forwards = settings, divisors, after_forwards
+        self.outputs: list[Any] = [None] * len(parts)
+        self.step = getattr(runner.module, request.step_name)
         self.observer = request.observer
-        self.exchange = request.exchange or LocalExchange(runner.module.module)
-        self.schedule = microbatches.schedule
-        self.last_stage = self.schedule.num_stages - 1
+        self.exchange = request.exchange or LocalExchange(runner.module)
+        self.last_stage = schedule.num_stages - 1
+        # by microbatch, what decides the shapes of activations and whether they need gradients
+        state = runner.module.training, bytes([p.requires_grad for p in runner.module.parameters()])
+        self.signatures = [(state, signature(part)) for part in parts]
         self.runs: dict[tuple[int, int], StageRun] = {}
         # by microbatch, outputs of layers that later stages of this rank read in addition to the hidden state, and the sums of their gradients
         self.kept: dict[int, dict[tuple[int, int], Tensor]] = collections.defaultdict(dict)
@@ -120,49 +161,19 @@ class _Batch:
         self.queues: dict[int, collections.deque[Action]] = collections.defaultdict(collections.deque)
         self.posted: dict[Action, PendingReceive] = {}
         self.prepared: dict[Action, PendingReceive] = {}
-        self.posts_ahead = runner._steady.get((request.step_name, request.trains), False)
+        self.posts_ahead = runner.steady.get((request.step_name, request.trains), False)
         self.fetches: dict[int, Work] = {}
+        self.start_scales = scales
         self.scales: Sequence[float | Tensor] | None = None
-        self.forwards_left = len(self.module.stages) * self.schedule.num_microbatches
-        self.backwards_left = dict.fromkeys(self.module.stages, self.schedule.num_microbatches)
+        self.forwards_left = len(self.pipeline.stages) * len(parts)
+        self.backwards_left = dict.fromkeys(self.pipeline.stages, len(parts))
 
-    def perform(self, action: Action) -> Generator[None, None, None]:
-        """Perform one action of the schedule."""
-        op, stage = action.op, action.stage
-        if op in (Op.RECV_ACTIVATION, Op.RECV_GRADIENT):
-            source = self._source(action)
-            self.queues[source].append(action)
-            if self.posts_ahead:
-                self._post_known(source)
-            else:
-                self._prepare_known(source)
-        elif op is Op.FORWARD:
-            yield from self._forward(action)
-            self.forwards_left -= 1
-            if self.forwards_left == 0 and self.microbatches.after_forwards is not None:
-                self.microbatches.after_forwards()
-        elif op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            yield from self._backward(action)
-        elif op is Op.BACKWARD_WEIGHT:
-            self._backward_weight(action)
-        elif op is Op.SEND_ACTIVATION:
-            start = self.observer.mark()
-            self._send_activation(action)
-            self.observer.add("send_activation", start, stage, action.microbatch)
-        elif op is Op.SEND_GRADIENT:
-            start = self.observer.mark()
-            self._send_gradient(action)
-            self.observer.add("send_gradient", start, stage, action.microbatch)
-        elif op is Op.FETCH:
-            work = self.exchange.unshard(stage)
-            if work is not None:
-                self.fetches[stage] = work
-        elif op is Op.RELEASE:
-            self.exchange.reshard(stage)
-        elif op is Op.REDUCE_GRADIENTS:
-            self.exchange.reduce(stage)
-        else:
-            raise AssertionError(f"the runner does not know how to perform {action}")
+    # parameters and gradients
+
+    def _fetch(self, action: Action) -> None:
+        work = self.exchange.unshard(action.stage)
+        if work is not None:
+            self.fetches[action.stage] = work
 
     def _await_parameters(self, stage: int) -> None:
         """Wait for the parameters of ``stage``, if a fetch of them has been started."""
@@ -172,45 +183,83 @@ class _Batch:
             work.wait()
             self.observer.add("wait", start)
 
+    def _reshard(self, action: Action) -> None:
+        self.exchange.reshard(action.stage)
+
+    def _reduce(self, action: Action) -> None:
+        self.exchange.reduce(action.stage)
+
     # computing
 
-    def _forward(self, action: Action) -> Generator[None, None, None]:
+    def _forward(self, action: Action) -> None:
         stage, microbatch, observer = action.stage, action.microbatch, self.observer
         self._await_parameters(stage)
         start = observer.mark()
-        seeds = self.microbatches.seeds
-        run = StageRun(stage=stage, step_name=self.request.step_name, seed=None if seeds is None else seeds[microbatch])
+        run = StageRun(stage=stage, step_name=self.request.step_name, seed=self.seeds[microbatch])
         if stage > 0 and self._is_here(stage - 1):
             run.received = self._handed_over(stage - 1, microbatch)
         elif stage > 0:
             arrival = Action(Op.RECV_ACTIVATION, stage, microbatch)
-            tensors = yield from self._arrived(arrival)
+            tensors = self._arrived(arrival)
             for tensor, spec in zip(tensors, self._activation_specs(arrival) or (), strict=True):
                 run.received.append(tensor.requires_grad_() if spec.requires_grad else tensor)
             start = observer.add("wait_activation", start, stage, microbatch)
         kept = self.kept[microbatch]
-        run.beside = {key: _leaf(kept[key]) for key in self.module.reads_beside.get(stage, ()) if key in kept}
-        with self._checking_split(run, microbatch):
-            output = self.module.forward_step(run, lambda: self.microbatches.step(run, microbatch))
+        run.beside = {key: _leaf(kept[key]) for key in self.pipeline.reads_beside.get(stage, ()) if key in kept}
+        with self._checking_split(run, microbatch), self._around_step(run, microbatch) as part:
+            output = self.pipeline.forward_step(run, self.step, part, *self.request.arguments)
+            if stage == self.last_stage:
+                self.outputs[microbatch] = self._taken(output, microbatch)
         observer.add("forward", start, stage, microbatch)
         kept |= run.kept
         if stage == self.last_stage:
-            self.microbatches.outputs[microbatch] = output
             kept.clear()
         if self.request.trains or stage < self.last_stage:
             self.runs[stage, microbatch] = run
+        self.forwards_left -= 1
+        if self.forwards_left == 0:
+            self.after_forwards()
 
-    def _backward(self, action: Action) -> Generator[None, None, None]:
+    @contextlib.contextmanager
+    def _around_step(self, run: StageRun, microbatch: int) -> Iterator[Any]:
+        """Context of the user's step: its random numbers, its logs, its precision; yields its microbatch."""
+        seed_all(run.seed, self.pipeline.device)
+        self.runner.recorder.enter(run, microbatch)
+        part = self.parts[microbatch]
+        if self.settings is not None:  # a step that lowers a learning rate does so once a batch
+            change_settings(trainer_of(self.runner.module), [{}, *self.settings[1:]])
+        if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage starts the step anew
+            part = tree.map_all_tensors(Tensor.clone, part)
+        with self.request.context():
+            try:
+                yield part
+            except Exception as error:
+                if len(self.parts) > 1:
+                    error.add_note(
+                        f"{run.step_name} ran over microbatch {microbatch} of {len(self.parts)}: with one microbatch it runs over "
+                        f"the whole batch, as in plain Lightning"
+                    )
+                raise
+
+    def _taken(self, output: Any, microbatch: int) -> Any:
+        """The output of a step over a microbatch, without DTensors; its divisors are noted."""
+        if self.divisors is not None and output is not None:
+            self.divisors.note(microbatch, loss_of(output, self.request.step_name))
+        if any(map(dtensor.is_dtensor, tree.tensors_of(output))):
+            return tree.map_tensors(dtensor.whole, output)
+        return output
+
+    def _backward(self, action: Action) -> None:
         stage, microbatch, observer = action.stage, action.microbatch, self.observer
         self._await_parameters(stage)
         start = observer.mark()
         run = self.runs[stage, microbatch]
         if stage == self.last_stage:
             if self.scales is None:
-                assert self.microbatches.scales is not None, "only the last stage has losses"
-                self.scales = self.microbatches.scales()
+                assert self.start_scales is not None, "only the last stage has losses"
+                self.scales = self.start_scales()
                 start = observer.add("wait", start)  # waited for the replicas' weights
-            outputs = self.microbatches.outputs
+            outputs = self.outputs
             roots, gradients = [], []
             if not self._skips():
                 roots = [loss_of(outputs[microbatch], self.request.step_name)]
@@ -229,7 +278,7 @@ class _Batch:
             if self._is_here(stage + 1):
                 gradients = _input_gradients(self.runs.pop((stage + 1, microbatch)))
             else:
-                gradients = yield from self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
+                gradients = self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
             start = observer.add("wait_gradient", start, stage, microbatch)
             run.payload = None
             if self._skips():
@@ -240,8 +289,8 @@ class _Batch:
         if not self._skips():
             roots, gradients = self._with_kept(run, microbatch, roots, gradients)
         run.backward = True
-        parameters = self.module.parameters_of(stage)
-        with self.module.running(run):
+        parameters = self.pipeline.parameters_of(stage)
+        with self.pipeline.running(run):
             if splits:
                 half = self.halves[stage, microbatch] = SplitBackward(roots, gradients, run.received, parameters)
                 half.input(self.exchange.add)
@@ -270,7 +319,7 @@ class _Batch:
 
     def _skips(self) -> bool:
         """Whether the step has returned None for the whole batch; only valid once all forwards of the batch have run."""
-        return self.request.may_skip and all(output is None for output in self.microbatches.outputs)
+        return self.request.may_skip and all(output is None for output in self.outputs)
 
     def _backward_weight(self, action: Action) -> None:
         start = self.observer.mark()
@@ -300,7 +349,7 @@ class _Batch:
         check_splittable(stage, schedule.name, run.received)
 
         def noticed() -> None:
-            raise checkpointing_refused(schedule.name, self.module.place_of(run))
+            raise checkpointing_refused(schedule.name, self.pipeline.place_of(run))
 
         key = self._spec_key(stage, microbatch)
         known = key in self.runner.without_checkpoints
@@ -311,7 +360,7 @@ class _Batch:
     # handing over within this rank
 
     def _is_here(self, stage: int) -> bool:
-        return stage in self.module.stages
+        return stage in self.pipeline.stages
 
     def _handed_over(self, stage: int, microbatch: int) -> list[Tensor]:
         """The inputs for the stage after ``stage``, which is on this rank, too: leaves of a new autograd graph."""
@@ -322,15 +371,16 @@ class _Batch:
     # sending
 
     def _send_activation(self, action: Action) -> None:
+        start = self.observer.mark()
         run = self.runs[action.stage, action.microbatch]
         assert run.payload is not None and self.runner.p2p is not None
         destination = self.schedule.rank_of(action.stage + 1)
         specs = tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in run.payload)
         key = self._spec_key(action.stage + 1, action.microbatch)
-        known = self.runner._known_specs.get(key)
+        known = self.runner.known_specs.get(key)
         if known is None:
             self.runner.p2p.send_message(destination, TOPIC_SHAPES, specs)
-            self.runner._known_specs[key] = specs
+            self.runner.known_specs[key] = specs
         elif known != specs:
             raise UnsupportedModuleError(
                 f"stage {action.stage} sends {_describe(specs)} to the next stage, but {_describe(known)} for an earlier batch of the same "
@@ -340,23 +390,34 @@ class _Batch:
         self.runner.p2p.send(destination, run.payload)
         if not self.request.trains:
             del self.runs[action.stage, action.microbatch]
+        self.observer.add("send_activation", start, action.stage, action.microbatch)
 
     def _send_gradient(self, action: Action) -> None:
+        start = self.observer.mark()
         run = self.runs.pop((action.stage, action.microbatch))
         assert self.runner.p2p is not None
         self.runner.p2p.send(self.schedule.rank_of(action.stage - 1), _input_gradients(run))
+        self.observer.add("send_gradient", start, action.stage, action.microbatch)
 
     # receiving
+
+    def _receive(self, action: Action) -> None:
+        source = self._source(action)
+        self.queues[source].append(action)
+        if self.posts_ahead:
+            self._post_known(source)
+        else:
+            self._prepare_known(source)
 
     def _source(self, action: Action) -> int:
         neighbour = action.stage - 1 if action.op is Op.RECV_ACTIVATION else action.stage + 1
         return self.schedule.rank_of(neighbour)
 
     def _spec_key(self, stage: int, microbatch: int) -> Hashable:
-        return self.request.step_name, self.request.trains, stage, self.microbatches.signatures[microbatch]
+        return self.request.step_name, self.request.trains, stage, self.signatures[microbatch]
 
     def _activation_specs(self, action: Action) -> tuple[TensorSpec, ...] | None:
-        return self.runner._known_specs.get(self._spec_key(action.stage, action.microbatch))
+        return self.runner.known_specs.get(self._spec_key(action.stage, action.microbatch))
 
     def _specs(self, action: Action) -> tuple[TensorSpec, ...] | None:
         """The specs of the tensors that ``action`` receives; None if they are not known yet."""
@@ -365,7 +426,7 @@ class _Batch:
         run = self.runs.get((action.stage, action.microbatch))
         if run is not None and run.payload is not None:
             return tuple(TensorSpec(tuple(t.shape), t.dtype, False) for t in run.payload if t.requires_grad)
-        known = self.runner._known_specs.get(self._spec_key(action.stage + 1, action.microbatch))
+        known = self.runner.known_specs.get(self._spec_key(action.stage + 1, action.microbatch))
         return None if known is None else tuple(s for s in known if s.requires_grad)
 
     def _prepare_known(self, source: int) -> None:
@@ -388,7 +449,7 @@ class _Batch:
             receive.post()
             self.posted[queue.popleft()] = receive
 
-    def _arrived(self, action: Action) -> Generator[None, None, list[Tensor]]:
+    def _arrived(self, action: Action) -> list[Tensor]:
         """Wait for a receive. If the shapes were unknown, first post it and the receives before it."""
         p2p = self.runner.p2p
         assert p2p is not None
@@ -398,15 +459,25 @@ class _Batch:
         while action not in self.posted:
             pending = self.queues[source][0]
             assert pending.op is Op.RECV_ACTIVATION, "the gradient of an output that was never computed"
-            while not p2p.has_message(source, TOPIC_SHAPES):
-                yield
             specs = p2p.receive_message(source, TOPIC_SHAPES)
-            self.runner._known_specs[self._spec_key(pending.stage, pending.microbatch)] = specs
+            self.runner.known_specs[self._spec_key(pending.stage, pending.microbatch)] = specs
             self._post_known(source, until)
-        receive = self.posted.pop(action)
-        while not receive.ready():
-            yield
-        return receive.wait()
+        return self.posted.pop(action).wait()
+
+
+_PERFORM: Mapping[Op, Callable[[Batch, Action], None]] = {
+    Op.FETCH: Batch._fetch,
+    Op.RECV_ACTIVATION: Batch._receive,
+    Op.FORWARD: Batch._forward,
+    Op.SEND_ACTIVATION: Batch._send_activation,
+    Op.RECV_GRADIENT: Batch._receive,
+    Op.BACKWARD: Batch._backward,
+    Op.BACKWARD_INPUT: Batch._backward,
+    Op.BACKWARD_WEIGHT: Batch._backward_weight,
+    Op.SEND_GRADIENT: Batch._send_gradient,
+    Op.REDUCE_GRADIENTS: Batch._reduce,
+    Op.RELEASE: Batch._reshard,
+}
 
 
 def _leaf(tensor: Tensor) -> Tensor:

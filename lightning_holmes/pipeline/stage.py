@@ -51,7 +51,7 @@ class StageRun:
 
     stage: int
     step_name: str
-    seed: int | None
+    seed: int
     received: list[Tensor] = field(default_factory=list)
     payload: list[Tensor] | None = None
     beside: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -59,16 +59,6 @@ class StageRun:
     position: int = BEFORE
     ended: bool = False
     backward: bool = False
-
-
-@dataclass(slots=True)
-class _Passing:
-    """A step's call of a layer: one that runs, or a non-local one with the output that it returns."""
-
-    run: StageRun
-    index: int
-    is_nonlocal: bool = False
-    output: Any = None
 
 
 _MOST_BLANKS = 4096
@@ -92,11 +82,11 @@ class _Gate:
         functools.update_wrapper(self, self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passed = self._arrive(self._indices, args, kwargs)
-        if passed is not None and passed.is_nonlocal:
-            return passed.output
+        index, is_local, output = self._arrive(self._indices, args, kwargs)
+        if not is_local:
+            return output
         output = self._forward(*args, **kwargs)
-        return output if passed is None else self._leave(passed, output)
+        return output if index is None else self._leave(index, output)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._layer))
@@ -355,8 +345,10 @@ class PipelineModule:
                     memo[id(layer)].forward = copy.deepcopy(forward, memo)
         return value
 
-    def _arrive(self, indices: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Passing | None:
-        """Called before a layer: how the step passes it, with the output if the layer is not run here; None outside a step."""
+    def _arrive(
+        self, indices: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int | None, bool, Any]:
+        """Called before a layer. Returns its index, None outside a step; whether it runs here; and if not, the output in its place."""
         run = self.current
         expected = indices[0] if run is None else run.position + 1
         index = expected if expected in indices else indices[0]
@@ -364,7 +356,7 @@ class PipelineModule:
         if run is None:
             if not self.holds(indices):
                 self.refuse_nonlocal(index)
-            return None
+            return None, True, None
         if run.backward:
             self._check_recomputed(run, index, stage_of_layer, indices)
         else:
@@ -372,13 +364,11 @@ class PipelineModule:
         if stage_of_layer == run.stage:
             self._seed(run, 2 * index + 2)
             self.absence.counts = not run.backward  # what the backward recomputes was checked in the forward
-            return _Passing(run, index)
+            return index, True, None
         self._seed(run, 2 * index + 3)
-        if index == self.partition.layers_of(run.stage)[0] - 1:
-            output = self._hand_on_received(run, index, args, kwargs)
-        else:
-            output = self._nonlocal_output(run, index, args, kwargs)
-        return _Passing(run, index, True, output)
+        is_received = index == self.partition.layers_of(run.stage)[0] - 1
+        output_of = self._hand_on_received if is_received else self._nonlocal_output
+        return index, False, output_of(run, index, args, kwargs)
 
     def holds(self, indices: Sequence[int]) -> bool:
         """Whether this rank can run the layer at ``indices``; a layer at several indices has no weights, so any rank can."""
@@ -393,9 +383,10 @@ class PipelineModule:
             f"trainer does; run it after fit, when every rank has the whole module again"
         )
 
-    def _leave(self, passed: _Passing, output: Any) -> Any:
-        """Called after a layer that was run: returns the output with which the step goes on."""
-        run, index = passed.run, passed.index
+    def _leave(self, index: int, output: Any) -> Any:
+        """Called after a layer that was run in a step: returns the output with which the step goes on."""
+        run = self.current
+        assert run is not None
         self._seed(run, 2 * index + 3)
         is_end = index == self.partition.num_layers - 1  # only the last stage runs what follows
         self.absence.counts = is_end and not run.backward
@@ -516,8 +507,7 @@ class PipelineModule:
         return [source.stand_in() if self.notices_reads else source.blank.detach() for source in sources]
 
     def _seed(self, run: StageRun, place: int) -> None:
-        if run.seed is not None:
-            seed_all(derive_seed(run.seed, place), self.device)
+        seed_all(derive_seed(run.seed, place), self.device)
 
     # running
 
@@ -541,15 +531,15 @@ class PipelineModule:
         finally:
             self.current = previous
 
-    def forward_step(self, run: StageRun, step: Callable[[], Any]) -> Any:
-        """Run ``step`` for ``run``; returns its output on the last stage, None on the others (see ``run.payload``).
+    def forward_step(self, run: StageRun, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Run ``step(*arguments)`` for ``run``; returns its output on the last stage, None on the others (see ``run.payload``).
 
         Raises:
             UnsupportedModuleError: the step did not pass through this stage as the trace did.
         """
         with self.running(run):
             try:
-                output = step()
+                output = step(*arguments)
             except StepEnd:
                 return None
             except Exception as error:

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.pipeline.observer import UNOBSERVED
 from lightning_holmes.pipeline.replay import LogCall, MetricValue
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.step_clock import UNOBSERVED
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.trial import Lengths, Outcome, Trial
 from lightning_holmes.pipeline.whole_steps import refusing_collectives

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from lightning_holmes.pipeline.observer import StepObserver
 from lightning_holmes.plan.measured import Event, EventKind, RankStep
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -39,6 +38,21 @@ class _Step:
     ended: Any = None
     noted: int = 0
     """The number of events when the batch was done: later ones belong to the step only if the next batch follows at once."""
+
+
+class StepObserver:
+    """The calls by which the runner reports a step as it runs; this base class records nothing."""
+
+    def mark(self) -> Any:
+        """Return a mark of the current time, to be passed to :meth:`add`."""
+        return None
+
+    def add(self, kind: EventKind, start: Any, stage: int = -1, microbatch: int = -1) -> Any:
+        """Report that something that began at the mark ``start`` ends now; returns the current mark."""
+        return None
+
+
+UNOBSERVED = StepObserver()
 
 
 class StepClock(StepObserver):
@@ -60,7 +74,6 @@ class StepClock(StepObserver):
         self._name = clock_name()
 
     def mark(self) -> Any:
-        """Return a mark of the current time, to be passed to :meth:`add`."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -68,7 +81,6 @@ class StepClock(StepObserver):
         return event
 
     def add(self, kind: EventKind, start: Any, stage: int = -1, microbatch: int = -1) -> Any:
-        """Record something that began at the mark ``start`` and ends now; returns the current mark."""
         now = self.mark()
         if self._open is not None:
             self._open.events.append((kind, start, now, stage, microbatch))

@@ -71,21 +71,27 @@ class StepRecorder:
         for name in ("log", "log_dict"):
             object.__setattr__(shadow, name, lambda *args, **kwargs: None)
         shadow.train()
+        self.calls.begin()
         for name, submodule in shadow.named_modules():
             if name:
                 submodule.register_forward_pre_hook(self._note(name))
         for parameter in shadow.parameters():
             self._own(parameter, None)
-        with (
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor),
-            context(),
-        ):
-            self.last = self.counts()
-            output = shadow.training_step(*arguments)
-            self._mark()
-        self.calls.end()
-        self._run_backward(output)
+        try:
+            with (
+                torch.enable_grad(),
+                torch.autograd.graph.saved_tensors_hooks(self._hold, lambda tensor: tensor),
+                context(),
+            ):
+                self.last = self.counts()
+                output = shadow.training_step(*arguments)
+                self._mark()
+            self.calls.end()
+            self._run_backward(output)
+        finally:  # the copy refers to this object: its gradients and activations are freed now, not by the garbage collector
+            self.storages.clear()
+            self.calls.layers.clear()
+            del self.shadow
 
     def _run_backward(self, output: Any) -> None:
         loss = output["loss"] if isinstance(output, dict) else output

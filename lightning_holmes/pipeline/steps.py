@@ -5,18 +5,16 @@ microbatches, and returns outputs and logs from the last stage. The caller reduc
 """
 
 import warnings
-from collections.abc import Callable, Generator
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.p2p import P2P, TensorSpec
 from lightning_holmes.errors import ConfigurationError, UnevenDataError, UnsupportedModuleError
-from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
@@ -25,15 +23,13 @@ from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.divisors import Divisors
 from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
 from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
-from lightning_holmes.pipeline.replay import LogCall, LogRecorder, MetricWindow, merge_calls, positions_of
-from lightning_holmes.pipeline.request import Microbatches, StepRequest, StepResult
-from lightning_holmes.pipeline.runner import PipelineRunner, loss_of
-from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state, seed_all
-from lightning_holmes.pipeline.stage import PipelineModule, StageRun
+from lightning_holmes.pipeline.replay import MetricWindow, merge_calls
+from lightning_holmes.pipeline.request import StepRequest, StepResult
+from lightning_holmes.pipeline.runner import Batch, PipelineRunner, loss_of
+from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
+from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute, refusing_loggers
 from lightning_holmes.plan.schedule import make_schedule, rank_of_stage, spec_of
-
-T = TypeVar("T")
 
 TOPIC_BATCH = 3
 TOPIC_CALLS = 4
@@ -70,9 +66,6 @@ class StepDriver:
         splitter: BatchSplitter | None = None,
         tensor_p2p: P2P | None = None,
     ) -> None:
-        module = pipeline.module
-        assert isinstance(module, pl.LightningModule)
-        self.module = module
         self.pipeline = pipeline
         self.p2p = p2p
         self.tensor_p2p = tensor_p2p
@@ -84,12 +77,7 @@ class StepDriver:
         self.splitter = splitter or BatchSplitter()
         self._is_staged = p2p is not None and p2p.size > 1 and pipeline.num_stages > 1
         self.runner = PipelineRunner(pipeline, p2p if self._is_staged else None)
-        num_layers = 0 if pipeline.structure is None else pipeline.structure.num_layers
-        self.recorder = LogRecorder(module, num_layers)
-        self._positions = {
-            stage: positions_of(pipeline.partition.layers_of(stage) if pipeline.structure else range(0), num_layers)
-            for stage in pipeline.stages
-        }
+        self.module = module = self.runner.module
         self.is_inside_part = False
         """Whether only a part of a step is running: that of one of several pipeline ranks, or of one of several microbatches."""
         self._has_warned = False
@@ -129,46 +117,40 @@ class StepDriver:
 
     def run(self, request: StepRequest) -> StepResult:
         """Run one batch; every rank of the pipeline must call, with the same request apart from the batch."""
-        return _result_of(self.run_in_turn(request))
-
-    def agree(self, request: StepRequest) -> Any:
-        """The batch that all ranks of the pipeline run for ``request``; all of them must call."""
-        return _result_of(self._agree_on(request))[0]
-
-    def run_in_turn(self, request: StepRequest) -> Generator[None, None, StepResult]:
-        """Like :meth:`run`, but yields wherever another stage of the same process has to go on first."""
         observer = request.observer
         start = observer.mark()
-        batch, unseen = yield from self._agree_on(request)
+        whole, unseen = self._agree_on(request)
         observer.add("wait", start)
         splits = request.num_microbatches > 1
-        count = min(request.num_microbatches, self._num_samples(batch) or request.num_microbatches) if splits else 1
-        microbatches = self._split(batch, count)
-        sizes = [self._num_samples(m, of_part=True) if splits else 1 for m in microbatches]
-        weights = self._weights(microbatches, sizes)
+        count = min(request.num_microbatches, self._num_samples(whole) or request.num_microbatches) if splits else 1
+        parts = self._split(whole, count)
+        sizes = [self._num_samples(part, of_part=True) if splits else 1 for part in parts]
+        weights = self._weights(parts, sizes)
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
-        state = self._state_signature()
         repeats = count > 1 or len(self.pipeline.stages) > 1  # this rank starts the step several times
         trainer = trainer_of(self.module) if self._is_staged or repeats else None
         settings = None if trainer is None else settings_of(trainer)
         divisors = Divisors(count) if request.trains and count > 1 and any(request.divisors) else None
-        run = Microbatches(
-            schedule=make_schedule(
-                self.schedule,
-                pipeline_parallel_size=self.pipeline_parallel_size,
-                num_microbatches=count,
-                num_chunks=self.num_chunks,
-                forward_only=not request.trains,
-            ),
-            step=self._make_step(request, microbatches, settings if repeats else None, divisors),
-            signatures=[(state, batches.signature(m)) for m in microbatches],
+        schedule = make_schedule(
+            self.schedule,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            num_microbatches=count,
+            num_chunks=self.num_chunks,
+            forward_only=not request.trains,
+        )
+        batch = Batch(
+            self.runner,
+            request,
+            parts,
+            schedule,
             seeds=[derive_seed(request.seed, request.replica * count + index) for index in range(count)],
-            after_forwards=None if self.has_last_stage else self._send_calls,
             scales=scales,
+            settings=settings if repeats else None,
+            divisors=divisors,
+            after_forwards=self._send_calls,
         )
         structure = self.pipeline.structure
-        metrics = structure.step_metrics if structure is not None else ()
-        window = MetricWindow(self.module, metrics, count)
+        window = MetricWindow(self.module, structure.step_metrics if structure is not None else (), count)
         self._expect_messages()
         self.is_inside_part = count > 1 or self.pipeline_parallel_size > 1
         guarded = self._metrics if count > 1 else {}
@@ -182,26 +164,29 @@ class StepDriver:
             with (
                 preserved_random_state(self.device),
                 window.around_batch(),
-                self.recorder.recording(),
                 noticing_compute(guarded, refuse_compute),
                 # in a process that runs whole steps, or microbatches, loggers hear of all
                 refusing_loggers(self.module, place) if self._is_staged else nullcontext(),
             ):
-                yield from self.runner.run(request, run)
+                self.runner.run(batch)
         finally:
             self.is_inside_part = False
         refuse_draws(place, own, generators)
         start = observer.mark()
         for each in unseen:
-            yield from self._compare_values(*each)
+            self._compare_values(*each)
         if divisors is not None and self.has_last_stage:
             self._compare_divisors(request, divisors, weights)
         changed = changed_settings(trainer, settings) if settings is not None and self._is_staged else None
-        result = yield from self._share(request, run, sizes, weights, window, changed)
+        result = self._share(batch, sizes, weights, window, changed)
         observer.add("wait", start)
         return result
 
-    def _agree_on(self, request: StepRequest) -> Generator[None, None, tuple[Any, list[_Unseen]]]:
+    def agree(self, request: StepRequest) -> Any:
+        """The batch that all ranks of the pipeline run for ``request``; all of them must call."""
+        return self._agree_on(request)[0]
+
+    def _agree_on(self, request: StepRequest) -> tuple[Any, list[_Unseen]]:
         """Agree on the batch that all ranks of a replica run: each its own, if these are equal, or (``broadcasts``)
         that of the replica's first rank. Also returns the checksums that are compared after the step has run, because
         their tensors are on an accelerator."""
@@ -211,35 +196,28 @@ class StepDriver:
             if p2p is None or p2p.size == 1:
                 continue
             checksum = None if request.broadcasts else Checksum(batch)
-            batch = yield from self._agree_over(p2p, axis, batch, checksum, request)
+            batch = self._agree_over(p2p, axis, batch, checksum, request)
             if checksum is not None and checksum.has_values:
                 unseen.append((p2p, axis, checksum))
             if p2p is self.tensor_p2p:
                 p2p.finish()
         return batch, unseen
 
-    def _compare_values(self, p2p: P2P, axis: str, checksum: Checksum) -> Generator[None, None, None]:
+    def _compare_values(self, p2p: P2P, axis: str, checksum: Checksum) -> None:
         """Compare the checksums of tensors on accelerators; this happens before the optimizer step."""
         if p2p.rank == 0:
             for rank in range(1, p2p.size):
                 p2p.send_message(rank, TOPIC_BATCH, checksum.values())
             p2p.finish()
-            return
-        while not p2p.has_message(0, TOPIC_BATCH):
-            yield
-        if p2p.receive_message(0, TOPIC_BATCH) != checksum.values():
+        elif p2p.receive_message(0, TOPIC_BATCH) != checksum.values():
             raise _other_batch(p2p, axis)
 
-    def _agree_over(
-        self, p2p: P2P, axis: str, batch: Any, checksum: Checksum | None, request: StepRequest
-    ) -> Generator[None, None, Any]:
+    def _agree_over(self, p2p: P2P, axis: str, batch: Any, checksum: Checksum | None, request: StepRequest) -> Any:
         if p2p.rank == 0:
             message = tree.map_all_tensors(Tensor.cpu, batch) if checksum is None else checksum.known
             for rank in range(1, p2p.size):
                 p2p.send_message(rank, TOPIC_BATCH, (message, request.is_last))
             return batch
-        while not p2p.has_message(0, TOPIC_BATCH):
-            yield
         message, is_last = p2p.receive_message(0, TOPIC_BATCH)
         if is_last != request.is_last:
             ends, goes_on = (p2p.rank, 0) if request.is_last else (0, p2p.rank)
@@ -292,46 +270,6 @@ class StepDriver:
                 )
         return weights
 
-    def _state_signature(self) -> tuple[bool, bytes]:
-        """The state that decides which activations need gradients: training mode and ``requires_grad`` of each parameter."""
-        return self.module.training, bytes([parameter.requires_grad for parameter in self.module.parameters()])
-
-    def _make_step(
-        self,
-        request: StepRequest,
-        microbatches: list[Any],
-        settings: list[dict[str, Any]] | None,
-        divisors: Divisors | None,
-    ) -> Callable[[StageRun, int], Any]:
-        step = getattr(self.module, request.step_name)
-
-        def run_step(run: StageRun, microbatch: int) -> Any:
-            assert run.seed is not None
-            seed_all(run.seed, self.device)
-            self.recorder.enter(run, microbatch, self._positions[run.stage])
-            part = microbatches[microbatch]
-            if settings is not None:  # a step that lowers a learning rate does so once a batch
-                change_settings(trainer_of(self.module), [{}, *settings[1:]])
-            if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage starts the step anew
-                part = tree.map_all_tensors(Tensor.clone, part)
-            with request.context():
-                try:
-                    output = step(part, *request.arguments)
-                except Exception as error:
-                    if len(microbatches) > 1:
-                        error.add_note(
-                            f"{request.step_name} ran over microbatch {microbatch} of {len(microbatches)}: with one microbatch it runs over "
-                            f"the whole batch, as in plain Lightning"
-                        )
-                    raise
-                if divisors is not None and output is not None:
-                    divisors.note(microbatch, loss_of(output, request.step_name))
-                if any(map(dtensor.is_dtensor, tree.tensors_of(output))):
-                    return tree.map_tensors(dtensor.whole, output)
-                return output
-
-        return run_step
-
     def _expect_messages(self) -> None:
         """Post the receives of the messages that :meth:`_share` reads, so that they have arrived when the step ends."""
         p2p = self.p2p
@@ -345,8 +283,10 @@ class StepDriver:
 
     def _send_calls(self) -> None:
         """Send the log calls of this rank's stages to the last stage, early enough that it does not wait for them."""
-        assert self.p2p is not None
-        self.p2p.send_message(self.last_rank, TOPIC_CALLS, [_to_host(c) for c in self.recorder.calls])
+        if not self.has_last_stage:
+            assert self.p2p is not None
+            calls = [replace(c, value=tree.map_tensors(_detached_on_host, c.value)) for c in self.runner.recorder.calls]
+            self.p2p.send_message(self.last_rank, TOPIC_CALLS, calls)
 
     def _compare_divisors(self, request: StepRequest, divisors: Divisors, weights: list[float]) -> None:
         """Refuse a batch whose loss is a mean over other numbers of elements than the microbatches' weights, before the optimizer's step."""
@@ -368,21 +308,18 @@ class StepDriver:
 
     def _share(
         self,
-        request: StepRequest,
-        run: Microbatches,
+        batch: Batch,
         sizes: list[int],
         weights: list[float],
         window: MetricWindow,
         changed: list[dict[str, Any]] | None,
-    ) -> Generator[None, None, StepResult]:
+    ) -> StepResult:
         """Collect what earlier stages logged on the last stage, and bring its results, and what it ``changed`` on the trainer, to all ranks."""
-        p2p, calls = self.p2p, list(self.recorder.calls)
+        request, p2p, calls = batch.request, self.p2p, list(self.runner.recorder.calls)
         alone = not self._is_staged
         if not self.has_last_stage:
             assert p2p is not None
             last = self.last_rank
-            while not p2p.has_message(last, TOPIC_RESULT):
-                yield
             template, specs, changed = p2p.receive_message(last, TOPIC_RESULT)
             change_settings(trainer_of(self.module), changed)
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
@@ -392,17 +329,15 @@ class StepDriver:
         if not alone:
             assert p2p is not None
             for rank in self._other_ranks():
-                while not p2p.has_message(rank, TOPIC_CALLS):
-                    yield
                 calls += p2p.receive_message(rank, TOPIC_CALLS)
         name = type(self.module).__name__
         losses = None
         if request.trains and weights != sizes:
-            losses = [loss_of(o, request.step_name) for o in run.outputs if o is not None]
+            losses = [loss_of(o, request.step_name) for o in batch.outputs if o is not None]
             losses = losses if len(losses) == len(sizes) else None
         # settled on the last stage for all: only its step ran to the end, and so has updated every metric
         merged = merge_calls(window.settle(calls), sizes, weights, name, losses, request.merges)
-        output = batches.merge_outputs(run.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
+        output = batches.merge_outputs(batch.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
             assert p2p is not None
             leaves = []
@@ -424,16 +359,6 @@ class StepDriver:
         return StepResult(output=output, calls=merged)
 
 
-def _result_of(turns: Generator[None, None, T]) -> T:
-    """Run a generator to its end without a pause, and return its result."""
-    while True:
-        try:
-            next(turns)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
 def _other_batch(p2p: P2P, axis: str) -> ConfigurationError:
     return ConfigurationError(
         f"{axis} rank {p2p.rank} has another batch than {axis} rank 0 of the same replica: every rank of it "
@@ -446,16 +371,3 @@ def _other_batch(p2p: P2P, axis: str) -> ConfigurationError:
 
 def _detached_on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
-
-
-def _to_host(call: LogCall) -> LogCall:
-    value = call.value
-    if isinstance(value, Tensor):
-        value = _detached_on_host(value)
-    return LogCall(
-        name=call.name,
-        value=value,
-        arguments=dict(call.arguments),
-        position=call.position,
-        microbatch=call.microbatch,
-    )

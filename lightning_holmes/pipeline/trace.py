@@ -225,18 +225,14 @@ class Tracer:
     def _refuse_constants(self, index: int, template: Any) -> None:
         """Refuse layer outputs that contain objects other than tensors and plain values: only plain values are the
         same on every stage."""
-
-        def look(_: Any, value: Any) -> Any:
-            if tree.is_container(value):
-                tree.map_children(look, value)
-            elif not isinstance(value, (tree.Leaf, *CONSTANTS, types.FunctionType)):
-                raise UnsupportedModuleError(
-                    f"layer {index} of {self.layers} returns an object of class {type(value).__name__}, which cannot "
-                    f"travel between stages: return tensors, numbers, strings, and lists, dicts or dataclasses of them"
-                )
-            return value
-
-        look(None, template)
+        if tree.is_container(template):
+            for _, child in tree.children_of(template):
+                self._refuse_constants(index, child)
+        elif not isinstance(template, (tree.Leaf, *CONSTANTS, types.FunctionType)):
+            raise UnsupportedModuleError(
+                f"layer {index} of {self.layers} returns an object of class {type(template).__name__}, which cannot "
+                f"travel between stages: return tensors, numbers, strings, and lists, dicts or dataclasses of them"
+            )
 
     def _before_write(self, tensor: Tensor) -> None:
         """Note that a tensor is about to be changed in place. A parameter may only be changed by a layer; its value is saved, to be

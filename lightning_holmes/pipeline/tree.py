@@ -186,10 +186,7 @@ def same_template(left: Any, right: Any) -> bool:
             return bool(left == right) or not isinstance(left, (bool, int, float, str, Leaf))
         except Exception:
             return True
-    mine: dict[Any, Any] = {}
-    theirs: dict[Any, Any] = {}
-    map_children(lambda key, child: mine.setdefault(key, child), left)
-    map_children(lambda key, child: theirs.setdefault(key, child), right)
+    mine, theirs = dict(children_of(left)), dict(children_of(right))
     return mine.keys() == theirs.keys() and all(same_template(mine[k], theirs[k]) for k in mine)
 
 

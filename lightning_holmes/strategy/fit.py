@@ -31,11 +31,10 @@ from lightning_holmes.optim.replica_buffers import ReplicaBuffers
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded_host import ShardedStep
 from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
-from lightning_holmes.pipeline.observer import UNOBSERVED
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.staged_trial import LaterTrials, StagedTrial
-from lightning_holmes.pipeline.step_clock import StepClock
+from lightning_holmes.pipeline.step_clock import UNOBSERVED, StepClock
 from lightning_holmes.strategy import admission, sharding
 from lightning_holmes.strategy.compat.averaging import WeightAverages
 from lightning_holmes.strategy.compat.before_backward import UnchangedParameters, held_values
@@ -368,10 +367,6 @@ class Fit(Run):
         Raises:
             UnsupportedModuleError: the optimizer evaluates its closure more than once for a batch.
         """
-        with self.job.explaining(self.job.groups.data_parallel):
-            return self._training_step(batch, arguments)
-
-    def _training_step(self, batch: Any, arguments: tuple[Any, ...]) -> Any:
         trainer = self.trainer
         step = trainer.fit_loop.epoch_loop.total_batch_idx
         if self._has_stepped:
@@ -381,37 +376,40 @@ class Fit(Run):
                 f"that steps once a batch"
             )
         self._has_stepped = True
-        if self._lockstep is not None:
-            self._lockstep.begin_step()
-        if self.plan.num_microbatches > 1 and not self.known.dependence and self._trials.are_due(trainer):
-            self._ask_again(batch, arguments, (0, step))
-        if self._clock is not None:
-            self._clock.begin_step(step)
-        in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
-        for optimizer in trainer.strategy.optimizers:
-            self.parameter_groups.take_added(optimizer, in_window=in_window)
-        if not in_window:
-            self.gradients.reducer.forget()
-        self.gradients.reducer.begin(last=not self.accumulates)
-        output = self.step(
-            "training_step",
-            batch,
-            arguments,
-            self.plan.num_microbatches,
-            (0, step),
-            loss_scales=self._start_loss_scales,
-            observer=self._clock or UNOBSERVED,
-        )
-        self.gradients.reducer.end()
-        if (
-            output is None
-        ):  # Lightning then calls no backward; the optimizer still gets the gradients that earlier batches have accumulated
-            self.hand_over(skipped=True)
-            self.absorb()
-        if self.job.connection.world_size > 1:
-            loss_of(output, "training_step")
-        self.unchanged.note()
-        return output
+        with self.job.explaining(self.job.groups.data_parallel):
+            if self._lockstep is not None:
+                self._lockstep.begin_step()
+            if self.plan.num_microbatches > 1 and not self.known.dependence and self._trials.are_due(trainer):
+                self._ask_again(batch, arguments, (0, step))
+            if self._clock is not None:
+                self._clock.begin_step(step)
+            in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
+            for optimizer in trainer.strategy.optimizers:
+                self.parameter_groups.take_added(optimizer, in_window=in_window)
+            if not in_window:
+                self.gradients.reducer.forget()
+            self.gradients.reducer.begin(last=not self.accumulates)
+            self._align_buffers("training_step")
+            request = self._request(
+                "training_step",
+                batch,
+                arguments,
+                self.plan.num_microbatches,
+                (0, step),
+                loss_scales=self._start_loss_scales,
+                observer=self._clock or UNOBSERVED,
+            )
+            output = self.step(request)
+            self.gradients.reducer.end()
+            if (
+                output is None
+            ):  # Lightning then calls no backward; the optimizer still gets the gradients that earlier batches have accumulated
+                self.hand_over(skipped=True)
+                self.absorb()
+            if self.job.connection.world_size > 1:
+                loss_of(output, "training_step")
+            self.unchanged.note()
+            return output
 
     def _ask_again(self, batch: Any, arguments: tuple[Any, ...], place: tuple[int, ...]) -> None:
         """Ask on the module's present state whether this batch may be split; if not, it and all later ones run whole, or, with a number that
@@ -450,14 +448,12 @@ class Fit(Run):
         self.planned = replace(self.plan, num_microbatches=1, notes=(*self.plan.notes, note))
         pl.utilities.rank_zero_warn(f"{note}; give a number to split batches all the same")
 
-    def step(self, step_name: str, *args: Any, **options: Any) -> Any:
+    def _align_buffers(self, step_name: str) -> None:
+        """Before a step before which DDP would broadcast buffers, one after a step that has reduced gradients, take rank 0's."""
         if self._aligns_buffers:
             self.receive_module_state()
             self._buffers.align(self._state.buffers().values())
-        output = super().step(step_name, *args, **options)
-        # the steps before which DDP broadcasts buffers: those after one that has reduced gradients
         self._aligns_buffers = self._buffers.has_others and step_name == "training_step" and not self.accumulates
-        return output
 
     def _receives_later(self, step_name: str) -> bool:
         if step_name != "training_step" or self.accumulates:  # else the optimizer's step comes first

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightning_holmes import checkpoint
-from lightning_holmes.callbacks import ModuleStateSync
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
@@ -27,11 +26,11 @@ from lightning_holmes.lightning_private import active_loop, loaders_of
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
-from lightning_holmes.pipeline.observer import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.step_clock import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
@@ -40,7 +39,7 @@ from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.batch_source import BatchSource
 from lightning_holmes.strategy.building import move_parameters
 from lightning_holmes.strategy.compat.averaging import WholeAverages
-from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
+from lightning_holmes.strategy.compat.extra_callbacks import ModuleStateSync, extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
@@ -465,38 +464,26 @@ class Run:
         with self.job.explaining():
             self._learn(StepSample(step_name=step_name, batch=batch, arguments=arguments))
             place = _EVALUATION[step_name], *self._num_before(step_name)
-            output = self.step(step_name, batch, arguments, count, place)
+            self._align_buffers(step_name)
+            output = self.step(self._request(step_name, batch, arguments, count, place))
             if self._ends_loader(step_name, arguments):
                 self.synchronise_module_state()
             return output
 
-    def step(
-        self,
-        step_name: str,
-        batch: Any,
-        arguments: tuple[Any, ...],
-        num_microbatches: int,
-        place: tuple[int, ...],
-        *,
-        loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None,
-        observer: StepObserver = UNOBSERVED,
-    ) -> Any:
-        """Run a batch through the pipeline, and return its output.
+    def _align_buffers(self, step_name: str) -> None:
+        """Make buffers alike on all replicas before a step, where training has made them differ."""
 
-        Args:
-            place: the batch's place among all batches, from which its random seed is derived.
-            loss_scales: see StepRequest; None: forward only.
-        """
-        request = self._request(step_name, batch, arguments, num_microbatches, place, loss_scales, observer)
-        if step_name in self._whole_steps:
+    def step(self, request: StepRequest) -> Any:
+        """Run a batch through the pipeline, and return its output."""
+        if request.step_name in self._whole_steps:
             alone = replace(request, exchange=None)  # all parameters are here
             result = self.with_whole_module(lambda: self._whole_driver.run(alone))
         else:
             result = self.driver.run(request)
-        if step_name in self._state_each_batch:
+        if request.step_name in self._state_each_batch:
             self._hooks_have_run = True
             self._state.send()
-            if not self._receives_later(step_name):
+            if not self._receives_later(request.step_name):
                 self._state.receive()
         if result.calls:
             replay(self.module, result.calls, self.job.connection.device)
@@ -512,7 +499,11 @@ class Run:
         loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None,
         observer: StepObserver = UNOBSERVED,
     ) -> StepRequest:
-        """The request to run a step on the module's present state; all ranks of the pipeline must call."""
+        """The request to run a step on the module's present state; all ranks of the pipeline must call.
+
+        Args:
+            place: the batch's place among all batches, from which its random seed is derived.
+        """
         self.receive_module_state()
         self._pass_over_hooks()
         self._hooks_have_run = False

@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.replay import LogCall, LogRecorder, merge_calls
-from lightning_holmes.pipeline.stage import StageRun
+from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 
 
 def call(name: str, value: float, microbatch: int, position: int = 3, **arguments: Any) -> LogCall:
@@ -63,9 +63,9 @@ def test_an_unknown_reduction_is_refused_by_name() -> None:
 
 def test_options_are_recorded_as_log_names_them_however_they_are_given() -> None:
     module = LightningModule()
-    recorder = LogRecorder(module, 1)
+    recorder = LogRecorder(PipelineModule.whole(module, torch.device("cpu")))
     with recorder.recording():
-        recorder.enter(StageRun(stage=0, step_name="training_step", seed=None, position=0), 0, range(2))
+        recorder.enter(StageRun(stage=0, step_name="training_step", seed=0), 0)
         module.log("by_name", torch.tensor(1.0), prog_bar=True, on_epoch=True)
         module.log("by_place", torch.tensor(1.0), True, on_epoch=True)
         module.log(name="all_by_name", value=torch.tensor(1.0), prog_bar=True, on_epoch=True)

@@ -1,5 +1,6 @@
 """The runner performs the schedule: every action, in its order, and no other."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,16 +12,17 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from lightning_holmes.checking import first_step, simulated_pipeline
-from lightning_holmes.comm.p2p import LocalP2P
+from lightning_holmes.checking.in_turns import LocalP2P
 from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.pipeline import runner
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_calls import DeviceCalls
-from lightning_holmes.pipeline.observer import StepObserver
 from lightning_holmes.pipeline.request import StepRequest
+from lightning_holmes.pipeline.runner import PipelineRunner
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.plan.partition import make_partition
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, Op, make_schedule
+from lightning_holmes.torch_private import profiling_all_threads
 
 NUM_MICROBATCHES = 3
 
@@ -36,15 +38,16 @@ class Net(LightningModule):
         return batch.square().mean()
 
 
-class Recorder(StepObserver):
+class Recorder(PipelineRunner):
     """Records the actions that a rank performed, and those at whose end a stage had no backward left."""
 
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self.ended: list[Action | None] = []
+    actions: list[Action]
+    ended: list[Action | None]
 
-    def performed(self, action: Action) -> None:
-        self.actions.append(action)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "current_action" and value is not None:
+            self.actions.append(value)
 
 
 class Arriving:
@@ -90,35 +93,31 @@ def pipeline_of(schedule: str, size: int, chunks: int):
         )
 
 
-def run(drivers: Sequence[StepDriver], batch: Tensor, *, trains: bool) -> list[Recorder]:
+def run(pipeline: simulated_pipeline._SimulatedPipeline, batch: Tensor, *, trains: bool) -> list[Recorder]:
     """Run one step on all ranks in turn."""
 
     def scales(weights: Sequence[float]) -> Callable[[], list[float]]:
         return lambda: [weight / sum(weights) for weight in weights]
 
-    recorders = [Recorder() for _ in drivers]
-    steps = [
-        driver.run_in_turn(
-            StepRequest(
-                step_name="training_step",
-                batch=batch.clone(),
-                arguments=(0,),
-                num_microbatches=NUM_MICROBATCHES,
-                seed=1,
-                context=nullcontext,
-                loss_scales=scales if trains else None,
-                exchange=Exchange(driver, recorder.ended),
-                observer=recorder,
-            )
+    def start(driver: StepDriver) -> Recorder:
+        recorder: Any = driver.runner
+        recorder.__class__ = Recorder
+        recorder.actions, recorder.ended = [], []
+        request = StepRequest(
+            step_name="training_step",
+            batch=batch.clone(),
+            arguments=(0,),
+            num_microbatches=NUM_MICROBATCHES,
+            seed=1,
+            context=nullcontext,
+            loss_scales=scales if trains else None,
+            exchange=Exchange(driver, recorder.ended),
         )
-        for driver, recorder in zip(drivers, recorders, strict=True)
-    ]
-    with torch.set_grad_enabled(trains):
-        for _ in range(10_000):
-            steps = [step for step in steps if next(step, StopIteration) is not StopIteration]
-            if not steps:
-                return recorders
-    raise AssertionError("the ranks wait for each other for ever")
+        with torch.set_grad_enabled(trains):
+            driver.run(request)
+        return recorder
+
+    return pipeline.turns.run([functools.partial(start, driver) for driver in pipeline.drivers])
 
 
 CASES = [
@@ -132,7 +131,7 @@ OTHERS = [("gpipe", 1, 1, True), ("1f1b", 1, 1, True), ("1f1b", 4, 1, True), ("b
 @pytest.mark.parametrize(("name", "size", "chunks", "trains"), [*CASES, *OTHERS])
 def test_what_runs_is_the_schedule(name: str, size: int, chunks: int, trains: bool) -> None:
     with pipeline_of(name, size, chunks) as (pipeline, _, batch):
-        recorders = run(pipeline.drivers, batch, trains=trains)
+        recorders = run(pipeline, batch, trains=trains)
     schedule = make_schedule(
         name,
         pipeline_parallel_size=size,
@@ -154,7 +153,7 @@ def test_what_runs_is_the_schedule(name: str, size: int, chunks: int, trains: bo
 def test_parameters_that_arrive_late_change_nothing(name: str, size: int, chunks: int) -> None:
     """A computation that did not wait for its fetch would get NaN."""
     with pipeline_of(name, size, chunks) as (pipeline, module, batch):
-        run(pipeline.drivers, batch, trains=True)
+        run(pipeline, batch, trains=True)
         found = pipeline.gradients()
     module.training_step(batch, 0).backward()
     for parameter_name, parameter in module.named_parameters():
@@ -171,12 +170,9 @@ class Counted:
         self._under_way.append(self._under_way[-1] + 1)
         self._receive.post()
 
-    def ready(self) -> bool:
-        return bool(self._receive.ready())
-
     def wait(self) -> list[Tensor]:
-        self._under_way.append(self._under_way[-1] - 1)
         found: list[Tensor] = self._receive.wait()
+        self._under_way.append(self._under_way[-1] - 1)
         return found
 
 
@@ -211,7 +207,7 @@ def test_receives_are_posted_ahead_only_after_a_batch_in_which_cuda_has_allocate
                 UserWarning, match="so full that a batch of training_step has freed all cached memory"
             )
             with warned if more["flushes"] else nullcontext():
-                run(pipeline.drivers, batch, trains=trains)
+                run(pipeline, batch, trains=trains)
             assert under_way[-1] == 0
             most.append(max(under_way))
             under_way[:] = [0]
@@ -221,8 +217,11 @@ def test_receives_are_posted_ahead_only_after_a_batch_in_which_cuda_has_allocate
 
 
 def test_a_profile_names_each_action_with_its_layers() -> None:
-    with pipeline_of("1f1b", 2, 1) as (pipeline, _, batch), profile() as profiler:
-        run(pipeline.drivers, batch, trains=True)
+    with (
+        pipeline_of("1f1b", 2, 1) as (pipeline, _, batch),
+        profile(experimental_config=profiling_all_threads()) as profiler,
+    ):
+        run(pipeline, batch, trains=True)
     labels = [event.name for event in profiler.events() if event.name.startswith("holmes: ")]
     assert "holmes: forward of stage 0, microbatch 2 (layers.0 to layers.1)" in labels
     assert "holmes: reduce gradients of stage 1 (layers.2 to layers.3)" in labels
@@ -242,7 +241,7 @@ def test_an_error_shows_the_schedule_with_the_action_that_failed() -> None:
         staged: Any = pipeline.drivers[1].pipeline.module
         staged.layers[2].register_forward_pre_hook(fail_at_the_second_microbatch)
         with pytest.raises(ValueError, match="a fault") as caught:
-            run(pipeline.drivers, batch, trains=True)
+            run(pipeline, batch, trains=True)
     microbatch, *_, note = caught.value.__notes__
     assert "microbatch 1 of 3" in microbatch
     assert "of pipeline rank 1, in the forward of stage 1, microbatch 1" in note

@@ -67,8 +67,8 @@ def run(case: Case, *, in_shards: bool) -> tuple[Any, dict[str, Tensor]]:
             cast.run("training_step", batch, count)
             return cast.results[0].output, {n: g for n, g in cast.gradients().items() if g is not None}
         reducer = reducer_of(driver.pipeline)
-        own = driver.run_in_turn
-        driver.run_in_turn = lambda request: own(dataclasses.replace(request, exchange=reducer))  # type: ignore[method-assign]
+        own = driver.run
+        driver.run = lambda request: own(dataclasses.replace(request, exchange=reducer))  # type: ignore[method-assign]
         try:
             reducer.begin(last=True)
             cast.run("training_step", batch, count)

@@ -8,8 +8,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from quiet import quiet_trainer
 
-from lightning_holmes.callbacks import RunSummary, SampleText, Throughput, count_batch, data_parallel_size, run_report
 from lightning_holmes.errors import ConfigurationError
+from recipes import callbacks as run_report
+from recipes.callbacks import RunSummary, SampleText, Throughput, count_batch, data_parallel_size
 from recipes.gpt import GPT
 from recipes.text import FileBytes
 

@@ -1,7 +1,6 @@
 """Callbacks that report on a run: its speed, where its files are, and a text sample of its model.
 
-Three ordinary Lightning callbacks that work under any strategy. What happens inside a step (schedules, links) is
-measured elsewhere.
+Three ordinary Lightning callbacks that work under any strategy.
 
     Trainer(callbacks=[Throughput(), SampleText(prompt="def "), RunSummary()])
 """
@@ -234,26 +233,3 @@ def _load_module(pl_module: pl.LightningModule, path: Path) -> Any:
         module = type(pl_module)(**hparams)
     module.load_state_dict(state_dict)
     return module
-
-
-class ModuleStateSync(pl.Callback):
-    """Sends the module state that steps have changed to all ranks, before epoch-end hooks and validation.
-
-    The strategy puts it first among the trainer's callbacks; it does nothing under other strategies.
-    """
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        synchronise = getattr(trainer.strategy, "synchronise_module_state", None)
-        if synchronise is not None:
-            synchronise()
-
-    def on_predict_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.on_train_epoch_end(trainer, pl_module)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and not trainer.sanity_checking:
-            self.on_train_epoch_end(trainer, pl_module)  # validation may read state that training has changed
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        # before other callbacks, which may save a checkpoint here and wait for ranks that have not failed
-        trainer.strategy.on_exception(exception)
