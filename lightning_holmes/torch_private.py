@@ -249,13 +249,6 @@ def collective_ranks(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return dist.get_process_group_ranks(group)
 
 
-def storage_info(file: str, offset: int, length: int) -> Any:
-    """The place of a value's bytes, in the form that torch.distributed.checkpoint's reader uses."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(relative_path=file, offset=offset, length=length)
-
-
 def forget_conversions(mode: Any) -> None:
     """Drop the weak references that a fake tensor mode holds to its fake tensors. ``Module.to`` swaps fake parameters, which fails if a weak
     reference exists. The mode keeps them, to reuse the fake tensor of a real one, when an operator first meets such arguments."""

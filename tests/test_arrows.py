@@ -50,16 +50,15 @@ STRATEGY: tuple[set[str], ...] = (
         "batch_source",
         "building",
         "compat",
-        "lightning_collectives",
         "module_shards",
     }
-    | {"lost_values", "removed_arguments", "loaded_state", "switches"}
-    | {"samples", "snapshots", "tracing", "user_hooks"},
+    | {"loops", "lost_values", "removed_arguments", "loaded_state", "switches"}
+    | {"samples", "snapshots", "user_hooks"},
     {"options", "launcher"},
-    {"connection", "optimizer_nodes", "job_layout", "job", "sharding", "gradients"},
-    {"run_context", "profiling", "planning", "tripwires"},
+    {"connection", "optimizer_nodes", "job"},
+    {"run_context", "sharding", "gradients", "tracing", "profiling", "planning", "tripwires"},
     {"run", "fit"},
-    {"checkpointing"},
+    {"checkpointing", "lightning_collectives"},
     {"strategy", ""},
 )
 # Lightning and torchmetrics import torch themselves.

@@ -183,15 +183,6 @@ def test_what_a_fake_mode_has_converted_can_be_forgotten() -> None:
     assert mode.from_tensor(real) is not first
 
 
-def test_a_storage_info_is_what_torchs_own_reader_looks_up(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
-    known = next(iter(dcp.FileSystemReader(tmp_path).read_metadata().storage_data.values()))
-    made = torch_private.storage_info(known.relative_path, known.offset, known.length)
-    assert made == known and type(made) is type(known)
-
-
 def test_without_modes_no_fake_tensor_mode_acts() -> None:
     with torch_private.FakeTensorMode():
         assert torch_private.fake_mode_of(torch.ones(1)) is not None

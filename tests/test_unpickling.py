@@ -7,7 +7,6 @@ from pathlib import Path
 import lightning_holmes
 
 PLACES = {
-    "checkpoint/folder.py: pickle.dumps": "the .metadata for torch's own tools; never read here",
     "checkpoint/torch_file.py: pickle.UnpicklingError": "what torch.load raises",
     "checkpoint/torch_file.py: torch.load": "of files: of plain data only, unless the user says weights_only=False",
     "optim/node/link.py: torch.load": "of messages between a node and its workers: with weights_only=True",

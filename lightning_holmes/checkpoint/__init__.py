@@ -9,10 +9,11 @@ from lightning_holmes.checkpoint.manager import CheckpointManager, is_local
 from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value, module_part, optimizer_part, owned, owned_entries
 from lightning_holmes.checkpoint.plain import (
+    broadcast_from,
     fill_whole_module,
+    gather_parts,
     keep_local_parameters,
-    module_state_dict,
-    optimizer_state_dict,
+    numbered,
     parameter_group_names,
     whole_on_host,
 )
@@ -23,16 +24,17 @@ __all__ = [
     "Item",
     "Membership",
     "Value",
+    "broadcast_from",
     "fill_whole_module",
+    "gather_parts",
     "is_local",
     "keep_local_parameters",
     "load_module_state",
     "load_optimizer_state",
     "load_whole_state",
     "module_part",
-    "module_state_dict",
+    "numbered",
     "optimizer_part",
-    "optimizer_state_dict",
     "owned",
     "owned_entries",
     "parameter_group_names",

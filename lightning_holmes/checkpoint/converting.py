@@ -20,6 +20,7 @@ from lightning_holmes.checkpoint.manager import bytes_of
 from lightning_holmes.checkpoint.manifest import PLAN, Manifest, ValueEntry, missing_files
 from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value, items_of, named_values, num_bytes
+from lightning_holmes.checkpoint.plain import numbered
 from lightning_holmes.checkpoint.saving import FolderSave
 from lightning_holmes.checkpoint.torch_file import load_file, save_file
 from lightning_holmes.errors import CheckpointError
@@ -68,7 +69,11 @@ class Source:
         run_state.add_plan(checkpoint, self.plan)
         checkpoint["state_dict"] = {name[1]: values[name] for name in self.order if name[0] == "state_dict"}
         if self.groups is not None:
-            checkpoint["optimizer_states"] = [_numbered(values, i, groups) for i, groups in enumerate(self.groups)]
+            states: list[dict[str, dict[str, Any]]] = [{} for _ in self.groups]
+            for name, value in values.items():
+                if name[0] != "state_dict":
+                    states[int(name[0].removeprefix("optimizer_"))].setdefault(name[2], {})[name[3]] = value
+            checkpoint["optimizer_states"] = list(map(numbered, states, self.groups))
         return checkpoint
 
 
@@ -171,15 +176,3 @@ def read_whole(folder: Any, map_location: Any = None, weights_only: bool | None 
         return tensor if place is None else tensor.to(place)
 
     return open_source(Path(folder), weights_only=weights_only is not False).whole(moved)
-
-
-def _numbered(values: Mapping[Value, Any], index: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """An optimizer's state as plain Lightning saves it: parameters are numbered by their position over all groups."""
-    places = {str(name): place for place, name in enumerate(n for g in groups for n in g["params"])}
-    state: dict[int, dict[str, Any]] = {}
-    for name, value in values.items():
-        if name[0] == f"optimizer_{index}":
-            state.setdefault(places[name[2]], {})[name[3]] = value
-    numbers = iter(range(len(places)))
-    described = [{**g, "params": [next(numbers) for _ in g["params"]]} for g in groups]
-    return {"state": dict(sorted(state.items())), "param_groups": described}

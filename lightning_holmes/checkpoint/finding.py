@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_holmes.checkpoint import atomic
-from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, missing_files
+from lightning_holmes.checkpoint.manifest import MANIFEST, REST, missing_files
 from lightning_holmes.checkpoint.torch_file import is_cut_off
 
 
@@ -20,7 +20,7 @@ def is_folder(path: Any) -> bool:
     return (
         isinstance(path, str | os.PathLike)
         and os.path.isdir(path)
-        and any((Path(path) / name).exists() for name in (MANIFEST, METADATA))
+        and any((Path(path) / name).exists() for name in (MANIFEST, REST))
     )
 
 

@@ -1,28 +1,25 @@
-"""The folder format: torch.distributed.checkpoint's files, which every rank writes its part of, and a manifest.
+"""The folder format: files to which every rank writes its part, and a manifest.
 
 A folder holds ``__<rank>_0.distcp`` (a rank's values, each written by torch.save), ``meta.pt`` (everything else of
-Lightning's checkpoint), ``plan.yaml``, ``.metadata`` (torch.distributed.checkpoint's index) and ``manifest.json``
-(ours, written last). It can be read by torch.distributed.checkpoint.load; :class:`FolderReader` reads it without
+Lightning's checkpoint), ``plan.yaml`` and ``manifest.json`` (written last). :class:`FolderReader` reads it without
 unpickling anything but tensors and plain data, checks every byte, and reads single values.
 """
 
 import itertools
-import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from torch import Tensor
 
-from lightning_holmes.checkpoint.manifest import DTYPES, Manifest, ValueEntry
+from lightning_holmes.checkpoint.manifest import Manifest, ValueEntry
 from lightning_holmes.checkpoint.parts import Item, Value
 from lightning_holmes.checkpoint.torch_file import load_bytes
+from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.value_file import ValueFile
 from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
-from lightning_holmes.torch_private import storage_info
 
 
 def part_file(rank: int) -> str:
@@ -37,48 +34,6 @@ def write_part(path: Path, items: Iterable[Item]) -> dict[Value, ValueEntry]:
         for names, value in items:
             entries |= dict.fromkeys(names, ValueEntry(file=path.name, **asdict(file.add(value))))
     return entries
-
-
-def dcp_metadata(manifest: Manifest) -> bytes:
-    """The content of torch.distributed.checkpoint's file ``.metadata``, made from the manifest."""
-    # slow to import, and needed only to write folders
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    state: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
-    paths: dict[str, Any] = {}
-    for name, entry in all_values(manifest):
-        key = ".".join(name)
-        paths[key] = name
-        where = storage_info(entry.file, entry.offset, entry.length)
-        if entry.dtype is None:
-            state[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = where
-            continue
-        size, start = torch.Size(entry.shape), torch.Size([0] * len(entry.shape))
-        state[key] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=DTYPES[entry.dtype]),
-            size=size,
-            chunks=[ChunkStorageMetadata(offsets=start, sizes=size)],
-        )
-        storage[MetadataIndex(key, start, 0)] = where
-    return pickle.dumps(
-        Metadata(
-            state_dict_metadata=state,
-            planner_data=paths,
-            storage_data=storage,
-            storage_meta=StorageMeta(save_id=manifest.id),
-            version="1.0.0",
-        )
-    )
 
 
 def all_values(manifest: Manifest) -> Iterator[tuple[Value, ValueEntry]]:
@@ -212,19 +167,31 @@ class FolderStateDict(MutableMapping[str, Any]):
 
 
 class FolderOptimizerState(Mapping[str, Any]):
-    """An optimizer's states in a folder, by parameter name; :meth:`read_many` reads several at once."""
+    """An optimizer's states in a folder, by parameter name, each read when it is used; :meth:`read_many` reads several at once.
 
-    def __init__(self, reader: FolderReader, index: int) -> None:
+    Args:
+        entries: the places of a state's values, by the names of the parameter and of the value.
+    """
+
+    def __init__(self, reader: FolderReader, entries: Mapping[str, Mapping[str, ValueEntry]]) -> None:
         self._reader = reader
-        self._index = index
-        self._entries = reader.manifest.optimizers[index] if index < len(reader.manifest.optimizers) else {}
+        self._entries = entries
         self.is_near = reader.sees_all
         """Whether each rank sees all files, so that it can read at any time without the other ranks."""
+
+    def renamed(self, keys: Mapping[str, str]) -> "FolderOptimizerState":
+        """Return those of the states that have one of ``keys``, by the names that have these keys."""
+        found = {name: self._entries[key] for name, key in keys.items() if key in self._entries}
+        return FolderOptimizerState(self._reader, found)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         if name not in self._entries:
             raise KeyError(name)
+        give_back_freed_memory()  # of the state before, which may be large
         return self.read_many([name])[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -234,14 +201,8 @@ class FolderOptimizerState(Mapping[str, Any]):
 
     def read_many(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Return the states of those of ``names`` that have one; see :meth:`FolderReader.read`."""
-        found = self._reader.read(
-            {
-                (f"optimizer_{self._index}", "state", name, key): entry
-                for name in names
-                for key, entry in self._entries.get(name, {}).items()
-            }
-        )
+        wanted = [((name, key), entry) for name in names for key, entry in self._entries.get(name, {}).items()]
         states: dict[str, dict[str, Any]] = {}
-        for (_, _, name, key), value in found.items():
+        for (name, key), value in self._reader.read(dict(wanted)).items():
             states.setdefault(name, {})[key] = value
         return states

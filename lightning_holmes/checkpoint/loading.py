@@ -62,7 +62,8 @@ def load_folder(
     checkpoint: dict[str, Any] = load_bytes(rest, str(path / REST), weights_only=weights_only)
     checkpoint["state_dict"] = FolderStateDict(reader)
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        optimizer["state"] = FolderOptimizerState(reader, index)
+        entries = manifest.optimizers[index] if index < len(manifest.optimizers) else {}
+        optimizer["state"] = FolderOptimizerState(reader, entries)
     return checkpoint
 
 

@@ -1,8 +1,7 @@
 """Manifest: the contents of a checkpoint folder, the place of each value's bytes, and their checksums.
 
 The manifest is the last file written, so a folder without it, or with files shorter than it says, is torn. It is JSON
-with a checksum of itself, and cannot run code. torch.distributed.checkpoint's own ``.metadata`` has the same facts as a
-pickle; it is written for other tools and never read here.
+with a checksum of itself, and cannot run code.
 """
 
 import json
@@ -18,7 +17,6 @@ from lightning_holmes.cluster.record import read_json, record
 from lightning_holmes.errors import CheckpointError, ConfigurationError
 
 MANIFEST = "manifest.json"
-METADATA = ".metadata"
 REST = "meta.pt"
 PLAN = "plan.yaml"
 FORMAT = "lightning_holmes checkpoint 1"

@@ -49,13 +49,13 @@ def owned(state: Mapping[str, Any], pipeline: PipelineModule) -> dict[str, Any]:
     return {key: value for key, value in state.items() if pipeline.is_owner(names.get(key, key))}
 
 
-def local_states(
+def optimizer_part(
     optimizer: Optimizer,
     groups: Sequence[Sequence[str]],
     pipeline: PipelineModule,
-    collected: Mapping[str, Mapping[str, Any]] | None,
-) -> dict[str, dict[str, Any]]:
-    """The optimizer states of the parameters that this rank owns, by parameter name.
+    collected: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The optimizer's groups with the names of all their parameters, and the states of the parameters that this rank owns, by name.
 
     Args:
         collected: the states that a sharded optimizer has collected on this rank; None: ``optimizer`` holds the states itself.
@@ -68,22 +68,11 @@ def local_states(
             for name in names
             if name in pipeline.local_parameters and parameters[name] in optimizer.state
         }
-    return {name: dict(state) for name, state in collected.items() if pipeline.is_owner(name)}
-
-
-def optimizer_part(
-    optimizer: Optimizer,
-    groups: Sequence[Sequence[str]],
-    pipeline: PipelineModule,
-    collected: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """The optimizer's groups with the names of all their parameters, and the states of the parameters that this rank owns; see
-    :func:`local_states`."""
-    state = local_states(optimizer, groups, pipeline, collected)
-    described = [
-        {**{k: v for k, v in group.items() if k not in ("params", "param_names")}, "params": list(names)}
-        for group, names in zip(optimizer.param_groups, groups, strict=True)
-    ]
+    described = []
+    for group, names in zip(optimizer.param_groups, groups, strict=True):
+        of_all: dict[str, Any] = {key: list(names) for key in ("params", "param_names") if key in group}
+        described.append({**group, **of_all})
+    state = {name: dict(entries) for name, entries in collected.items() if pipeline.is_owner(name)}
     return {"state": state, "param_groups": described}
 
 

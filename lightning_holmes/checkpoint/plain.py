@@ -1,10 +1,10 @@
 """State by the global names of the user's parameters, independent of the layout.
 
-Collects a pipeline's parts into the dictionaries that plain Lightning would have written, and takes from such
-dictionaries the part that a rank needs. The ranks of one replica do this; the other replicas hold the same state.
+Collects a pipeline's parts into the dictionaries that plain Lightning would have written. The ranks of one replica do this; the other
+replicas hold the same state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,63 +12,45 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_holmes.checkpoint.parts import local_states
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
 
 TOPIC_GATHER = 6
 
 
-def gather_parts(p2p: P2P | None, part: Mapping[Any, Any], *, root: int) -> dict[Any, Any]:
-    """Return the union of the parts of all ranks of a pipeline on its rank ``root``, {} on the others; all of them must call."""
-    if p2p is None:
-        return dict(part)
+def gather_parts(p2p: P2P | None, part: Mapping[str, Any], *, root: int, keeps: bool = True) -> dict[str, Any]:
+    """Return the union of the parts of all ranks of a pipeline on its rank ``root``, with whole tensors; {} on the others.
+
+    All ranks of the replica must call: the ranks of a tensor group make its tensors whole together, and one of them ``keeps`` the result."""
+    whole: dict[str, Any] = {}
+    for key, value in part.items():
+        found = tree.map_tensors(whole_on_host, value)
+        if keeps:
+            whole[key] = found
+    if p2p is None or not keeps:
+        return whole
     if p2p.rank != root:
-        p2p.send_message(root, TOPIC_GATHER, tree.map_tensors(lambda t: t.detach().cpu(), dict(part)))
+        p2p.send_message(root, TOPIC_GATHER, tree.map_tensors(Tensor.cpu, whole))
         p2p.finish()
         return {}
-    whole = dict(part)
     for rank in (r for r in range(p2p.size) if r != root):
         whole.update(p2p.receive_message(rank, TOPIC_GATHER))
     return whole
 
 
-def module_state_dict(
-    pipeline: PipelineModule,
-    p2p: P2P | None,
-    *,
-    root: int,
-    keeps: bool = True,
-    collected: Mapping[str, Tensor] | None = None,
-) -> dict[str, Any]:
-    """The module's whole ``state_dict`` on the pipeline's rank ``root``, in the module's own order; {} elsewhere.
-
-    All ranks of the replica must call: the ranks of a tensor group gather its tensors together, and one of them
-    ``keeps`` the result; the others get {}.
+def numbered(states: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return an optimizer's state as plain Lightning saves it: parameters are numbered by their position over all groups.
 
     Args:
-        collected: if parameters are sharded, the whole parameters that were collected on this rank; None: parameters are not sharded.
+        states: the states of parameters, by name.
+        groups: the optimizer's groups, whose ``params`` are names.
     """
-    local: dict[str, Any] = {}
-    order = []
-    for key, value in pipeline.module.state_dict(keep_vars=True).items():
-        order.append(key)
-        name = pipeline.name_of(value, key)
-        if collected is not None and name in pipeline.parameters:
-            if name in collected and pipeline.is_owner(name) and keeps:
-                local[key] = collected[name]
-        elif pipeline.is_owner(name):
-            found = tree.map_tensors(whole_on_host, value)
-            if keeps:
-                local[key] = found
-    if not keeps:
-        return {}
-    whole = gather_parts(p2p, local, root=root)
-    return {key: whole[key] for key in order if key in whole}
+    numbers = {str(name): number for number, name in enumerate(name for g in groups for name in g["params"])}
+    described = [{**group, "params": [numbers[str(name)] for name in group["params"]]} for group in groups]
+    return {"state": {n: states[name] for name, n in numbers.items() if name in states}, "param_groups": described}
 
 
 def parameter_group_names(pipeline: PipelineModule, optimizer: Optimizer, first: int = 0) -> list[list[str]]:
@@ -105,112 +87,18 @@ def keep_local_parameters(
             group["param_names"] = [group["param_names"][index] for index in kept]
 
 
-def optimizer_state_dict(
-    optimizer: Optimizer,
-    groups: Sequence[Sequence[str]],
-    pipeline: PipelineModule,
-    p2p: P2P | None,
-    *,
-    root: int,
-    keeps: bool = True,
-    collected: Mapping[str, Mapping[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """The optimizer's state as plain Lightning numbers it (by position in the whole module's groups), on the pipeline's
-    rank ``root``; other ranks get it without parameter states. All ranks of the replica must call; one rank of a tensor
-    group ``keeps`` the result, the others get {}. ``collected``: see :func:`local_states`."""
-    local: dict[str, Any] = {}
-    for name, state_here in local_states(optimizer, groups, pipeline, collected).items():
-        found = tree.map_tensors(whole_on_host, state_here)
-        if keeps:
-            local[name] = found
-    if not keeps:
-        return {}
-    whole = gather_parts(p2p, local, root=root)
-    state: dict[int, Any] = {}
-    described = []
-    number = 0
-    for group, names in zip(optimizer.param_groups, groups, strict=True):
-        entry = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        entry["params"] = list(range(number, number + len(names)))
-        if "param_names" in group:
-            entry["param_names"] = list(names)
-        described.append(entry)
-        for offset, name in enumerate(names):
-            if name in whole:
-                state[number + offset] = whole[name]
-        number += len(names)
-    return {"state": state, "param_groups": described}
-
-
-def load_optimizer_state_dict(
-    optimizer: Optimizer, saved: Mapping[str, Any], groups: Sequence[Sequence[str]], local: set[str]
-) -> None:
-    """Load a state of :func:`optimizer_state_dict` or of plain Lightning into an optimizer that holds only local parameters.
-
-    Raises:
-        ConfigurationError: the sizes of the saved groups differ from those of ``groups``.
-    """
-    states = states_by_name(saved, groups)
-
-    def laid_out(name: str, parameter: Tensor) -> dict[str, Any] | None:
-        state = states.get(name)
-        own = {k: _laid_out(v, parameter) for k, v in (state or {}).items() if k != MASTER_WEIGHT}
-        return own or None
-
-    own = [[name for name in names if name in local] for names in groups]
-    load_states(
-        optimizer,
-        saved,
-        [list(map(laid_out, names, g["params"])) for names, g in zip(own, optimizer.param_groups, strict=True)],
-    )
-
-
-def states_by_name(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The states in an optimizer's saved dictionary by parameter name, for the parameters that have one.
-
-    Args:
-        saved: the dictionary, which numbers whole parameters by their positions in ``groups``.
-        groups: the names of each parameter group.
-
-    Raises:
-        ConfigurationError: the sizes of the saved groups differ from those of ``groups``.
-    """
-    sizes = [len(g["params"]) for g in saved["param_groups"]]
-    if sizes != [len(names) for names in groups]:
-        raise ConfigurationError(
-            f"the checkpoint's optimizer has parameter groups of {sizes} parameters, this run's of "
-            f"{[len(names) for names in groups]}: it was saved from another model or another configure_optimizers"
-        )
-    return {
-        name: saved["state"][place]
-        for saved_group, names in zip(saved["param_groups"], groups, strict=True)
-        for place, name in zip(saved_group["params"], names, strict=True)
-        if place in saved["state"]
-    }
-
-
-def load_states(
-    optimizer: Optimizer, saved: Mapping[str, Any], states: Sequence[Sequence[dict[str, Any] | None]]
-) -> None:
-    """Load into ``optimizer`` the options of the groups in ``saved``, and ``states``: by group, one entry for each of its parameters."""
-    own: dict[str, Any] = {"state": {}, "param_groups": []}
-    number = 0
-    for saved_group, group, group_states in zip(saved["param_groups"], optimizer.param_groups, states, strict=True):
-        entry = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
-        if "param_names" in group:
-            entry["param_names"] = list(group["param_names"])
-        entry["params"] = list(range(number, number + len(group["params"])))
-        own["state"] |= {n: s for n, s in zip(entry["params"], group_states, strict=True) if s is not None}
-        own["param_groups"].append(entry)
-        number += len(group["params"])
-    optimizer.load_state_dict(own)
+def broadcast_from(tensor: Tensor, source: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return ``tensor`` of the rank ``source`` of ``group``; other ranks pass a tensor of its shape and dtype. All ranks of the group must call."""
+    owns = dist.get_rank(group) == source
+    data = tensor.contiguous() if owns else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    dist.broadcast(data, group=group, group_src=source)
+    return data
 
 
 def fill_whole_module(
     pipeline: PipelineModule,
-    owner_rank: Mapping[int, int],
+    rank_of: Callable[[int], int],
     group: dist.ProcessGroup | None,
-    rank: int,
     *,
     keep_local: bool = False,
 ) -> None:
@@ -218,29 +106,23 @@ def fill_whole_module(
     after ``pipeline.uninstall()``.
 
     Args:
-        owner_rank: the global rank that runs each stage.
+        rank_of: returns the pipeline rank of a stage.
         group: the process group of the pipeline's ranks; None: there is nothing to do.
-        rank: this global rank.
         keep_local: do not replace the memory of parameters that this rank holds, because it is still in use.
     """
     if group is None:
         return
-    module = pipeline.module
+    module, rank = pipeline.module, dist.get_rank(group)
     with torch.no_grad():
         for present, parameter in module.named_parameters():
             name = pipeline.name_of(parameter, present)
-            source = owner_rank[pipeline.owner_stage(name)]
-            held = name in pipeline.local_parameters
-            part = dtensor.local_part(parameter).detach()
-            own = rank == source or (held and not keep_local)
-            data = part.contiguous() if own else torch.empty(part.shape, dtype=part.dtype, device=part.device)
-            dist.broadcast(data, source, group=group)
-            if rank != source and not (held and keep_local):
+            source = rank_of(pipeline.owner_stage(name))
+            data = broadcast_from(dtensor.local_part(parameter).detach(), source, group)
+            if rank != source and not (keep_local and name in pipeline.local_parameters):
                 dtensor.replace_local(parameter, data)
         for name, buffer in module.named_buffers():
-            part = dtensor.local_part(buffer)
-            data = part.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(data, owner_rank[pipeline.owner_stage(name)], group=group)
+            part = dtensor.local_part(buffer).detach()
+            data = broadcast_from(part, rank_of(pipeline.owner_stage(name)), group)
             if not torch.equal(data, part):
                 dtensor.replace_local(buffer, data)
 
@@ -249,10 +131,3 @@ def whole_on_host(tensor: Tensor) -> Tensor:
     """Return a tensor detached from autograd; a DTensor is gathered whole to the host, for which all ranks of its tensor group must call."""
     found = dtensor.whole(tensor.detach())
     return found.cpu() if dtensor.is_dtensor(tensor) else found
-
-
-def _laid_out(value: Any, parameter: Tensor) -> Any:
-    """Return a saved entry of an optimizer's state for ``parameter``, reduced to this rank's shard if the parameter is sharded."""
-    if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
-        return dtensor.share_of(value, parameter)
-    return value

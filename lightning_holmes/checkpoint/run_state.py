@@ -4,6 +4,7 @@ Lightning saves the state of rank 0's data loaders; here every replica's is save
 drawn from a seed of the run, which is saved. A plain file also holds the run's plan; a folder has a file for it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_holmes.checkpoint.membership import Membership
@@ -14,7 +15,7 @@ SAMPLES_SEEN = "samples_seen"
 """A loader state with this key counts the samples of all replicas together, and so can be loaded with any number of replicas."""
 
 
-def loader_states(checkpoint: dict[str, Any]) -> list[Any]:
+def loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:
     """The states of the training loaders in Lightning's checkpoint."""
     state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     return list(state.get("combined_loader", []))
@@ -28,7 +29,7 @@ def add(member: Membership, checkpoint: dict[str, Any], *, base_seed: int, num_m
     """
     states = loader_states(checkpoint)
     of_replica = dict(reversed(member.all_gather((member.replica, states)))) if states else {}
-    checkpoint[KEY] = {
+    checkpoint[KEY] = checkpoint.get(KEY, {}) | {
         "base_seed": base_seed,
         "num_microbatches": num_microbatches,
         "data_parallel_size": member.num_replicas,

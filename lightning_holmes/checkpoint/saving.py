@@ -19,8 +19,8 @@ import torch
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.file_systems import FileSystems
-from lightning_holmes.checkpoint.folder import dcp_metadata, part_file, write_part
-from lightning_holmes.checkpoint.manifest import MANIFEST, METADATA, PLAN, REST, FileEntry, Manifest, ValueEntry
+from lightning_holmes.checkpoint.folder import part_file, write_part
+from lightning_holmes.checkpoint.manifest import MANIFEST, PLAN, REST, FileEntry, Manifest, ValueEntry
 from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value
 from lightning_holmes.errors import CheckpointError
@@ -142,7 +142,7 @@ class FolderSave:
             rest_crc32=zlib.crc32(rest),
             versions={"lightning_holmes": __version__, "torch": str(torch.__version__)},
         )
-        common = {REST: rest, PLAN: self.plan.encode(), METADATA: dcp_metadata(manifest)}
+        common = {REST: rest, PLAN: self.plan.encode()}
         files |= {name: FileEntry(num_bytes=len(data)) for name, data in common.items()}
         yield from common.items()
         yield MANIFEST, replace(manifest, files=files).to_bytes()

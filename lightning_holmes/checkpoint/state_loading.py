@@ -8,11 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
-from lightning_holmes.checkpoint.plain import load_optimizer_state_dict, load_states, states_by_name
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.freed_memory import give_back_freed_memory
-from lightning_holmes.errors import CheckpointError
-from lightning_holmes.optim.shard_states import OwnedStates
+from lightning_holmes.errors import CheckpointError, ConfigurationError
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT, OwnedStates
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.torch_private import has_load_hooks
@@ -149,74 +147,89 @@ def load_optimizer_state(
         CheckpointError: the saved groups hold other parameters than this run's.
         ConfigurationError: the groups of a plain file have other sizes than this run's.
     """
-    state = saved["state"]
-    if shards is not None:
-        local = shards.names
+    state, saved_groups = saved["state"], saved["param_groups"]
+    held = local if shards is None else shards.names
+    keys = _keys_by_name(saved_groups, groups, type(optimizer).__name__)
+    here = {name: key for name, key in keys.items() if name in held}
+    states: Mapping[str, Mapping[str, Any]]
     if isinstance(state, FolderOptimizerState):
-        mine = [n for g in groups for n in g]
-        saved_groups = [list(group["params"]) for group in saved["param_groups"]]
-        keys = {name: name for name in mine}
-        if any(isinstance(n, int) for g in saved_groups for n in g):  # converted from a plain file, which has no names
-            keys = {name: str(number) for number, name in enumerate(mine)}
-            saved_groups = [[mine[n] if n < len(mine) else str(n) for n in g] for g in saved_groups]
-        theirs = [n for g in saved_groups for n in g]
-        if saved_groups != [list(g) for g in groups]:
-            what = _another_model(
-                type(optimizer).__name__, [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
-            )
-            if set(mine) == set(theirs):
-                what = (
-                    f"the checkpoint's {type(optimizer).__name__} has parameter groups of {[len(g) for g in saved_groups]} "
-                    f"parameters, this run's of {[len(g) for g in groups]}, or in another order: it was saved from "
-                    f"another configure_optimizers"
-                )
-            raise CheckpointError(what)
-        numbers = {name: number for number, name in enumerate(mine)}
-        entries = []
-        for group, names in zip(saved["param_groups"], groups, strict=True):
-            entries.append({**group, "params": [numbers[n] for n in names]})
-        here = [n for n in mine if n in local]
-        if shards is not None and state.is_near:
-            states = _ReadWhenUsed(state, {n: keys[n] for n in here if keys[n] in state})
-            _load_pieces({"param_groups": entries}, states, shards)
-            return
-        read = state.read_many([keys[n] for n in here])
-        saved = {"state": {numbers[n]: read[keys[n]] for n in mine if keys[n] in read}, "param_groups": entries}
-    elif shards is None:
-        names = [n for g in groups for n in g]
-        own = {number for number, name in enumerate(names) if name in local}
-        # clone, so that the pages of the mapped file do not stay in use
-        saved = {**saved, "state": {n: tree.map_tensors(Tensor.clone, v) for n, v in state.items() if n in own}}
-    if shards is None:
-        load_optimizer_state_dict(optimizer, saved, groups, local)
+        own = state.renamed({name: str(key) for name, key in here.items()})
+        # a sharded optimizer takes one state after the other
+        states = own if shards is not None and own.is_near else own.read_many(own)
     else:
-        _load_pieces(saved, states_by_name(saved, groups), shards)
+        states = {name: state[key] for name, key in here.items() if key in state}
+        if shards is None:  # in memory of their own, so that the pages of the mapped file do not stay in use
+            states = tree.map_tensors(Tensor.clone, states)
+    if shards is not None:
+        _put_states(shards.optimizer, saved_groups, shards.cut_by_group(states))
+        shards.loaded(states)
+        return
+    by_group = [
+        [
+            _laid_out(states.get(name, {}), p)
+            for name, p in zip(filter(held.__contains__, names), g["params"], strict=True)
+        ]
+        for names, g in zip(groups, optimizer.param_groups, strict=True)
+    ]
+    _put_states(optimizer, saved_groups, by_group)
 
 
-class _ReadWhenUsed(Mapping[str, dict[str, Any]]):
-    """States of whole parameters, each read when it is used and in memory only while it is cut into pieces."""
+def _keys_by_name(
+    saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]], optimizer: str
+) -> dict[str, Any]:
+    """Return, by the names of parameters, the keys of their saved states: names, or numbers if the state comes from a plain file, which has no
+    names.
 
-    def __init__(self, state: FolderOptimizerState, keys: Mapping[str, str]) -> None:
-        self._state, self._keys = state, keys
+    Args:
+        optimizer: its class, for messages.
+    """
+    saved = [list(group["params"]) for group in saved_groups]
+    if any(isinstance(key, int) for keys in saved for key in keys):
+        sizes, own = [len(keys) for keys in saved], [len(names) for names in groups]
+        if sizes != own:
+            raise ConfigurationError(
+                f"the checkpoint's optimizer has parameter groups of {sizes} parameters, this run's of {own}: it was saved from another "
+                f"model or another configure_optimizers"
+            )
+    elif saved != [list(names) for names in groups]:
+        mine, theirs = [n for names in groups for n in names], [n for keys in saved for n in keys]
+        if set(mine) != set(theirs):
+            lacking, unknown = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
+            raise CheckpointError(_another_model(optimizer, lacking, unknown))
+        raise CheckpointError(
+            f"the checkpoint's {optimizer} has parameter groups of {[len(g) for g in saved]} parameters, this run's of "
+            f"{[len(g) for g in groups]}, or in another order: it was saved from another configure_optimizers"
+        )
+    return {name: key for names, keys in zip(groups, saved, strict=True) for name, key in zip(names, keys, strict=True)}
 
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        give_back_freed_memory()  # of the state before
-        return self._state[self._keys[name]]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._keys
+def _laid_out(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
+    """Return a saved state for ``parameter``, reduced to this rank's shard if the parameter is sharded; None if there is nothing in it."""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
+    def laid_out(value: Any) -> Any:
+        of_elements = isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape
+        return dtensor.share_of(value, parameter) if of_elements else value
 
-    def __len__(self) -> int:
-        return len(self._keys)
+    return {key: laid_out(value) for key, value in state.items() if key != MASTER_WEIGHT} or None
 
 
-def _load_pieces(saved: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], shards: OwnedStates) -> None:
-    """Load states of whole parameters by name into ``shards``, where the optimizer does not hold whole states."""
-    load_states(shards.optimizer, saved, shards.cut_by_group(states))
-    shards.loaded(states)
+def _put_states(
+    optimizer: Optimizer,
+    saved_groups: Sequence[Mapping[str, Any]],
+    states: Sequence[Sequence[Mapping[str, Any] | None]],
+) -> None:
+    """Load into ``optimizer`` the options of ``saved_groups``, and ``states``: by group, one entry for each of its parameters."""
+    own: dict[str, Any] = {"state": {}, "param_groups": []}
+    number = 0
+    for saved_group, group, group_states in zip(saved_groups, optimizer.param_groups, states, strict=True):
+        entry = {k: v for k, v in saved_group.items() if k not in ("params", "param_names")}
+        if "param_names" in group:
+            entry["param_names"] = list(group["param_names"])
+        entry["params"] = list(range(number, number + len(group["params"])))
+        own["state"] |= {n: s for n, s in zip(entry["params"], group_states, strict=True) if s is not None}
+        own["param_groups"].append(entry)
+        number += len(group["params"])
+    optimizer.load_state_dict(own)
 
 
 def _another_model(what: str, missing: Sequence[str], unexpected: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ import random
 from collections.abc import Mapping
 from importlib.metadata import version
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,11 +19,13 @@ from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
 from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.lightning_package import USED
+from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.pipeline.tape import is_fake
 from lightning_holmes.strategy.admission import compare_facts
 from lightning_holmes.version import __version__
 
 TOPIC_RANDOM_STATE = 7
+_HOST = torch.device("cpu")
 _CHUNK = 1 << 26  # bytes of a tensor that are copied to the host at a time
 
 
@@ -123,10 +124,7 @@ def content_of(tensor: Tensor) -> str:
 
 def share_generators() -> None:
     """Give all ranks the random states of rank 0, for numbers that are drawn in ``configure_model``."""
-    python, numpy_state, host = broadcast_value((random.getstate(), np.random.get_state(), torch.get_rng_state()))
-    random.setstate(python)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(host)
+    set_random_states(broadcast_value(random_states(_HOST)), _HOST)
 
 
 def share_random_state(groups: ProcessGroups) -> None:
@@ -138,12 +136,8 @@ def share_random_state(groups: ProcessGroups) -> None:
 
 def _share_random_state(p2p: P2P) -> None:
     if p2p.rank == 0:
-        state = (random.getstate(), np.random.get_state(), torch.get_rng_state())
         for rank in range(1, p2p.size):
-            p2p.send_message(rank, TOPIC_RANDOM_STATE, state)
+            p2p.send_message(rank, TOPIC_RANDOM_STATE, random_states(_HOST))
         p2p.finish()
-        return
-    python, numpy_state, host = p2p.receive_message(0, TOPIC_RANDOM_STATE)
-    random.setstate(python)
-    np.random.set_state(numpy_state)
-    torch.set_rng_state(host)
+    else:
+        set_random_states(p2p.receive_message(0, TOPIC_RANDOM_STATE), _HOST)

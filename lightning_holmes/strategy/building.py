@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_holmes.checkpoint import broadcast_from
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import pl
@@ -200,31 +201,25 @@ def move_parameters(
     pipeline: PipelineModule,
     before: Sequence[set[str]],
     after: Sequence[set[str]],
-    ranks: Sequence[int],
     group: dist.ProcessGroup | None,
-    rank: int,
 ) -> None:
     """Broadcast to each rank of the pipeline the parameters that it holds in a new layout. All ranks of the pipeline must call.
 
     Args:
         before: for each rank of the pipeline, the names of the parameters that it has.
         after: for each rank of the pipeline, the names of the parameters that it shall have.
-        ranks: the global ranks of the pipeline.
         group: the process group of the pipeline.
-        rank: this process's global rank.
 
     Raises:
         ConfigurationError: no rank has one of the parameters.
     """
-    mine = ranks.index(rank)
     for name, parameter in pipeline.parameters.items():
         if not any(name in new - old for old, new in zip(before, after, strict=True)):
             continue
         source = next((index for index, names in enumerate(before) if name in names), None)
         if source is None:
-            raise ConfigurationError(_lost(name, f"any rank of this pipeline {list(ranks)}"))
-        part = dtensor.local_part(parameter).detach()
-        data = part.contiguous() if mine == source else torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        dist.broadcast(data, ranks[source], group=group)
+            raise ConfigurationError(_lost(name, f"any of the {len(before)} ranks of this pipeline"))
+        data = broadcast_from(dtensor.local_part(parameter).detach(), source, group)
+        mine = dist.get_rank(group)
         if name in after[mine] - before[mine]:
             dtensor.replace_local(parameter, data)

@@ -110,15 +110,11 @@ class RunCheckpoints:
         collected = None if shards is None else self._collected(shards, shards.collect)
         if shards is not None:
             self._close_queue(shards)
+        part = checkpoints.module_part(run.pipeline, collected)
         if self._writes_folders:
-            return checkpoints.module_part(run.pipeline, collected)
-        root = self._gathering_rank()
-        if root is None or self._has_failed_beside_others:
-            return {}
-        with self.job.explaining():
-            return checkpoints.module_state_dict(
-                run.pipeline, self.job.groups.p2p, root=root, keeps=self._keeps_gathered, collected=collected
-            )
+            return part
+        whole = self._gathered(part)
+        return {key: whole[key] for key in run.pipeline.module.state_dict(keep_vars=True) if key in whole}
 
     @property
     def _run_of_state(self) -> Run | None:
@@ -180,20 +176,20 @@ class RunCheckpoints:
             return checkpoints.optimizer_part(optimizer, names, fit.pipeline, {})
         owned = fit.shards
         collected = None if owned is None else self._collected(owned, lambda target: dict(owned.each_state(target)))
-        if self._writes_folders:
-            return checkpoints.optimizer_part(optimizer, names, fit.pipeline, collected)
-        root = self._gathering_rank()
-        if root is None or self._has_failed_beside_others:
+        part = checkpoints.optimizer_part(optimizer, names, fit.pipeline, collected)
+        return (
+            part if self._writes_folders else checkpoints.numbered(self._gathered(part["state"]), part["param_groups"])
+        )
+
+    def _gathered(self, part: Mapping[str, Any]) -> dict[str, Any]:
+        """Return for one file, on rank 0, the union of the parts of the ranks of its replica; {} on other ranks."""
+        pipeline_rank, replica, tensor_rank = self.job.place_of_rank_0
+        groups = self.job.groups
+        if groups.data_parallel_rank != replica or self._has_failed_beside_others:
             return {}
         with self.job.explaining():
-            return checkpoints.optimizer_state_dict(
-                optimizer,
-                names,
-                fit.pipeline,
-                self.job.groups.p2p,
-                root=root,
-                keeps=self._keeps_gathered,
-                collected=collected,
+            return checkpoints.gather_parts(
+                groups.p2p, part, root=pipeline_rank, keeps=groups.tensor_parallel_rank == tensor_rank
             )
 
     def _states_in_turn(
@@ -211,16 +207,6 @@ class RunCheckpoints:
         if not self._writes_folders or self._has_failed_beside_others or self.job.placement.tensor_parallel_size > 1:
             return False
         return collects_checkpoint() and not looks_at_checkpoints(self.module)
-
-    def _gathering_rank(self) -> int | None:
-        """Return, on the ranks of global rank 0's replica, the pipeline rank of global rank 0, which writes files; None on other ranks."""
-        pipeline_rank, replica, _ = self.job.place_of_rank_0
-        return pipeline_rank if self.job.groups.data_parallel_rank == replica else None
-
-    @property
-    def _keeps_gathered(self) -> bool:
-        """Whether this rank's pipeline is that of rank 0; the other ranks of that replica only take part in making tensors whole."""
-        return self.job.groups.tensor_parallel_rank == self.job.place_of_rank_0[2]
 
     @property
     def num_microbatches(self) -> int:

@@ -149,13 +149,18 @@ class Connection:
         """Return ``value`` of rank 0; all ranks must call."""
         return broadcast_value(value)
 
-    def ask_rank_0(self, find: Callable[[], Any]) -> Any:
-        """Call ``find`` on rank 0, and return its result, or raise its error, on every rank; all ranks must call."""
+    def ask_rank_0(self, find: Callable[[], Any], *, relays: type[Exception] = HolmesError, helps: bool = False) -> Any:
+        """Call ``find`` on rank 0, and return its result on every rank; all ranks must call.
+
+        Args:
+            relays: the kind of error of ``find`` that every rank raises, and not rank 0 alone.
+            helps: call ``find`` on this rank, too, whose part in the work rank 0 needs.
+        """
         answer: tuple[Any, Exception | None] = None, None
-        if self.rank == 0:
+        if self.rank == 0 or helps:
             try:
                 answer = find(), None
-            except Exception as refusal:
+            except relays as refusal:
                 answer = None, refusal
         found, error = self.broadcast(answer)
         if error is not None:

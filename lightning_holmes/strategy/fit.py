@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,7 +21,6 @@ from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
-from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.loss_weights import start_loss_scales
 from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.remote import RemoteHost
@@ -32,6 +30,7 @@ from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded_host import ShardedStep
 from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
+from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.staged_trial import LaterTrials, StagedTrial
 from lightning_holmes.pipeline.step_clock import UNOBSERVED, StepClock
@@ -40,22 +39,21 @@ from lightning_holmes.strategy.compat.averaging import WeightAverages
 from lightning_holmes.strategy.compat.before_backward import UnchangedParameters, held_values
 from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
-from lightning_holmes.strategy.compat.grad_norm import GradNormExchange
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_on_nodes, unscaling_parts
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
 from lightning_holmes.strategy.compat.zero_grad import RefusesKeptGradients
 from lightning_holmes.strategy.gradients import (
     Gradients,
+    TrainedPart,
     make_gradients,
     make_layered_gradients,
     make_remote_gradients,
-    make_stage_shards,
 )
 from lightning_holmes.strategy.lost_values import note_lost
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.run_context import RunContext
 from lightning_holmes.strategy.samples import StepSample
-from lightning_holmes.strategy.tripwires import refusing_reads
+from lightning_holmes.strategy.tripwires import Absent, refusing_reads
 from lightning_holmes.strategy.user_hooks import takes_part_in_update
 
 _T = TypeVar("_T")
@@ -94,7 +92,9 @@ class Fit(Run):
         self._make_optimizers()
         self._averages: WeightAverages | None = None
         self._is_partial = False
-        self._show_whole_module_to_callbacks(self.job.groups.pipeline)
+        if groups.pipeline is not None or self.may_shard:
+            averages = WeightAverages(trainer, self.pipeline, groups.p2p, groups.data_parallel, first_replica=source)
+            self._averages = context.undo.enter_context(averages)
         self._begin(self.parameter_groups)
 
     def _make_optimizers(self) -> None:
@@ -147,12 +147,14 @@ class Fit(Run):
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         self._install()
         self.parameter_groups.keep_local()
+        part = self.part()
         if options.optimizer_nodes:
-            self.gradients = self._make_remote_gradients(self._found, scaler)
+            with_states = self.context.loaded_state.names_of_states(self.parameter_groups.names_of)
+            self.gradients = make_remote_gradients(part, fill=self._fill_nodes, with_states=with_states)
         elif self.plan.sharding == "parameters":
-            self.gradients = self._make_layered_gradients(self._found, scaler)
+            self.gradients, self.stage_shards = make_layered_gradients(part, self.stage_shards)
         else:
-            self.gradients = self._make_whole_gradients(self._found, scaler)
+            self.gradients = make_gradients(part)
         self.has_gradients = True
         self.exchange, self.shards = self.gradients.reducer, self.gradients.host.shards
         if isinstance(self.shards, RemoteHost):
@@ -173,6 +175,19 @@ class Fit(Run):
         if self._clock is not None:
             self.gradients.reducer.watch(self._clock.add_beside)
 
+    def part(self) -> TrainedPart:
+        if self._found is None:
+            return super().part()
+        (optimizer,) = self.trainer.strategy.optimizers
+        local, names = self.pipeline.local_parameters, self.parameter_groups.names_of(optimizer)
+        step = ShardedStep(
+            optimizer=optimizer,
+            names=[[name for name in of_group if name in local] for of_group in names],
+            found=self._found,
+            master_weights=sharding.keeps_masters(self.options, self.module),
+        )
+        return replace(super().part(), step=step)
+
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
         is_new = self.context.builder.waits and self.context.module_shards.of(self.module) is None
         return self.options.optimizer_nodes > 0 and training is not None and is_new
@@ -183,16 +198,15 @@ class Fit(Run):
         shards = self.stage_shards if on_nodes else None  # with other shards, finetuning callbacks are refused
         return self.pipeline.parameters.items() if shards is None else shards.each_whole()
 
-    def _hidden_in_hooks(self) -> Mapping[str, str]:
-        return sharding.hidden_in_hooks(
+    def absent(self) -> Absent:
+        hidden = sharding.hidden_in_hooks(
             self.shards,
             shards_parameters=self.stage_shards is not None,
             optimizer_nodes=self.options.optimizer_nodes if self.has_gradients else 0,
             is_partial=self._is_partial,
         )
-
-    def _hides_states(self) -> bool:
-        return self.has_gradients and (self.shards is not None or self.job.placement.pipeline_parallel_size > 1)
+        is_part = self.shards is not None or self.job.placement.pipeline_parallel_size > 1
+        return replace(super().absent(), hidden=hidden, splits_states=self.has_gradients and is_part)
 
     def _close_gradients(self) -> None:
         if self.job.connection.failed:
@@ -219,89 +233,6 @@ class Fit(Run):
         elif shards is not None and shards.size > 1 and not shards.stays:
             note_lost(self.module, f"each of {shards.size} replicas held a share of the parameters")
 
-    def _make_layered_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
-        """Move the parameters into shards, and set up their gradients."""
-        connection = self.job.connection
-        found, optimizer = self._admitted(found, 'sharding="parameters"')
-        refusal = sharding.refusal_of_shards(found, optimizer, self.trainer, self.known.structure)
-        if refusal:
-            asked, without = self.options.describe_sharding("parameters")
-            raise UnsupportedModuleError(f"{asked}: {refusal}; {without}")
-        groups = self.job.groups
-        if self.stage_shards is None:
-            self.stage_shards = make_stage_shards(self.pipeline, groups, self.plan, connection.device)
-        return make_layered_gradients(
-            self.pipeline,
-            groups,
-            self.plan,
-            connection.device,
-            shards=self.stage_shards,
-            scaler=scaler,
-            step=self._sharded_step(found, optimizer),
-        )
-
-    def _make_whole_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
-        """Set up the gradients of parameters that stay whole."""
-        step = None
-        if self.plan.sharding == "optimizer":
-            assert found is not None
-            (optimizer,) = self.trainer.strategy.optimizers
-            readers = sharding.gradient_readers(self.trainer)
-            step = self._sharded_step(found, optimizer, whole_gradients=bool(readers))
-            if not step.by_elements:
-                pl.utilities.rank_zero_info(f"the optimizer is sharded by whole parameters, since {found.reason}")
-            elif readers:
-                pl.utilities.rank_zero_info(f"gradients stay whole on each replica for {readers[0]}")
-        return make_gradients(
-            self.pipeline,
-            self.job.groups,
-            self.plan,
-            self.job.connection.device,
-            scaler=scaler,
-            step=step,
-            compression=self.options.compression,
-        )
-
-    def _sharded_step(self, found: Separability, optimizer: Optimizer, *, whole_gradients: bool = False) -> ShardedStep:
-        return ShardedStep(
-            optimizer=optimizer,
-            names=self._local_group_names(optimizer),
-            found=found,
-            whole_gradients=whole_gradients,
-            master_weights=sharding.keeps_masters(self.options, self.module),
-        )
-
-    def _make_remote_gradients(self, found: Separability | None, scaler: Any) -> Gradients:
-        """Move the parameters to optimizer nodes, and set up their gradients."""
-        job, count = self.job, self.options.optimizer_nodes
-        found, optimizer = self._admitted(found, f"optimizer_nodes={count}")
-        refusal = sharding.refusal_of_nodes(found, optimizer, self.trainer, self.known.structure)
-        if refusal:
-            raise UnsupportedModuleError(f"optimizer_nodes={count}: {refusal}; use optimizer_nodes=0")
-        reasons = job.connection.all_gather(sharding.why_deferred(self.trainer))  # a callback may be on one rank only
-        deferred = next(filter(None, reasons), "")
-        if job.connection.rank == 0:
-            when = f"at the optimizer's step, since {deferred}" if deferred else "as soon as its last gradient has come"
-            print(f"optimizer nodes update a layer {when}", flush=True)
-        return make_remote_gradients(
-            self.pipeline,
-            job.groups,
-            self.plan,
-            job.connection.device,
-            optimizer=optimizer,
-            names=self._local_group_names(optimizer),
-            nodes=job.optimizer_nodes(count),
-            clusters=[cluster.name for cluster, _ in job.topology.places()],
-            optimizer_states=self.options.optimizer_states,
-            state_bytes=found.state_bytes,
-            master_weights=sharding.keeps_masters(self.options, self.module),
-            fill=self._fill_nodes,
-            is_eager=not deferred,
-            scaler=scaler,
-            precision=self.trainer.precision,
-            with_states=self.context.loaded_state.names_of_states(self.parameter_groups.names_of),
-        )
-
     def _fill_nodes(self, remote: RemoteParameters) -> None:
         """Send the module's values to the optimizer nodes; if it was built without memory, only the nodes have all of it from then on."""
         context = self.context
@@ -316,38 +247,12 @@ class Fit(Run):
                 context.module_shards.keep(remote, self.module)
         self.stage_shards = remote
 
-    def _admitted(self, found: Separability | None, asked: str) -> tuple[Separability, Optimizer]:
-        """Return how the optimizer can be sharded, and the optimizer; refuse a fit that has none."""
-        if found is None:
-            raise UnsupportedModuleError(
-                f"{asked} needs an optimizer, to whose parameters gradients belong: configure_optimizers gives none"
-            )
-        (optimizer,) = self.trainer.strategy.optimizers
-        return found, optimizer
-
-    def _local_group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """Return for each group of the optimizer the names of this rank's parameters."""
-        local = self.pipeline.local_parameters
-        return [[n for n in names if n in local] for names in self.parameter_groups.names_of(optimizer)]
-
     def abandon(self) -> None:
         """Stop waiting for other ranks, after the run has failed."""
         if self.has_gradients:
             self.gradients.host.abandon()
         if self._averages is not None:
             self._averages.abandon()
-
-    def _show_whole_module_to_callbacks(self, stages: dist.ProcessGroup | None) -> None:
-        """Let averages of weights cover all stages and shards, and norms of gradients all stages."""
-        undo, groups = self.context.undo, self.job.groups
-        if stages is not None or self.may_shard:
-            first = self.job.place_of_rank_0[1]
-            averages = WeightAverages(
-                self.trainer, self.pipeline, groups.p2p, groups.data_parallel, first_replica=first
-            )
-            self._averages = undo.enter_context(averages)
-        if stages is not None:
-            undo.enter_context(GradNormExchange(self.pipeline, stages, self.lifted))
 
     def load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         """Load this rank's part of a saved state into one of the optimizers; all ranks must call."""
@@ -367,43 +272,19 @@ class Fit(Run):
         Raises:
             UnsupportedModuleError: the optimizer evaluates its closure more than once for a batch.
         """
-        trainer = self.trainer
-        step = trainer.fit_loop.epoch_loop.total_batch_idx
-        if self._has_stepped:
-            raise UnsupportedModuleError(
-                f"{type(trainer.optimizers[0]).__name__} evaluates its closure more than once for a batch, or optimizer_step "
-                f"does: the stages of a pipeline, which know their own gradients only, would part ways; use an optimizer "
-                f"that steps once a batch"
-            )
-        self._has_stepped = True
+        sample = StepSample(step_name="training_step", batch=batch, arguments=arguments)
         with self.job.explaining(self.job.groups.data_parallel):
-            if self._lockstep is not None:
-                self._lockstep.begin_step()
-            if self.plan.num_microbatches > 1 and not self.known.dependence and self._trials.are_due(trainer):
-                self._ask_again(batch, arguments, (0, step))
-            if self._clock is not None:
-                self._clock.begin_step(step)
-            in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
-            for optimizer in trainer.strategy.optimizers:
-                self.parameter_groups.take_added(optimizer, in_window=in_window)
-            if not in_window:
-                self.gradients.reducer.forget()
-            self.gradients.reducer.begin(last=not self.accumulates)
-            self._align_buffers("training_step")
-            request = self._request(
-                "training_step",
-                batch,
-                arguments,
-                self.plan.num_microbatches,
-                (0, step),
+            self._begin_step(sample)
+            request = replace(
+                self.request(sample, self.plan.num_microbatches, self._place),
                 loss_scales=self._start_loss_scales,
                 observer=self._clock or UNOBSERVED,
             )
             output = self.step(request)
+            # DDP broadcasts buffers before the steps that follow one that has reduced gradients
+            self._aligns_buffers = self._buffers.has_others and not self.accumulates
             self.gradients.reducer.end()
-            if (
-                output is None
-            ):  # Lightning then calls no backward; the optimizer still gets the gradients that earlier batches have accumulated
+            if output is None:  # Lightning calls no backward; the optimizer still gets the gradients of earlier batches
                 self.hand_over(skipped=True)
                 self.absorb()
             if self.job.connection.world_size > 1:
@@ -411,22 +292,49 @@ class Fit(Run):
             self.unchanged.note()
             return output
 
-    def _ask_again(self, batch: Any, arguments: tuple[Any, ...], place: tuple[int, ...]) -> None:
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The place of the present training batch among all batches."""
+        return 0, self.trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def _begin_step(self, sample: StepSample) -> None:
+        """Prepare optimizers and gradients for the next batch."""
+        trainer = self.trainer
+        if self._has_stepped:
+            raise UnsupportedModuleError(
+                f"{type(trainer.optimizers[0]).__name__} evaluates its closure more than once for a batch, or optimizer_step "
+                f"does: the stages of a pipeline, which know their own gradients only, would part ways; use an optimizer "
+                f"that steps once a batch"
+            )
+        self._has_stepped = True
+        if self._lockstep is not None:
+            self._lockstep.begin_step()
+        if self.plan.num_microbatches > 1 and not self.known.dependence and self._trials.are_due(trainer):
+            self._ask_again(sample)
+        if self._clock is not None:
+            self._clock.begin_step(self._place[1])
+        in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
+        for optimizer in trainer.strategy.optimizers:
+            self.parameter_groups.take_added(optimizer, in_window=in_window)
+        if not in_window:
+            self.gradients.reducer.forget()
+        self.gradients.reducer.begin(last=not self.accumulates)
+
+    def _ask_again(self, sample: StepSample) -> None:
         """Ask on the module's present state whether this batch may be split; if not, it and all later ones run whole, or, with a number that
         the user has set, a warning says why. All ranks must call."""
         self.gradients.host.settle()
         if self._clock is not None:
             self._clock.interrupt()
-        request = self._request("training_step", batch, arguments, self.plan.num_microbatches, place)
-        if request.broadcasts:
-            batch = self.driver.agree(request)
+        request = self.request(sample, self.plan.num_microbatches, self._place)
+        batch = self.driver.agree(request) if request.broadcasts else sample.batch
         with self._learning(), preserved_trainer(self.trainer):
             trial = StagedTrial(self.driver, request)
             tried = find_batch_dependence(
                 self.module,
                 "training_step",
                 batch,
-                arguments,
+                sample.arguments,
                 self.context.splitter,
                 trial=trial,
                 known=self.known.merges,
@@ -448,12 +356,12 @@ class Fit(Run):
         self.planned = replace(self.plan, num_microbatches=1, notes=(*self.plan.notes, note))
         pl.utilities.rank_zero_warn(f"{note}; give a number to split batches all the same")
 
-    def _align_buffers(self, step_name: str) -> None:
-        """Before a step before which DDP would broadcast buffers, one after a step that has reduced gradients, take rank 0's."""
+    def request(self, sample: StepSample, num_microbatches: int, place: tuple[int, ...]) -> StepRequest:
         if self._aligns_buffers:
+            self._aligns_buffers = False
             self.receive_module_state()
             self._buffers.align(self._state.buffers().values())
-        self._aligns_buffers = self._buffers.has_others and step_name == "training_step" and not self.accumulates
+        return super().request(sample, num_microbatches, place)
 
     def _receives_later(self, step_name: str) -> bool:
         if step_name != "training_step" or self.accumulates:  # else the optimizer's step comes first

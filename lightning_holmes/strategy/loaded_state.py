@@ -7,7 +7,7 @@ loaded_state.put_weights(pipeline)               # now it is: each rank reads it
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -61,20 +61,11 @@ class LoadedState:
             (saved, strict), self.weights = self.weights, None
             checkpoint.load_module_state(pipeline, saved, strict=strict)
 
-    def take_weights(self) -> tuple[Mapping[str, Any], bool] | None:
-        """Take the weights, and whether they must fit exactly, for a caller that loads them itself; None if there are none."""
-        weights, self.weights = self.weights, None
-        return weights
-
-    def take_seed(self) -> int | None:
-        """Take the seed; None if there is none."""
-        seed, self.seed = self.seed, None
-        return seed
-
-    def take_num_microbatches(self) -> int | None:
-        """Take the number of microbatches; None if there is none."""
-        count, self.num_microbatches = self.num_microbatches, None
-        return count
+    def take(self, name: Literal["weights", "seed", "num_microbatches"]) -> Any:
+        """Take one of the attributes; None if there is none. Who takes the weights loads them."""
+        found = getattr(self, name)
+        setattr(self, name, None)
+        return found
 
     def hold_optimizers(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
         """Keep states for later; set the groups' learning rates and other settings at once."""

@@ -56,7 +56,7 @@ class ModuleShards:
             UnsupportedModuleError: a parameter gets no value from anywhere.
             ConfigurationError: in an earlier run this rank held only a part of the parameters that it needs now.
         """
-        saved = loaded_state.take_weights()
+        saved = loaded_state.take("weights")
         bring_part = builder.bring_parts(pipeline, overwritten=saved is not None)
         at_once = saved is not None and checkpoint.renames(
             pipeline.module

@@ -36,7 +36,7 @@ from lightning_holmes.plan.placement import Placement, layout_of
 from lightning_holmes.plan.rounding import rounded, rounded_links
 from lightning_holmes.plan.route import REACHED, SOCKETS, Network
 from lightning_holmes.plan.training import make_training
-from lightning_holmes.strategy.job_layout import JobLayout
+from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.run_context import RunContext, step_context
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.tracing import TraceResult
@@ -59,26 +59,17 @@ _BYTE_OPERATORS = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The costs of a module's layers, and the speeds of the ranks. Tuples have an entry for each rank.
+    """The costs of a module's layers, and the speed of each rank.
 
     Attributes:
         model: the profile of the layers.
-        speeds: FLOPs a second.
-        memory: bytes of memory.
-        local_bytes_per_s: bytes a second to other ranks of the same host.
-        update_s_per_byte, byte_s, own_s: see Training.
+        speeds: by rank; the FLOPs a second are rounded.
         described: how the costs were found, in words.
     """
 
     model: ModelCost
-    speeds: tuple[float, ...]
-    memory: tuple[float, ...]
-    local_bytes_per_s: tuple[float, ...]
-    local_latency_s: float
-    described: str
-    update_s_per_byte: float = 0.0
-    byte_s: float = 0.0
-    own_s: float = 0.0
+    speeds: tuple[DeviceSpeed, ...]
+    described: str = ""
 
 
 def find_costs(
@@ -92,11 +83,11 @@ def find_costs(
     Returns:
         On rank 0 the costs, or a text why there are none. Other ranks must not use the value.
     """
-    connection, layout, structure = context.job.connection, context.job.layout, traced.structure
-    device = connection.device
+    job, structure = context.job, traced.structure
+    connection, device = job.connection, job.connection.device
     if sample is None or traced.batch_size is None:
         return "nothing is trained" if sample is None else "the samples of a batch cannot be told"
-    if layout.placement.tensor_parallel_size > 1:
+    if job.placement.tensor_parallel_size > 1:
         return "layers that are sharded over several ranks are not profiled"
     if torch.are_deterministic_algorithms_enabled():
         return "with Trainer(deterministic=True) nothing that is measured decides"
@@ -111,27 +102,25 @@ def find_costs(
         )
     if connection.world_size > 1:
         dist.barrier()  # so that all ranks measure at the same time
-    shared = layout.num_hosts > 1 and device.type == "cpu"
+    shared = job.num_hosts > 1 and device.type == "cpu"
     speed = probe_device(device, seconds=_SHARED_PROBE_S if shared else _PROBE_S, dtype=dtype)
     speeds: list[DeviceSpeed] = all_gather_values(speed)
     if connection.rank != 0:
         return None
-    operator_s = rounded(statistics.median(s.operator_s for s in speeds))  # one slow reading does not decide
-    found = _profiled(trainer, context, traced, sample, operator_s=operator_s)
+    found = _profiled(trainer, context, traced, sample, operator_s=_operator_s(speeds))
     if isinstance(found, str):
         return found
     rates = rounded_speeds([s.flops_per_s for s in speeds], device.type)
     return Costs(
         model=found,
-        speeds=rates,
-        memory=tuple(s.memory_bytes for s in speeds),
-        local_bytes_per_s=tuple(s.local_bytes_per_s for s in speeds),
-        local_latency_s=max(s.local_latency_s for s in speeds),
-        described=f"FLOPs counted; {_described(layout, rates)}",
-        update_s_per_byte=max(s.update_s_per_byte for s in speeds),
-        byte_s=carried_byte_s(operator_s),
-        own_s=own_step_s(operator_s),
+        speeds=tuple(replace(s, flops_per_s=rate) for s, rate in zip(speeds, rates, strict=True)),
+        described=f"FLOPs counted; {_described(job, rates)}",
     )
+
+
+def _operator_s(speeds: Sequence[DeviceSpeed]) -> float:
+    """Return the seconds of a tiny operator; one slow reading does not decide."""
+    return rounded(statistics.median(speed.operator_s for speed in speeds))
 
 
 def rounded_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
@@ -204,20 +193,20 @@ def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]
     return tuple(result)
 
 
-def _described(layout: JobLayout, speeds: Sequence[float]) -> str:
+def _described(job: Job, speeds: Sequence[float]) -> str:
     """Return a description of the relative speeds of the clusters."""
     fastest = max(speeds)
     if min(speeds) == fastest:
         return "all ranks alike"
     by_cluster: dict[str, float] = {}
-    for rank, (cluster, _) in enumerate(layout.topology.places()):
-        by_cluster[cluster.name] = min(by_cluster.get(cluster.name, math.inf), speeds[rank] / fastest)
+    for name, speed in zip(job.clusters, speeds, strict=True):
+        by_cluster[name] = min(by_cluster.get(name, math.inf), speed / fastest)
     return "relative speeds " + ", ".join(f"{name} {speed:.2f}" for name, speed in list(by_cluster.items())[:8])
 
 
 def make_cost_model(
     costs: Costs,
-    job: JobLayout,
+    job: Job,
     placement: Placement,
     asked: Asked,
     *,
@@ -238,28 +227,29 @@ def make_cost_model(
     if one_host:
         # whatever clusters a topology file assigns the ranks to
         topology = Topology.single_cluster(1, placement.world_size)
-    ranks = {host.name: topology.ranks_of_host(host.name) for host in topology.hosts}
+    of_host = {h.name: [costs.speeds[rank] for rank in topology.ranks_of_host(h.name)] for h in topology.hosts}
     devices = [
         DeviceType(
             name=f"devices of {host.name}",
-            peak_flops_per_s=min(costs.speeds[rank] for rank in ranks[host.name]),
+            peak_flops_per_s=min(speed.flops_per_s for speed in of_host[host.name]),
             # of the smallest device; on CPUs an equal share of the host's memory
-            memory_bytes=min(costs.memory[rank] for rank in ranks[host.name])
+            memory_bytes=min(speed.memory_bytes for speed in of_host[host.name])
             / (host.devices if device == "cpu" else 1),
-            local_bytes_per_s=min(costs.local_bytes_per_s[rank] for rank in ranks[host.name]),
-            local_latency_s=costs.local_latency_s,
+            local_bytes_per_s=min(speed.local_bytes_per_s for speed in of_host[host.name]),
+            local_latency_s=max(speed.local_latency_s for speed in costs.speeds),
             efficiency=1.0,
         )
         for host in topology.hosts
     ]
+    operator_s = _operator_s(costs.speeds)
     training = make_training(
         asked,
         costs.model,
         batch_samples=batch_size * placement.data_parallel_size,
         device=device,
-        update_s_per_byte=costs.update_s_per_byte,
-        byte_s=costs.byte_s if sockets and device == "cpu" else 0.0,
-        own_s=costs.own_s,
+        update_s_per_byte=max(speed.update_s_per_byte for speed in costs.speeds),
+        byte_s=carried_byte_s(operator_s) if sockets and device == "cpu" else 0.0,
+        own_s=own_step_s(operator_s),
     )
     model = replace(costs.model, forbidden_cuts=forbidden_cuts)
     reached: dict[str, Any] = {} if one_host else {"efficiency": SOCKETS if sockets else REACHED, "sockets": sockets}

@@ -8,13 +8,12 @@ The plan and the pipeline of an ended run stay readable: the next run and a chec
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from lightning_holmes import checkpoint
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
@@ -22,7 +21,6 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.lightning_private import active_loop, loaders_of
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
@@ -30,7 +28,6 @@ from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.step_clock import UNOBSERVED, StepObserver
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
@@ -41,17 +38,19 @@ from lightning_holmes.strategy.building import move_parameters
 from lightning_holmes.strategy.compat.averaging import WholeAverages
 from lightning_holmes.strategy.compat.extra_callbacks import ModuleStateSync, extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
+from lightning_holmes.strategy.compat.grad_norm import exchanging_norms
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.signals import BatchSignals
-from lightning_holmes.strategy.gradients import make_stage_shards
+from lightning_holmes.strategy.gradients import TrainedPart, make_stage_shards
+from lightning_holmes.strategy.loops import StepLoops
 from lightning_holmes.strategy.lost_values import note_lost, refuse_lost
-from lightning_holmes.strategy.planning import learn_steps, plan_run, show_plan
+from lightning_holmes.strategy.planning import plan_run, show_plan
 from lightning_holmes.strategy.run_context import RunContext, step_context
 from lightning_holmes.strategy.samples import StepSample
 from lightning_holmes.strategy.sharding import may_shard_parameters
-from lightning_holmes.strategy.tracing import TraceResult
-from lightning_holmes.strategy.tripwires import Tripwires
+from lightning_holmes.strategy.tracing import TraceResult, learn_steps
+from lightning_holmes.strategy.tripwires import Absent, Tripwires
 from lightning_holmes.strategy.user_hooks import steps_whose_state_is_read
 
 _T = TypeVar("_T")
@@ -94,6 +93,7 @@ class Run:
         self.may_shard = may_shard_parameters(self.options, self.module, self.job.placement, self.job.connection)
         groups, device = self.job.groups, self.job.connection.device
         self.pipeline = PipelineModule.whole(self.module, device, rank=groups.pipeline_rank)
+        self._loops = StepLoops(trainer)
         self._source = BatchSource(groups.p2p, always=self.options.broadcast_batch)
         self._state = ModuleState(self.pipeline, groups.p2p, device)
         self._whole_driver = self._make_driver(PipelineModule.whole(self.module, device), "gpipe", 1)
@@ -216,8 +216,7 @@ class Run:
                 everyone = [] if kept is None else connection.all_gather(kept)
                 held = None if kept is None else [everyone[rank] for rank in self._ranks]
             if held is not None:
-                group = self.job.groups.pipeline
-                move_parameters(self.pipeline, held, self._held(), self._ranks, group, connection.rank)
+                move_parameters(self.pipeline, held, self._held(), self.job.groups.pipeline)
             if not waits:
                 self.context.loaded_state.put_weights(self.pipeline)
         if training is not None or self.trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
@@ -243,7 +242,7 @@ class Run:
         """
         context, job = self.context, self.job
         module_shards = context.module_shards
-        self.stage_shards = shards = make_stage_shards(self.pipeline, job.groups, self.plan, job.connection.device)
+        self.stage_shards = shards = make_stage_shards(self.part())
         self.context.undo.callback(shards.queue.close)
         former = module_shards.take(self.module)
         if former is not None:
@@ -258,10 +257,22 @@ class Run:
             if former is not None:
                 former.bring_into(self.pipeline.parameters, former.parameters)
                 former.queue.close()
-            move_parameters(self.pipeline, held, self._held(), self._ranks, job.groups.pipeline, job.connection.rank)
+            move_parameters(self.pipeline, held, self._held(), job.groups.pipeline)
             shards.lay_out(by_elements=True)
         module_shards.keep(shards, self.module)
         self.exchange = shards
+
+    def part(self) -> TrainedPart:
+        """Return this rank's part of the module."""
+        return TrainedPart(
+            trainer=self.trainer,
+            job=self.job,
+            options=self.options,
+            plan=self.plan,
+            pipeline=self.pipeline,
+            structure=self.known.structure,
+            step=None,
+        )
 
     def _held(self) -> list[set[str]]:
         """Return the names of the parameters that each rank of the pipeline holds by the plan."""
@@ -320,9 +331,8 @@ class Run:
                 self.pipeline.install()
 
     def _fill_whole_module(self, *, keep_local: bool) -> None:
-        owners = {stage: self._ranks[self.plan.rank_of(stage)] for stage in range(self.plan.num_stages)}
-        group, rank = self.job.groups.pipeline, self.job.connection.rank
-        checkpoint.fill_whole_module(self.pipeline, owners, group, rank, keep_local=keep_local)
+        group = self.job.groups.pipeline
+        checkpoint.fill_whole_module(self.pipeline, self.plan.rank_of, group, keep_local=keep_local)
 
     # set-up and end
 
@@ -346,7 +356,7 @@ class Run:
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)
             strategy.model_to_device()
         seed: int = job.connection.broadcast(agreement.choose_seed())
-        saved = context.loaded_state.take_seed()
+        saved = context.loaded_state.take("seed")
         if fitting and saved is not None:  # dropout continues as before the checkpoint
             seed = saved
         dtensor.check_axes([*self.module.named_parameters(), *self.module.named_buffers()], job.device_mesh)
@@ -376,25 +386,23 @@ class Run:
                 watch.heartbeat.where = self._where
             undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel, lifted=self.lifted))
         if self.context.snapshots is not None:
-            undo.enter_context(self.context.snapshots.attached())
+            undo.enter_context(self.context.snapshots.attached(self.pipeline, self.context.loaded_state))
         monitor = self.options.make_monitor()
         monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
         monitors = [] if monitor is None or monitored else [monitor]
-        self._tripwires = undo.enter_context(
-            Tripwires(
-                trainer,
-                self.pipeline,
-                job,
-                rank_of=lambda stage: self.plan.rank_of(stage),
-                groups=groups,
-                hidden=self._hidden_in_hooks,
-                shards=lambda: None if self.options.optimizer_nodes else self.stage_shards,
-                waiting=lambda: self.context.builder.waiting,
-                hides_states=self._hides_states,
-                hides=self.options.is_layered,
-                before=self.receive_module_state,
+        if job.connection.world_size > 1 or self.options.is_layered:
+            self._tripwires = undo.enter_context(
+                Tripwires(
+                    trainer,
+                    self.pipeline,
+                    job,
+                    groups=groups,
+                    rank_of=lambda stage: self.plan.rank_of(stage),
+                    absent=self.absent,
+                    before=self.receive_module_state,
+                )
             )
-        )
+            undo.enter_context(exchanging_norms(self._tripwires.norms, self.pipeline.name_of))
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
         agreement.share_random_state(job.groups)
         self._state.watch()
@@ -419,13 +427,14 @@ class Run:
         step, action = f"in step {self.trainer.global_step}", self._action()
         return (step, False) if action is None else (f"{step}, {action.describe()}", True)
 
-    def _hidden_in_hooks(self) -> Mapping[str, str]:
-        """Return which of "value" and "grad" no rank has whole between steps, and why, for Tripwires."""
-        return {}
-
-    def _hides_states(self) -> bool:
-        """Whether this rank has only a part of the optimizer's states, for Tripwires."""
-        return False
+    def absent(self) -> Absent:
+        """Return what this rank lacks of the module between steps."""
+        return Absent(
+            shards=None if self.options.optimizer_nodes else self.stage_shards,
+            waiting=self.context.builder.waiting,
+            # not before the first batch, which makes the plan
+            is_split=self.job.placement.pipeline_parallel_size > 1 and self.pipeline.num_stages > 1,
+        )
 
     def lifted(self) -> AbstractContextManager[None]:
         """Return a context in which Tripwires is inactive, for the strategy's own work inside a hook of the user. In such a hook all ranks must
@@ -459,47 +468,36 @@ class Run:
 
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         """Run a batch through the pipeline, forward only, and return its output, on every rank."""
+        sample = StepSample(step_name=step_name, batch=batch, arguments=arguments)
         wanted = self.options.asked.eval_num_microbatches
-        count = 1 if wanted == "auto" else wanted
         with self.job.explaining():
-            self._learn(StepSample(step_name=step_name, batch=batch, arguments=arguments))
-            place = _EVALUATION[step_name], *self._num_before(step_name)
-            self._align_buffers(step_name)
-            output = self.step(self._request(step_name, batch, arguments, count, place))
-            if self._ends_loader(step_name, arguments):
+            self._learn(sample)
+            place = _EVALUATION[step_name], *self._loops.num_before(step_name)
+            request = self.request(sample, 1 if wanted == "auto" else wanted, place)
+            output = self.step(request)
+            if request.is_last and step_name != "predict_step":  # Lightning computes metrics now
                 self.synchronise_module_state()
             return output
 
-    def _align_buffers(self, step_name: str) -> None:
-        """Make buffers alike on all replicas before a step, where training has made them differ."""
-
     def step(self, request: StepRequest) -> Any:
         """Run a batch through the pipeline, and return its output."""
-        if request.step_name in self._whole_steps:
+        step_name = request.step_name
+        if step_name in self._whole_steps:
             alone = replace(request, exchange=None)  # all parameters are here
             result = self.with_whole_module(lambda: self._whole_driver.run(alone))
         else:
             result = self.driver.run(request)
-        if request.step_name in self._state_each_batch:
+        if step_name in self._state_each_batch:
             self._hooks_have_run = True
             self._state.send()
-            if not self._receives_later(request.step_name):
+            if not self._receives_later(step_name):
                 self._state.receive()
         if result.calls:
             replay(self.module, result.calls, self.job.connection.device)
         return result.output
 
-    def _request(
-        self,
-        step_name: str,
-        batch: Any,
-        arguments: tuple[Any, ...],
-        num_microbatches: int,
-        place: tuple[int, ...],
-        loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None,
-        observer: StepObserver = UNOBSERVED,
-    ) -> StepRequest:
-        """The request to run a step on the module's present state; all ranks of the pipeline must call.
+    def request(self, sample: StepSample, num_microbatches: int, place: tuple[int, ...]) -> StepRequest:
+        """Return the request to run a step, forward only, on the module's present state; all ranks of the pipeline must call.
 
         Args:
             place: the batch's place among all batches, from which its random seed is derived.
@@ -507,63 +505,30 @@ class Run:
         self.receive_module_state()
         self._pass_over_hooks()
         self._hooks_have_run = False
+        step_name, trains = sample.step_name, sample.step_name == "training_step"
+        replica = self.job.groups.data_parallel_rank
         return StepRequest(
             step_name=step_name,
-            batch=batch,
-            arguments=arguments,
+            batch=sample.batch,
+            arguments=sample.arguments,
             num_microbatches=num_microbatches,
             seed=derive_seed(self.base_seed, *place),
-            replica=self.job.groups.data_parallel_rank,
-            is_last=self._is_last_batch(step_name, arguments),
+            replica=replica,
+            is_last=self._loops.is_last_batch(sample),
             broadcasts=self._source.broadcasts(
                 step_name,
-                batch,
-                functools.partial(self._loaders_of, step_name),
-                index=arguments[1] if step_name != "training_step" and len(arguments) > 1 else 0,
-                replica=(self.job.groups.data_parallel_rank, self.job.placement.data_parallel_size),
+                sample.batch,
+                functools.partial(self._loops.loaders_of, step_name),
+                index=0 if trains else sample.loader_index,
+                replica=(replica, self.job.placement.data_parallel_size),
             ),
-            merges=self.known.merges if step_name == "training_step" else {},
+            merges=self.known.merges if trains else {},
             divisors=() if self.known.dependence else self.known.divisors,
             refuses=self.options.asked.num_microbatches == "auto",
             context=functools.partial(step_context, self.trainer, step_name),
-            loss_scales=loss_scales,
             may_skip=self.job.connection.world_size == 1,
             exchange=self.exchange,
-            observer=observer,
         )
-
-    def _ends_loader(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether this is the last batch of an evaluation loader, after which Lightning computes metrics."""
-        return step_name != "predict_step" and self._is_last_batch(step_name, arguments)
-
-    def _is_last_batch(self, step_name: str, arguments: tuple[Any, ...]) -> bool:
-        """Whether this rank's loader has no batch after this one."""
-        loop = self._loop_of(step_name)
-        if step_name == "training_step":
-            return bool(loop.epoch_loop.batch_progress.is_last_batch)
-        if loop is None or loop.batch_progress.is_last_batch:
-            return True
-        index = arguments[1] if len(arguments) > 1 else 0
-        return bool(arguments) and arguments[0] + 1 >= loop.max_batches[index]
-
-    def _loop_of(self, step_name: str) -> Any:
-        """The trainer's loop that runs a step."""
-        if step_name == "training_step":
-            return self.trainer.fit_loop
-        fitting = self.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
-        return self.trainer.fit_loop.epoch_loop.val_loop if fitting else active_loop(self.trainer)
-
-    def _num_before(self, step_name: str) -> tuple[int, int]:
-        """How many batches have been trained, and how many this pass of an evaluation loop has begun, over all its loaders."""
-        loop = self._loop_of(step_name)
-        return (
-            self.trainer.fit_loop.epoch_loop.total_batch_idx,
-            0 if loop is None else loop.batch_progress.current.ready,
-        )
-
-    def _loaders_of(self, step_name: str) -> list[Any]:
-        loop = self._loop_of(step_name)
-        return [] if loop is None else loaders_of(loop)
 
     def _receives_later(self, step_name: str) -> bool:
         """Whether the module's state may be received later, because the work after the step does not read it."""

@@ -21,6 +21,11 @@ class StepSample:
     batch: Any
     arguments: tuple[Any, ...]
 
+    @property
+    def loader_index(self) -> int:
+        """The loader of the batch among several evaluation loaders."""
+        return self.arguments[1] if len(self.arguments) > 1 else 0
+
 
 def step_arguments(module: nn.Module, step_name: str) -> tuple[int, ...]:
     """Return the arguments that Lightning passes after the batch, for the first batch of a single loader: the batch index, if the step takes one."""

@@ -1,7 +1,7 @@
 """Sharding the optimizer of a run over its replicas: whether it is possible, whether it is done, and the reasons that are reported.
 
 found = test_optimizer(optimizer, device, all_gather)            # while groups hold the whole module's parameters
-on, reason = choose_sharding(options, found, ...)                # while the plan is made
+sharded, notes = choose_sharding(trainer, context, plan, ...)    # while the plan is made
 """
 
 import inspect
@@ -24,12 +24,15 @@ from lightning_holmes.pipeline.attributes import attribute_tensors
 from lightning_holmes.pipeline.device_speed import total_memory_bytes
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.tape import is_fake
+from lightning_holmes.plan.collective_choice import Sharding
 from lightning_holmes.plan.memory import lack_of_memory
 from lightning_holmes.plan.placement import Placement
+from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy.compat.averaging import refusal_of_averages
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
 from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.options import Options
+from lightning_holmes.strategy.run_context import RunContext
 from lightning_holmes.strategy.user_hooks import BACKWARD_HOOKS, GRADIENT_HOOKS, overridden_hooks, users_callbacks
 from lightning_holmes.torch_private import step_hooks
 
@@ -92,47 +95,55 @@ test_optimizer.__test__ = False  # type: ignore[attr-defined]  # not a pytest te
 
 
 def choose_sharding(
-    options: Options,
-    found: Separability,
-    optimizer: Optimizer,
     trainer: "pl.Trainer",
-    names: Collection[str],
-    *,
-    predicted: bool,
-    data_parallel_size: int,
-    device: torch.device,
-    gather: Callable[[Any], list[Any]],
-) -> tuple[bool, str]:
-    """Choose whether the optimizer is sharded over the replicas, and say why; the same on all ranks. All ranks must call.
+    context: RunContext,
+    plan: Plan,
+    structure: ModuleStructure | None,
+    found: Separability | None,
+) -> tuple[Sharding, list[str]]:
+    """Choose what is sharded over the replicas, with a note that says why; the same on all ranks. All ranks must call.
 
     Args:
-        names: the parameters that this rank will hold.
-        predicted: whether a step is predicted to be faster so.
-        gather: all-gathers a Python value over all ranks.
+        structure: the traced structure of the steps.
+        found: how the optimizer can be sharded; None if nothing is trained, or it was not tested.
 
     Raises:
         UnsupportedModuleError: sharding is asked for, but is not exact for this optimizer or trainer; the message names the reason.
     """
-    master_weights = keeps_masters(options, trainer.lightning_module)
+    options, asked, replicas = context.options, context.options.asked, plan.data_parallel_size
+    if asked.optimizer_nodes:
+        return "none", []  # nodes hold everything
+    if asked.sharding == "parameters" or plan.sharding == "parameters":
+        return "parameters", []
+    if found is None:
+        return "none", []
+    module, (optimizer,) = trainer.lightning_module, trainer.strategy.optimizers
+    master_weights = keeps_masters(options, module)
     refusal = refusal_of(found, optimizer, trainer)
-    asked = options.asked.sharding == "optimizer" or master_weights
-    if options.master_weights and not master_weights and data_parallel_size == 1:
-        return False, "there is one replica"
-    if asked and refusal:
-        argument, without = options.describe_sharding("optimizer")
-        if master_weights:
-            argument, without = "master_weights=True", "use master_weights=False"
-        raise UnsupportedModuleError(f"{argument}: {refusal}; {without}")
-    if asked:
-        return True, "asked for"
-    if options.asked.sharding == "none" or data_parallel_size == 1:
-        return False, ""
-    lack = lack_of_memory(gather(_state_and_free(found, optimizer, trainer.lightning_module, names, device, gather)))
+    if options.master_weights and not master_weights and replicas == 1:
+        return "none", ["sharding: none, there is one replica"]
+    if asked.sharding == "optimizer" or master_weights:
+        if refusal:
+            argument, without = options.describe_sharding("optimizer")
+            if master_weights:
+                argument, without = "master_weights=True", "use master_weights=False"
+            raise UnsupportedModuleError(f"{argument}: {refusal}; {without}")
+        return "optimizer", ["sharding: optimizer, asked for"]
+    if asked.sharding == "none" or replicas == 1:
+        return "none", []
+    connection = context.job.connection
+    names = {name for name, _ in module.named_parameters()}
+    if structure is not None:
+        own, _, _ = plan.placement.coordinate(connection.rank)
+        names = set().union(*(structure.parameters_of(plan.partition, stage) for stage in plan.stages_of(own)))
+    lack = lack_of_memory(connection.all_gather(_state_and_free(found, optimizer, module, names, connection)))
     if refusal:
-        return False, refusal
+        return "none", [f"sharding: none, {refusal}"]
     if lack is not None:
-        return True, lack
-    return predicted, "a step is predicted to be faster so" if predicted else "the whole state fits"
+        return "optimizer", [f"sharding: optimizer, {lack}"]
+    if plan.prediction is not None and plan.prediction.sharded_optimizer:
+        return "optimizer", ["sharding: optimizer, a step is predicted to be faster so"]
+    return "none", ["sharding: none, the whole state fits"]
 
 
 def _state_and_free(
@@ -140,10 +151,10 @@ def _state_and_free(
     optimizer: Optimizer,
     module: torch.nn.Module,
     names: Collection[str],
-    device: torch.device,
-    gather: Callable[[Any], list[Any]],
+    connection: Connection,
 ) -> tuple[int, int]:
-    """Return the bytes of this rank's optimizer state, and those that will be free for it; all ranks must call."""
+    """Return the bytes of this rank's optimizer state, for the parameters ``names`` that it will hold, and those that will be free for it; all ranks
+    must call."""
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     released, state, gradients = 0, 0.0, 0
     for name, parameter in module.named_parameters():
@@ -155,7 +166,7 @@ def _state_and_free(
             gradients += max(4, local.itemsize) * local.numel() * (id(parameter) in trained)
         elif has_memory:
             released += local.numel() * local.itemsize
-    free = _free_bytes(device, gather) + released - gradients
+    free = _free_bytes(connection) + released - gradients
     return round(state), free
 
 
@@ -242,21 +253,29 @@ def refusal_of_changes(structure: ModuleStructure | None) -> str:
 
 
 def why_not_sharded(
-    found: Separability | None,
-    optimizer: Optimizer | None,
     trainer: "pl.Trainer",
-    *,
-    compression: str | None,
+    options: Options,
+    found: Separability | None,
     structure: ModuleStructure | None,
+    *,
+    may_shard: bool,
 ) -> str | None:
     """Return why ``sharding="auto"`` must leave parameters whole, as far as is known before a step; None if nothing prevents sharding.
 
     Args:
-        found: how ``optimizer`` can be sharded; None if the optimizer was not tested.
+        found: how the optimizer can be sharded; None if it was not tested.
         structure: the traced structure of the steps.
+        may_shard: see :func:`may_shard_parameters`.
     """
-    if compression is not None:
-        return f"compression={compression!r} is not exact, and each replica would own the only copy of its share"
+    if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
+        return "nothing is trained"
+    if not may_shard:
+        return "whole ones fit"
+    if options.compression is not None:
+        return (
+            f"compression={options.compression!r} is not exact, and each replica would own the only copy of its share"
+        )
+    optimizer = next(iter(trainer.strategy.optimizers), None)
     refusal = "" if found is None or optimizer is None else refusal_of_shards(found, optimizer, trainer, structure)
     readers = [f"{reader} reads whole gradients" for reader in gradient_readers(trainer)]
     return refusal or next(iter(readers), None)
@@ -347,9 +366,9 @@ def hidden_in_hooks(
     }
 
 
-def _free_bytes(device: torch.device, gather: Callable[[Any], list[Any]]) -> int:
+def _free_bytes(connection: Connection) -> int:
     """Return the bytes of memory that this rank may still take; on the CPU an equal share of the host's free memory. All ranks must call."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    hosts = gather(socket.gethostname())
+    if connection.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(connection.device)[0])
+    hosts = connection.all_gather(socket.gethostname())
     return int(psutil.virtual_memory().available) // hosts.count(socket.gethostname())

@@ -2,7 +2,7 @@
 
     snapshots = begin_snapshots(trainer, member, topology, ...)       # every rank, before a fit
     path = snapshots.choose(find_checkpoint, ckpt_path)
-    with snapshots.attached():                           # around the fit's batches
+    with snapshots.attached(pipeline, loaded_state):     # around the fit's batches
         ...
     snapshots.take()                                     # all ranks, between two batches
 
@@ -16,28 +16,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightning_holmes.checkpoint import Membership, atomic
+from lightning_holmes.checkpoint import Membership, atomic, run_state
 from lightning_holmes.checkpoint.finding import newest_whole
 from lightning_holmes.checkpoint.job_folder import MEMORY, JobFolder, job_name, name_start
 from lightning_holmes.checkpoint.manifest import MANIFEST
-from lightning_holmes.checkpoint.run_state import SAMPLES_SEEN
 from lightning_holmes.checkpoint.snapshots import SnapshotManager, find_newest
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import CheckpointDamagedError, ConfigurationError
 from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import data_fetcher, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
+from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements
-from lightning_holmes.strategy.switches import Saved, Switches
+from lightning_holmes.strategy.loaded_state import LoadedState
+from lightning_holmes.strategy.switches import Switches, put_switches, read_switches
 
 KEY = "lightning_holmes_snapshot"
-BATCH = "lightning_holmes_batch"
 # with every="auto": shares of the time for pauses, and for writing in the background
 _PAUSE_SHARE, _WRITE_SHARE = 0.01, 0.1
 
@@ -60,29 +60,12 @@ class Moment:
     now: list[dict[str, Any]]
     pass_began: list[dict[str, Any]] | None
     first_fetch: list[dict[str, Any]] | None
-    switches: Saved
+    switches: Switches
 
     def of_rank(self, states: list[dict[str, Any]], rank: int, replica: int, size: int) -> dict[str, Any]:
         """Return this rank's entry of ``states``, or, in another layout, the entry of the first rank that loaded the same samples."""
         own = rank if len(self.replicas) == size and self.replicas[rank] == replica else self.replicas.index(replica)
         return states[own]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeBatch:
-    """The batch on which all replicas together train in a step, as recorded in snapshots and in the fit's checkpoints.
-
-    Attributes:
-        replicas: the number of replicas.
-        batch_size: the batch size of each replica's loader; None: the loader has none, or there are several loaders.
-        given: the batch size that the script sets; differs from ``batch_size`` after a restart with another number of replicas.
-        num_microbatches: the number of microbatches of each replica's batch; 0: not known.
-    """
-
-    replicas: int
-    batch_size: int | None
-    given: int | None
-    num_microbatches: int
 
 
 class Snapshots:
@@ -107,7 +90,6 @@ class Snapshots:
         member: Membership,
     ) -> None:
         self.manager, self.folder = manager, folder
-        self.switches: Switches  # set by the strategy
         self.is_taking = False
         """Whether the checkpoint that is being saved is a snapshot."""
         self.is_active = False
@@ -179,11 +161,8 @@ class Snapshots:
             self.take()
         self.manager.settle(self._member)
 
-    def describe(self, checkpoint: dict[str, Any], num_microbatches: int) -> None:
+    def describe(self, checkpoint: dict[str, Any]) -> None:
         """Add to ``checkpoint``, which may be a snapshot, what a resumed fit needs in addition. All ranks must call.
-
-        Args:
-            num_microbatches: the number of microbatches of a replica's batch.
 
         Raises:
             ConfigurationError: some of several training loaders have a state and others do not.
@@ -192,12 +171,9 @@ class Snapshots:
         if not self.is_active or "loops" not in checkpoint:
             return
         batch_size = _batch_size(loaders_of(self._trainer.fit_loop))
+        # differs after a restart with another number of replicas
         given = batch_size if self._given is None else self._given
-        checkpoint[BATCH] = asdict(
-            WholeBatch(
-                replicas=member.num_replicas, batch_size=batch_size, given=given, num_microbatches=num_microbatches
-            )
-        )
+        checkpoint[run_state.KEY] = {"batch_size": batch_size, "given_batch_size": given}
         if not self.is_taking:
             return
         epoch = self._trainer.current_epoch
@@ -219,7 +195,7 @@ class Snapshots:
             "now": [states for _, states in everyone],
             "pass_began": None if began is None else list(began),
             "first_fetch": None if first is None else list(first),
-            "switches": self.switches.read(),
+            "switches": read_switches(self._pipeline),
         }
 
     # resuming
@@ -312,42 +288,50 @@ class Snapshots:
             ConfigurationError: the data module does not count the samples of all replicas, its batch size has changed, or the batch cannot be
                 divided by this number of replicas.
         """
-        if BATCH not in loaded:  # saved before the fit reached its batches
+        saved, count = loaded.get(run_state.KEY, {}), self._member.num_replicas
+        if "batch_size" not in saved:  # saved before the fit reached its batches
             return
-        saved, count = WholeBatch(**loaded[BATCH]), self._member.num_replicas
-        if saved.replicas == count and saved.given == saved.batch_size:
+        replicas, batch_size, given_then = saved["data_parallel_size"], saved["batch_size"], saved["given_batch_size"]
+        if replicas == count and given_then == batch_size:
             return
-        states = loaded.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader") or []
-        counted, data = bool(states) and all(SAMPLES_SEEN in state for state in states), self._trainer.datamodule  # type: ignore[attr-defined]
-        whole, parts = (saved.batch_size or 0) * saved.replicas, saved.num_microbatches * saved.replicas
+        states = run_state.loader_states(loaded)
+        counted = bool(states) and all(run_state.SAMPLES_SEEN in state for state in states)
+        data = self._trainer.datamodule  # type: ignore[attr-defined]
+        whole, parts = (batch_size or 0) * replicas, saved["num_microbatches"] * replicas
         given = getattr(data, "batch_size", None)
         refusal = ""
         if not counted or not whole or given is None:
             refusal = "only data modules that count the samples of all replicas, as lightning_holmes.data's, can give them the same batches"
-        elif given != saved.given:
-            refusal = f"the data module's batch_size is {given}, and was {saved.given}"
+        elif given != given_then:
+            refusal = f"the data module's batch_size is {given}, and was {given_then}"
         elif whole % count or parts % count:
             refusal = f"a batch of {whole} samples in {parts} microbatches is not divided by {count}"
         if refusal:
             raise ConfigurationError(
-                f"what was saved at step {loaded['global_step']} was taken by {saved.replicas} replicas, and {count} are left: {refusal}. Start with "
-                f"{saved.replicas} replicas again (pipeline_parallel_size decides how many hosts make one), or, to begin anew, remove "
+                f"what was saved at step {loaded['global_step']} was taken by {replicas} replicas, and {count} are left: {refusal}. Start with "
+                f"{replicas} replicas again (pipeline_parallel_size decides how many hosts make one), or, to begin anew, remove "
                 f"{self.folder.path}"
             )
         self._given, data.batch_size = given, whole // count
         if parts:
             self.num_microbatches = parts // count
         in_parts = f" in {parts // count} microbatches" if parts else ""
-        self._say(f"{saved.replicas} replicas took it; {count} go on with batches of {whole // count}{in_parts} each")
+        self._say(f"{replicas} replicas took it; {count} go on with batches of {whole // count}{in_parts} each")
 
     def note_loader(self, loader: object) -> None:
         """Record the present random states for a loader that was just made: its first pass begins with them."""
         self._made[id(loader)] = random_states(self._device)  # loaders live as long as their fit
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached(self, pipeline: PipelineModule, loaded_state: LoadedState) -> Iterator[None]:
         """Inside, the trainer's loops restore the fit before its first batch, and note the random states and steps that snapshots need; a single
-        process also takes its snapshots there."""
+        process also takes its snapshots there.
+
+        Args:
+            pipeline: the fit's module.
+            loaded_state: keeps the optimizers' states, with their groups, until the first batch.
+        """
+        self._pipeline, self._loaded_state = pipeline, loaded_state
         loop: Any = self._trainer.fit_loop.epoch_loop
         advance, on_run_start, on_advance_end = loop.advance, loop.on_run_start, loop.on_advance_end
 
@@ -392,7 +376,8 @@ class Snapshots:
 
     def _go_on(self, loop: Any, moment: Moment) -> None:
         """Bring loaders and random states to where they were when the snapshot was taken."""
-        self.switches.put(moment.switches)
+        put_switches(self._pipeline, moment.switches)
+        self._loaded_state.put_groups(self._pipeline.parameters)
         loop.restarting = False  # else Lightning would assume that a validation was under way: there was none
         member = self._member
 

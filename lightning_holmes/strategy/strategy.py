@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,17 +28,16 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.coordinate import publish_coordinate
 from lightning_holmes.comm.interrupt import ends_by_interrupt
 from lightning_holmes.comm.label import labelled
-from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
+from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.lightning_package import fabric, introduce, pl, refuse_other_trainer
 from lightning_holmes.lightning_private import BEFORE_FIT, reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.step_clock import StepClock
-from lightning_holmes.pipeline.whole_steps import describe_collective
 from lightning_holmes.plan.asked import Asked, AskedSharding
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName
-from lightning_holmes.strategy import admission, agreement, lightning_collectives
+from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.checkpointing import RunCheckpoints, save_folder_alone
 from lightning_holmes.strategy.compat.replacements import Replacements
@@ -49,6 +47,7 @@ from lightning_holmes.strategy.connection import Connection
 from lightning_holmes.strategy.fit import Fit
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.launcher import HolmesLauncher
+from lightning_holmes.strategy.lightning_collectives import ReplicaCollectives
 from lightning_holmes.strategy.loaded_state import LoadedState
 from lightning_holmes.strategy.module_shards import ModuleShards
 from lightning_holmes.strategy.options import Options
@@ -56,24 +55,9 @@ from lightning_holmes.strategy.removed_arguments import refuses_removed
 from lightning_holmes.strategy.run import Evaluation, Run
 from lightning_holmes.strategy.run_context import RunContext
 from lightning_holmes.strategy.snapshots import Snapshots, begin_snapshots
-from lightning_holmes.strategy.switches import Switches
-
-_OF_RUNS = (
-    "_connection",
-    "_job",
-    "_builder",
-    "_run",
-    "_fit",
-    "_undo",
-    "_splitter",
-    "_loaded_state",
-    "_module_shards",
-    "_manager",
-    "_snapshots",
-)
 
 
-class HolmesStrategy(pl.strategies.ParallelStrategy):
+class HolmesStrategy(ReplicaCollectives):
     """Trains an ordinary LightningModule as a pipeline across clusters, with data-parallel replicas inside them.
 
     Args:
@@ -168,7 +152,8 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         self._begin_without_runs()
 
     def _begin_without_runs(self) -> None:
-        """Create the attributes that _OF_RUNS names."""
+        """Create the attributes that belong to runs, which no copy of the strategy has."""
+        arguments = set(vars(self))
         self._connection: Connection | None = None
         self._job: Job | None = None
         self._builder: ModuleBuilder | None = None  # from configure_model to the end of its run
@@ -182,11 +167,12 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         self._manager = CheckpointManager(
             distributed=self._options.save_distributed_checkpoint, background=self._options.async_checkpoint
         )
+        self._of_runs = vars(self).keys() - arguments
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the state of runs: a copy or pickle of a trainer keeps the arguments and Lightning's state, and joins its job anew."""
         state: dict[str, Any] = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in _OF_RUNS} | {"_launcher": None}
+        return {name: value for name, value in state.items() if name not in self._of_runs} | {"_launcher": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -370,7 +356,7 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         self.setup_environment()
         job = self._joined
         with job.explaining():
-            return job.connection.ask_rank_0(find)
+            return job.connection.ask_rank_0(find, relays=Exception)
 
     def _find_snapshot(self, trainer: "pl.Trainer", find_checkpoint: Callable[[Any], Any], ckpt_path: Any) -> Any:
         """Begin a fit's snapshots, and return the path that the fit begins from: a snapshot of this job, or a checkpoint."""
@@ -386,7 +372,6 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
                 device=self.root_device,
                 environment=self.cluster_environment,
             )
-            self._snapshots.switches = Switches(lambda: self._training.pipeline, self._loaded_state)
             return self._snapshots.choose(find_checkpoint, ckpt_path)
 
     def _explaining(self) -> AbstractContextManager[None]:
@@ -575,56 +560,10 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         if self._fit is not None:
             self._fit.stop_monitoring()
 
-    # collectives
-
-    def _refuse_in_parts(self, name: str) -> None:
-        if super().world_size > 1 and self._run is not None and self._run.is_inside_part:
-            raise UnsupportedModuleError(describe_collective("a step", name))
-
-    def _lifted(self) -> AbstractContextManager[None]:
-        """Context for operations that need all ranks and that a hook of the user may call: see tripwires.py."""
-        return nullcontext() if self._run is None or not self._run.is_open else self._run.lifted()
-
-    @property
-    def _replicas(self) -> Any:
-        """The data-parallel process group of this rank, or None."""
-        return None if self._job is None else self._job.groups.data_parallel
-
     def barrier(self, name: str | None = None) -> None:
         if self._snapshots is not None and name == BEFORE_FIT:
             self._snapshots.is_active = True
-        # callbacks may still save; the other ranks do not call
-        if self._connection is None or not self._connection.failed:
-            self._refuse_in_parts("barrier")
-            with self._lifted():
-                lightning_collectives.barrier(self.root_device)
-
-    def broadcast(self, obj: pl.strategies.strategy.TBroadcast, src: int = 0) -> pl.strategies.strategy.TBroadcast:
-        self._refuse_in_parts("broadcast")
-        with self._lifted():
-            return lightning_collectives.broadcast(obj, src)
-
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over ``group``, by default over the replicas: within a replica all ranks have the same values."""
-        self._refuse_in_parts("reduce")
-        tensor = _copied(tensor)
-        with self._lifted():
-            return lightning_collectives.reduce(tensor, self._replicas if group is None else group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over ``group``; if it is None or WORLD (a LightningModule's default), over the replicas. The first dimension of the result
-        counts the members."""
-        self._refuse_in_parts("all_gather")
-        group = self._replicas if group in (None, dist.group.WORLD) else group
-        alone = group is None and self._job is not None and super().world_size > 1
-        tensor = _copied(tensor)
-        with self._lifted():
-            return lightning_collectives.all_gather(tensor, group, alone=alone, sync_grads=sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        self._refuse_in_parts("reduce_boolean_decision")
-        with self._lifted():
-            return lightning_collectives.decide(decision, all=all, device=self.root_device)
+        super().barrier(name)
 
     # checkpoints
 
@@ -666,7 +605,7 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         if ours is not None:
             with self._lifted():
                 if self._snapshots is not None:
-                    self._snapshots.describe(checkpoint, ours.num_microbatches)
+                    self._snapshots.describe(checkpoint)
                 ours.save(checkpoint, filepath, storage_options)
                 if self._snapshots is not None:
                     self._snapshots.note_saved(checkpoint, filepath)
@@ -706,8 +645,3 @@ class HolmesStrategy(pl.strategies.ParallelStrategy):
         ours = self._checkpoints
         if ours is not None:
             ours.load_optimizers(checkpoint, self._training)
-
-
-def _copied(value: Any) -> Any:
-    """A tensor that a hook passes to a collective may be a parameter or a view of one, which is whole only until the ranks meet."""
-    return value.clone() if isinstance(value, Tensor) else value

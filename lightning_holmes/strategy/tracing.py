@@ -10,23 +10,19 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_holmes.comm.objects import broadcast_value
 from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.pipeline.trace import trace_step
 from lightning_holmes.pipeline.whole_steps import describe_compute
-from lightning_holmes.plan.asked import Asked
+from lightning_holmes.strategy.run_context import RunContext, step_context
 from lightning_holmes.strategy.samples import StepSample
 
 
@@ -56,50 +52,28 @@ class TraceResult:
         return bool(self.reason) or (self.structure is not None and step_name in self.structure.outputs)
 
 
-def trace_module(
-    module: "pl.LightningModule",
-    samples: Sequence[StepSample],
-    options: Asked,
-    *,
-    known: TraceResult,
-    pipeline_parallel_size: int,
-    traces: bool,
-    device: torch.device,
-    splitter: BatchSplitter,
-    context: Callable[[str], Any],
+def learn_steps(
+    trainer: "pl.Trainer", context: RunContext, known: TraceResult, samples: Sequence[StepSample]
 ) -> TraceResult:
-    """Trace the step of each of ``samples``, and return the results merged into ``known``. Every rank must call.
-
-    Args:
-        traces: whether this rank runs the steps: True on rank 0 and its tensor-parallel group.
-        context: returns the context manager under which a step of a given name runs.
+    """Trace the steps of ``samples``, and return the results merged into ``known``. Every rank must call.
 
     Raises:
         HolmesError: the module or the options are refused, on every rank alike.
     """
-    answer: list[Any] = [None]
-    if traces:
-        try:
-            with preserved_random_state(device), preserved_trainer(trainer_of(module)):
-                answer = [_trace(module, samples, options, known, pipeline_parallel_size, splitter, context)]
-        except HolmesError as refusal:
-            answer = [refusal]
-    (result,) = broadcast_value(answer)
-    if isinstance(result, HolmesError):
-        raise result
-    assert isinstance(result, TraceResult)
-    return result
+    job, device = context.job, context.job.connection.device
+
+    def trace() -> TraceResult:
+        with context.builder.stand_ins(), preserved_random_state(device), preserved_trainer(trainer):
+            return _trace(trainer, context, known, samples)
+
+    shares_layers = job.placement.coordinate(job.connection.rank)[:2] == job.place_of_rank_0[:2]
+    found: TraceResult = job.connection.ask_rank_0(trace, helps=shares_layers)
+    return found
 
 
-def _trace(
-    module: "pl.LightningModule",
-    samples: Sequence[StepSample],
-    options: Asked,
-    known: TraceResult,
-    pipeline_parallel_size: int,
-    splitter: BatchSplitter,
-    context: Callable[[str], Any],
-) -> TraceResult:
+def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: Sequence[StepSample]) -> TraceResult:
+    module, options, splitter = trainer.lightning_module, run.options.asked, run.splitter
+    pipeline_parallel_size = run.job.placement.pipeline_parallel_size
     alone = pipeline_parallel_size == 1
     if not (samples or alone):
         raise ConfigurationError(
@@ -126,13 +100,13 @@ def _trace(
             known = replace(known, batch_size=size)
             if size is not None:
                 _check_batch_size(size, wanted)
-        step_context = functools.partial(context, step_name)
+        context = functools.partial(step_context, trainer, step_name)
         before = known.structure
         layers = options.layers if training or before is None else before.layers
         found, failure = None, ""
         try:
             if not known.reason:
-                found, failure = _trace_sample(module, sample, small, layers=layers, context=step_context)
+                found, failure = _trace_sample(module, sample, small, layers=layers, context=context)
                 if failure and training and wanted == "auto":
                     known = replace(known, dependence=f"{step_name} fails over a part of it ({failure})")
         except Exception as error:
@@ -146,9 +120,7 @@ def _trace(
             with (
                 nullcontext() if found is not None else suppress(Exception)
             ):  # a step that could not be traced may fail here, too
-                tried = find_batch_dependence(
-                    module, step_name, batch, sample.arguments, splitter, context=step_context
-                )
+                tried = find_batch_dependence(module, step_name, batch, sample.arguments, splitter, context=context)
                 company = tried.dependence
                 known = replace(known, merges=tried.merges, divisors=tried.divisors) if training else known
             if company is not None:

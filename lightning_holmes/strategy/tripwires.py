@@ -2,7 +2,8 @@
 
 A rank holds the parameters of its own stages. While a hook of the user runs, a TorchFunctionMode sees each operation that would
 read a parameter or a ``.grad``, in whichever file the operation is written. The first such operation broadcasts that tensor from
-the rank that holds it, the second one all remaining tensors; after the hook other stages' parameters are placeholders again.
+the rank that holds it, the second one all remaining tensors; after the hook other stages' parameters are placeholders again. Lightning's
+``grad_norm`` (compat/grad_norm.py) asks for norms, which are numbers.
 Meanwhile the optimizer's groups show all parameters. So a norm, a ranking or a copy made in a hook covers the whole
 module. Changes that a hook makes take effect on the ranks that hold the parameter.
 
@@ -16,7 +17,7 @@ In ``on_exception`` and in the hooks of a batch's transfer ranks do not meet, an
 Lightning's own callbacks, except for pruning, which ranks all parameters; data modules; other threads; code that runs before the strategy is
 set up. If the user has no hooks, nothing is wrapped.
 
-    with Tripwires(trainer, pipeline, job, rank_of=plan.rank_of, groups=parameter_groups) as tripwires:
+    with Tripwires(trainer, pipeline, job, groups=groups, rank_of=plan.rank_of, absent=run.absent, before=wait) as tripwires:
         ...
         with tripwires.lifted():        # around the strategy's own work inside a hook
             optimizer.step()
@@ -27,13 +28,14 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_holmes.checkpoint import broadcast_from
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import READS_NO_VALUE
 from lightning_holmes.comm.objects import all_gather_values, any_of
@@ -49,7 +51,7 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 
-TOPIC_WISHES, TOPIC_GRADIENTS = 12, 13
+TOPIC_WISHES, TOPIC_GRADIENTS, TOPIC_NORMS = 12, 13, 14
 _FAILED = "on_exception"
 _OF_DATA = (
     "each moves its batches alone: read it in on_train_batch_start, and leave what this hook needs in an attribute"
@@ -73,44 +75,58 @@ _READ_NOTHING = (READS_NO_VALUE - {_READ_GRAD}) | {
     *(torch.is_floating_point, torch.is_complex, torch.numel),
     Tensor.grad.__delete__,  # type: ignore[union-attr]
 }
-_ALL = "*"
 Wish = tuple[str, str]
-"""What a rank wants to read: "value" or "grad", and the name of a parameter or ``_ALL``."""
+"""What a rank wants to read: "value" or "grad", and the name of a parameter; or "norm" and the type of the norm of all gradients."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """What this rank lacks of the whole module between steps.
+
+    Attributes:
+        hidden: for "value" and "grad", if no rank has it whole, why not and what to do.
+        shards: the shards in which parameters live, or None.
+        waiting: the names of parameters that have no values yet.
+        is_split: other stages have parameters that this rank lacks.
+        splits_states: this rank has only a part of the optimizer's states.
+    """
+
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    shards: StageShards | None = None
+    waiting: Collection[str] = ()
+    is_split: bool = False
+    splits_states: bool = False
+
+    @property
+    def takes_all_ranks(self) -> bool:
+        """Whether reading a parameter takes all ranks."""
+        return self.is_split or self.shards is not None
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether this rank has everything."""
+        return not (self.takes_all_ranks or self.hidden or self.waiting or self.splits_states)
+
+
+@dataclass(slots=True, kw_only=True)
 class _Hook:
     """A hook that is running, with its ``name`` for messages.
 
     Attributes:
-        hidden, waiting, shards: the present values of Tripwires' arguments.
-        is_split: whether other stages have parameters that this rank lacks.
         meets: whether all ranks run the hook, so that tensors can be brought in it.
+        shows_groups: whether the optimizer's groups show all parameters in it.
         brought: the values and gradients that every rank has by now.
+        norms: the norms of all gradients by type, each by the name of the parameter.
         arming: the contexts that are active while the user's code runs; None while the strategy's own code runs.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        hidden: Mapping[str, str],
-        shards: StageShards | None,
-        waiting: Collection[str],
-        is_split: bool,
-        meets: bool,
-        shows_groups: bool,
-        hides_states: bool,
-    ) -> None:
-        self.name = name
-        self.hidden = hidden
-        self.shards = shards
-        self.waiting = waiting
-        self.is_split = is_split
-        self.meets = meets
-        self.shows_groups = shows_groups
-        self.hides_states = hides_states
-        self.brought: set[Wish] = set()
-        self.arming: ExitStack | None = None
+    name: str
+    absent: Absent
+    meets: bool
+    shows_groups: bool
+    brought: set[Wish] = field(default_factory=set)
+    norms: dict[str, dict[str, float]] = field(default_factory=dict)
+    arming: ExitStack | None = None
 
 
 class _Watch(TorchFunctionMode):
@@ -173,13 +189,9 @@ class Tripwires(Replacements):
 
     Args:
         pipeline: this rank's part of the module.
-        rank_of: returns the pipeline rank of a stage.
         groups: the parameter groups of a fit's optimizers.
-        hidden: returns for "value" and "grad", if no rank has it whole at the moment, why not and what to do.
-        shards: returns the shards of this rank's parameters at the moment, or None.
-        waiting: returns the names of parameters that have no values yet.
-        hides_states: returns whether a rank has only a part of the optimizer's states at the moment.
-        hides: whether something may be hidden even from a single process; if not, a single process watches nothing.
+        rank_of: returns the pipeline rank of a stage.
+        absent: returns what this rank lacks at the moment.
         before: called before each hook of the user.
     """
 
@@ -189,34 +201,24 @@ class Tripwires(Replacements):
         pipeline: PipelineModule,
         job: Job,
         *,
+        groups: ParameterGroups | None,
         rank_of: Callable[[int], int],
-        groups: ParameterGroups | None = None,
-        hidden: Callable[[], Mapping[str, str]] = dict,
-        shards: Callable[[], StageShards | None] = lambda: None,
-        waiting: Callable[[], Collection[str]] = tuple,
-        hides_states: Callable[[], bool] = lambda: False,
-        hides: bool = False,
-        before: Callable[[], None] = lambda: None,
+        absent: Callable[[], Absent],
+        before: Callable[[], None],
     ) -> None:
         super().__init__()
         self._trainer = trainer
         self._pipeline = pipeline
         self._job = job
-        self._rank_of = rank_of
         self._groups = groups
-        self._hidden = hidden
-        self._shards = shards
-        self._waiting = waiting
-        self._hides_states = hides_states
-        self._hides = hides
+        self._rank_of = rank_of
+        self._absent = absent
         self._before = before
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
         self._told: set[str] = set()
 
     def __enter__(self) -> Self:
-        if self._job.connection.world_size == 1 and not self._hides:
-            return self
         module: Any = self._trainer.lightning_module
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         callbacks = [*users_callbacks(callbacks), *(c for c in callbacks if type(c) is pl.callbacks.ModelPruning)]
@@ -262,26 +264,17 @@ class Tripwires(Replacements):
     def _inside(self, owner: Any, name: str, *, meets: bool) -> Iterator[None]:
         if name != _FAILED:
             self._before()
-        outer = self._hook
-        hidden, waiting, shards = self._hidden(), self._waiting(), self._shards()
-        several = self._job.placement.pipeline_parallel_size > 1
-        is_split = several and self._pipeline.num_stages > 1  # False before the first batch, which makes the plan
+        outer, absent = self._hook, self._absent()
         # the outer hook, which calls this one, is watched already
-        nested = outer is not None and outer.arming is not None
-        hides_states = self._hides_states()
-        if nested or not (is_split or hidden or waiting or hides_states or shards is not None):
+        if absent.is_nothing or (outer is not None and outer.arming is not None):
             yield
             return
         self._hook = hook = _Hook(
-            f"{type(owner).__name__}.{name}",
-            hidden=hidden,
-            shards=shards,
-            waiting=waiting,
-            is_split=is_split,
-            meets=meets and name not in _APART and (is_split or shards is not None) and not self._job.connection.failed,
+            name=f"{type(owner).__name__}.{name}",
+            absent=absent,
+            meets=meets and name not in _APART and absent.takes_all_ranks and not self._job.connection.failed,
             # for these, compat/finetuning.py shows the groups, and keeps changes
             shows_groups=not isinstance(owner, pl.callbacks.BaseFinetuning),
-            hides_states=hides_states,
         )
         try:
             self._arm(hook)
@@ -298,7 +291,7 @@ class Tripwires(Replacements):
         with ExitStack() as stack:
             if self._groups is not None and hook.shows_groups:
                 stack.enter_context(self._groups.shown())
-            if hook.hides_states:
+            if hook.absent.splits_states:
                 stack.enter_context(hiding_states(self._trainer.strategy.optimizers, hook.name))
             stack.enter_context(_Watch(self._pipeline.names, self._on_read))
             hook.arming = stack.pop_all()
@@ -335,36 +328,43 @@ class Tripwires(Replacements):
         """
         hook = self._hook
         assert hook is not None
-        _refuse_early(hook.waiting, hook.name, kind, names)
+        absent = hook.absent
+        _refuse_early(absent.waiting, hook.name, kind, names)
         verb, kind = ("writes", "grad") if kind == "written grad" else ("reads", kind)
         what = f"{'the gradient of ' if kind == 'grad' else ''}{names[0]}"
-        if kind in hook.hidden:
-            raise UnsupportedModuleError(f"{hook.name} {verb} {what}, but {hook.hidden[kind]}")
-        if verb == "writes":  # a written gradient stays on the rank that writes it
+        if kind in absent.hidden:
+            raise UnsupportedModuleError(f"{hook.name} {verb} {what}, but {absent.hidden[kind]}")
+        if verb == "writes" or not absent.takes_all_ranks:  # a written gradient stays on the rank that writes it
             return
-        is_apart = hook.is_split or hook.shards is not None
-        lacking = [n for n in names if not {(kind, n), (kind, _ALL)} & hook.brought] if is_apart else []
+        lacking = [n for n in names if (kind, n) not in hook.brought]
         why_apart = _APART.get(hook.name.rpartition(".")[2])
-        if why_apart is not None and hook.shards is None:
+        if why_apart is not None and absent.shards is None:
             lacking = [n for n in lacking if n not in self._pipeline.local_parameters]
         if not lacking:
             return
-        if why_apart is not None:
-            raise UnsupportedModuleError(
-                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages or lives in shards, and {why_apart}"
-            )
         if not hook.meets:
+            why = why_apart or "not all of them have this hook: add the callback on every rank"
             raise UnsupportedModuleError(
-                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages or lives in shards, but not "
-                f"all of them have this hook: add the callback on every rank"
+                f"{hook.name} reads {what}, which takes all ranks where the module is split into stages or lives in shards, and {why}"
             )
-        if hook.shards is not None:
-            self._round(hook, {(kind, name) for name in names})
-            return
-        more = len(lacking) > 1 or any(brought == kind for brought, _ in hook.brought)
-        if more:
+        wanted: Collection[str] = lacking if absent.shards is None else names
+        if absent.shards is None and (len(lacking) > 1 or any(brought == kind for brought, _ in hook.brought)):
             self._tell_cost(hook, kind)
-        self._round(hook, {(kind, _ALL if more else lacking[0])})
+            wanted = self._pipeline.parameters
+        self._round(hook, {(kind, name) for name in wanted})
+
+    def norms(self, norm_type: float) -> Mapping[str, float] | None:
+        """Return the norm of each gradient of all stages by the parameter's name; None where gradients are not read by stage. Called in a hook of the
+        user, on any rank."""
+        hook = self._hook
+        if hook is None or hook.arming is None or not hook.meets or not hook.absent.is_split or hook.absent.hidden:
+            return None
+        self._disarm(hook)
+        try:
+            self._round(hook, {("norm", str(norm_type))})
+        finally:
+            self._arm(hook)
+        return hook.norms[str(norm_type)]
 
     def _tell_cost(self, hook: _Hook, kind: str) -> None:
         if hook.name in self._told:
@@ -384,35 +384,31 @@ class Tripwires(Replacements):
         while hook.meets and self._round(hook, set()):
             pass
 
-    def _round(self, hook: _Hook, wishes: set[Wish]) -> set[Wish]:
-        """Bring everything that any rank wants, and return it. All ranks of the pipeline must call; with shards, all ranks."""
+    def _round(self, hook: _Hook, wishes: set[Wish]) -> bool:
+        """Bring everything that any rank wants; return whether any rank wants something. All ranks of the pipeline must call; with shards, all
+        ranks."""
+        shards, groups, parameters = hook.absent.shards, self._job.groups, self._pipeline.parameters
         with self._job.explaining():
-            if not self._anybody(hook, bool(wishes)):
-                return set()
-            if hook.shards is not None:
-                return self._bring_parts(hook, hook.shards, wishes)
-            everyone = self._exchange(TOPIC_WISHES, sorted(wishes))
-            wanted = {(kind, name) for of_rank in everyone for kind, name in of_rank}
-            for kind, bring in (("value", self._bring_values), ("grad", self._bring_gradients)):
-                names = {name for of_kind, name in wanted if of_kind == kind}
-                if _ALL in names:
-                    names = set(self._pipeline.parameters)
-                names -= {name for of_kind, name in hook.brought if of_kind == kind}
-                with torch.no_grad():
-                    bring([name for name in self._pipeline.parameters if name in names])
-                hook.brought |= {(kind, name) for name in names}
-            hook.brought |= wanted
-            return wanted
+            if shards is not None:
+                anybody = any_of(bool(wishes), groups.everyone_on_host)
+                if anybody:
+                    self._bring_parts(hook, shards, wishes)
+                return anybody
+            assert groups.p2p is not None
+            if not groups.p2p.anybody(bool(wishes), f"all ranks read in {hook.name} and leave it"):
+                return False
+            wanted: set[Wish] = set().union(*self._exchange(TOPIC_WISHES, sorted(wishes)))
+            lacking = wanted - hook.brought
+            with torch.no_grad():
+                self._bring_values([name for name in parameters if ("value", name) in lacking])
+                self._bring_gradients([name for name in parameters if ("grad", name) in lacking])
+            hook.brought |= {wish for wish in wanted if wish[0] != "norm"}
+            for norm_type in sorted(name for kind, name in wanted if kind == "norm"):
+                hook.norms[norm_type] = self._exchange_norms(float(norm_type))
+            return True
 
-    def _anybody(self, hook: _Hook, wants: bool) -> bool:
-        groups = self._job.groups
-        if hook.shards is not None:
-            return any_of(wants, groups.everyone_on_host)
-        assert groups.p2p is not None
-        return groups.p2p.anybody(wants, f"all ranks read in {hook.name} and leave it")
-
-    def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> set[Wish]:
-        """Gather the parts that any rank wants on all ranks, release those of the round before, and return the wishes."""
+    def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> None:
+        """Gather the parts that any rank wants on all ranks, and release those of the round before."""
         everyone = all_gather_values(sorted(wishes), self._job.groups.everyone_on_host)
         wanted: set[Wish] = set().union(*everyone)
         self._brought.close()
@@ -420,12 +416,10 @@ class Tripwires(Replacements):
             parts = shards.hold({name for _, name in wanted})
             self._brought.callback(shards.let_go, parts)
             names = {name for _, name in wanted}.union(*(part.names for part in parts))
-            if hook.is_split:
-                everyone = self._exchange(TOPIC_WISHES, sorted(names))
-                names = names.union(*everyone)
+            if hook.absent.is_split:
+                names = names.union(*self._exchange(TOPIC_WISHES, sorted(names)))
                 self._bring_values([name for name in self._pipeline.parameters if name in names])
         hook.brought = {("value", name) for name in names}
-        return wanted
 
     def _exchange(self, topic: int, mine: Any) -> list[Any]:
         """Return ``mine`` of each rank of the pipeline, this rank's first. All of them must call."""
@@ -439,12 +433,8 @@ class Tripwires(Replacements):
         return found
 
     def _from_owner(self, name: str, tensor: Tensor) -> Tensor:
-        """Broadcast ``tensor`` from the rank that holds the parameter, and return it; other ranks pass a tensor of its shape and dtype."""
-        source = self._rank_of(self._pipeline.owner_stage(name))
-        owns = source == self._job.groups.pipeline_rank
-        data = tensor.contiguous() if owns else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        dist.broadcast(data, group=self._job.groups.pipeline, group_src=source)
-        return data
+        """Return ``tensor`` of the rank that owns the parameter; other ranks pass a tensor of its shape and dtype."""
+        return broadcast_from(tensor, self._rank_of(self._pipeline.owner_stage(name)), self._job.groups.pipeline)
 
     def _bring_values(self, names: list[str]) -> None:
         for name in names:
@@ -470,6 +460,12 @@ class Tripwires(Replacements):
             if name not in self._pipeline.local_parameters:
                 parameter.grad = dtensor.like(data, parameter)
                 self._brought.callback(setattr, parameter, "grad", None)
+
+    def _exchange_norms(self, norm_type: float) -> dict[str, float]:
+        """Return the norm of each gradient of all stages, by the parameter's name."""
+        owned = {n: p.grad for n, p in self._pipeline.parameters.items() if self._pipeline.is_owner(n)}
+        mine = {name: float(gradient.norm(norm_type)) for name, gradient in owned.items() if gradient is not None}
+        return {name: norm for norms in self._exchange(TOPIC_NORMS, mine) for name, norm in norms.items()}
 
 
 def _numbered(names: list[str]) -> list[str]:

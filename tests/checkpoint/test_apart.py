@@ -16,7 +16,7 @@ def test_clusters_apart_save_in_the_background_and_resume_in_another_layout(tmp_
     for rank, result in enumerate(results):
         assert result["names"] == sorted([*result["kept"], "last.ckpt"])  # old checkpoints are removed on both
         own = ["__0_0.distcp", "__1_0.distcp"] if rank < 2 else ["__2_0.distcp", "__3_0.distcp"]
-        assert result["files"] == sorted([*own, ".metadata", "meta.pt", "plan.yaml"])
+        assert result["files"] == sorted([*own, "meta.pt", "plan.yaml"])
     whole = {result["whole"][0]: result["whole"][1] for result in results}
     first = int(results[0]["kept"][0].removeprefix("step=").removesuffix(".ckpt")) + 1
     for name in ("resumed", "last"):

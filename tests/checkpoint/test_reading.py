@@ -123,6 +123,6 @@ def test_hyperparameters_of_ones_own_classes_need_trust_as_in_a_file(tmp_path: P
 def test_what_was_cut_off_is_named(paths: list[str], tmp_path: Path) -> None:
     torn = tmp_path / "torn.ckpt"
     torn.mkdir()
-    (torn / ".metadata").touch()
+    (torn / "meta.pt").touch()
     with pytest.raises(CheckpointError, match=r"torn\.ckpt"):
         Net.load_from_checkpoint(torn)

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from lightning_holmes.cluster.topology import Cluster, Host, Link, LinkSpeed, Nic, Topology
+from lightning_holmes.pipeline.device_speed import DeviceSpeed
 from lightning_holmes.pipeline.profile import build_fake, profile_step
 from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.placement import make_placement
 from lightning_holmes.plan.planner import Known, choose
 from lightning_holmes.plan.rounding import rounded
-from lightning_holmes.strategy.profiling import Costs, carried_byte_s, make_cost_model, own_step_s, rounded_speeds
+from lightning_holmes.strategy.profiling import Costs, make_cost_model, rounded_speeds
 from recipes.gpt import GPT
 
 _NOISE = 0.05
@@ -35,13 +36,16 @@ def test_ten_starts_choose_one_plan(hidden: int, layers: int) -> None:
         operator_s = rounded(noisy(measured, _OPERATOR_S))
         costs = Costs(
             model=profile(operator_s),
-            speeds=rounded_speeds([noisy(measured, 8e9) for _ in range(4)], "cpu"),
-            memory=(16e9,) * 4,
-            local_bytes_per_s=(1e9,) * 4,
-            local_latency_s=1e-4,
-            described="",
-            byte_s=carried_byte_s(operator_s),
-            own_s=own_step_s(operator_s),
+            speeds=tuple(
+                DeviceSpeed(
+                    flops_per_s=rate,
+                    operator_s=operator_s,
+                    memory_bytes=16e9,
+                    local_bytes_per_s=1e9,
+                    local_latency_s=1e-4,
+                )
+                for rate in rounded_speeds([noisy(measured, 8e9) for _ in range(4)], "cpu")
+            ),
         )
         placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
         job: Any = SimpleNamespace(topology=topology, num_hosts=4, is_gloo=True)

@@ -1,94 +1,60 @@
-"""Lightning's ``grad_norm`` for ranks that have the gradients of their own stages only.
+"""Lightning's ``grad_norm`` for ranks that have the gradients of their own stages only: they exchange norms, not gradients.
 
-Users import the function into their own files, so it is replaced there while a pipeline fits. If it is not found
-there, tripwires.py brings all gradients, which is exact, too, but sends more. Every rank must call the function (in a hook that runs
-on all ranks, such as on_before_optimizer_step).
+Users import the function into their own files, so it stays the same object, and its code is replaced while a pipeline fits.
 
-    with GradNormExchange(pipeline, group, run.lifted): ...
+    with exchanging_norms(tripwires.norms, pipeline.name_of): ...
 """
 
-import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.compat.replacements import Replacements
 
-_WITHOUT_LIGHTNING = sys.stdlib_module_names | {"torch", "numpy", "sympy", "mpmath"}
-"""Packages that never import from Lightning, but make up half of all modules. A user's file with one of these names is left to the tripwires."""
-_searched: dict[str, tuple[int, int]] = {}
-"""Modules in which the function was not found, each with its id and number of names, since searching all modules takes 8 ms a fit. A module that
-assigns the function to an existing name afterwards is left to the tripwires."""
+grad_norm: Any = pl.utilities.grad_norm
+_own: Any = FunctionType(grad_norm.__code__, grad_norm.__globals__)
 
 
-class GradNormExchange(Replacements):
-    """Inside, Lightning's ``grad_norm`` is replaced by one over all stages in all modules that have imported it.
+@contextmanager
+def exchanging_norms(
+    norms: Callable[[float], Mapping[str, float] | None], name_of: Callable[[nn.Parameter, str], str]
+) -> Iterator[None]:
+    """Inside, Lightning's ``grad_norm`` gives the norms over all stages, in hooks of the user.
 
     Args:
-        group: the process group of the pipeline.
-        lifted: returns a context for the strategy's own work inside a hook (tripwires.py).
+        norms: returns the norm of each gradient of all stages, of a given type, by the parameter's name; None: gradients are read as they are.
+        name_of: returns the global name of a parameter, or a default.
     """
 
-    def __init__(
-        self,
-        pipeline: PipelineModule,
-        group: dist.ProcessGroup,
-        lifted: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        super().__init__()
-        self._pipeline = pipeline
-        self._group = group
-        self._lifted = lifted
+    def of_all_stages(module: nn.Module, norm_type: float | int | str, group_separator: str) -> dict[str, Tensor]:
+        kind = float(norm_type)
+        found = norms(kind) if kind > 0 else None
+        if found is None:
+            return _own(module, norm_type, group_separator)  # type: ignore[no-any-return]
+        values = {}
+        for name, parameter in module.named_parameters():
+            known = name_of(parameter, "")
+            if known in found:
+                values[name] = torch.tensor(found[known])
+            elif not known and parameter.grad is not None:  # of another module
+                values[name] = parameter.grad.norm(kind)
+        named = {f"grad_{kind}_norm{group_separator}{name}": value for name, value in values.items()}
+        if named:
+            named[f"grad_{kind}_norm_total"] = torch.tensor(list(named.values())).norm(kind)
+        return named
 
-    def __enter__(self) -> Self:
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in _WITHOUT_LIGHTNING:
-                continue
-            held = getattr(module, "__dict__", {})  # entries of sys.modules need not be modules
-            seen = id(module), len(held)
-            if _searched.get(name) == seen:
-                continue
-            names = [key for key, value in dict(held).items() if value is pl.utilities.grad_norm]
-            if names and name != __name__:
-                self.replace(module, **dict.fromkeys(names, self.grad_norm))
-            else:
-                _searched[name] = seen
-        return self
+    with Replacements() as run:
+        run.replace(grad_norm, of_all_stages=of_all_stages)
+        run.callback(setattr, grad_norm, "__code__", grad_norm.__code__)
+        grad_norm.__code__ = _forward.__code__
+        yield
 
-    def grad_norm(
-        self, module: nn.Module, norm_type: float | int | str, group_separator: str = "/"
-    ) -> dict[str, Tensor]:
-        """Return, as Lightning's function does, the norm of each parameter's gradient and of all gradients together, over all stages. All ranks of
-        the pipeline must call."""
-        norm_type = float(norm_type)
-        if norm_type <= 0:
-            raise ValueError(f"norm_type={norm_type!r}: give a positive number or 'inf' (infinity norm)")
-        parameters = dict(module.named_parameters())
-        with self._lifted():
-            mine = {
-                name: float(parameter.grad.data.norm(norm_type))
-                for name, parameter in parameters.items()
-                if parameter.grad is not None and self._owns(parameter)
-            }
-            everyone = all_gather_values(mine, self._group)
-        found = {name: value for norms in everyone for name, value in norms.items()}
-        norms = {
-            f"grad_{norm_type}_norm{group_separator}{name}": torch.tensor(found[name])
-            for name in parameters
-            if name in found
-        }
-        if norms:
-            norms[f"grad_{norm_type}_norm_total"] = torch.tensor(list(norms.values())).norm(norm_type)
-        return norms
 
-    def _owns(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank contributes the parameter's norm; every rank does for a parameter that is not the module's."""
-        name = self._pipeline.name_of(parameter, "")
-        return not name or self._pipeline.is_owner(name)
+def _forward(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> Any:
+    """Stand in for the code of ``grad_norm``, whose module has that name, too."""
+    return grad_norm.of_all_stages(module, norm_type, group_separator)
