@@ -110,8 +110,8 @@ class HolmesTrainer(pl.Trainer):
 
         Args:
             topology: A topology file; by default the strategy's.
-            device_type: A known type for all clusters (A100-80GB), one for each ("east:A100-80GB;west:V100-32GB"),
-                numbers ("speed=100e12,memory=40e9"), or "here" for this machine's speed, measured briefly. A host's own device_type in the topology file takes precedence.
+            device_type: A known type (A100-80GB), numbers ("speed=100e12,memory=40e9"), or "here" for this machine's speed, measured
+                briefly. A host's own device_type in the topology file takes precedence.
             batch_shape: The batch of one replica instead of the data module's, as in
                 input_ids=4x2048:int64,labels=4x2048:int64.
             batch_samples: Samples of a step over all replicas; by default as many as in fit.

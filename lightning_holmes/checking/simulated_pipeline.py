@@ -55,7 +55,7 @@ def check(
     schedule: ScheduleName = "1f1b",
     num_chunks: int = 1,
     layers: str = "auto",
-    partition: Literal["self_adapting", "proportional", "uniform"] | Sequence[int] = "uniform",
+    partition: Literal["self_adapting", "uniform"] | Sequence[int] = "uniform",
     steps: Iterable[str] = ("training_step", "validation_step"),
     tolerance: float = 1e-5,
 ) -> CheckReport:
@@ -70,7 +70,7 @@ def check(
         batch: as its loader would give it; for the training step it is split into ``num_microbatches``, other steps
             run it whole.
         pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy. Costs are not known
-            here, so that "self_adapting" and "proportional" assign layers by count, around split points that lose a value.
+            here, so that "self_adapting" assigns layers by count, around split points that lose a value.
         steps: which steps to run; those that the module does not define are left out.
         tolerance: the largest relative difference that counts as rounding.
 

@@ -46,19 +46,6 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta, /) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeOptions:
-    """Options of discovery.
-
-    Attributes:
-        connect: test connections; without it only hints are used, and no port is opened.
-        measure: measure speeds (needs connect).
-    """
-
-    connect: bool = True
-    measure: bool = True
-
-
 @record
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
@@ -130,7 +117,8 @@ def discover_topology(
     *,
     local: HostInventory | None = None,
     given: Topology | None = None,
-    options: ProbeOptions | None = None,
+    connects: bool = True,
+    measures: bool = True,
     timeout_s: float = 120.0,
 ) -> Topology:
     """Discover the topology, the same on every rank. All ranks must call this, with the same arguments except ``local``.
@@ -139,13 +127,14 @@ def discover_topology(
         store: the job's c10d store.
         local: this host's inventory; default :func:`probe_host`.
         given: a topology from a file, which defines hosts and clusters; it is matched to the hosts of the job.
+        connects: test connections; without it only hints are used, no port is opened, and nothing is measured.
+        measures: measure speeds.
         timeout_s: the time limit for answers of other ranks.
 
     Raises:
         RemoteError: a rank failed or did not answer; the message names it.
         ConfigurationError: the topology file does not match the job's hosts, or no port of the range is free.
     """
-    options = options or ProbeOptions()
     board = _Board(store, rank, world_size, timeout_s)
     try:
         mine = local if local is not None else probe_host(master_addr=numeric_address(None))
@@ -154,9 +143,9 @@ def discover_topology(
         board.put_error(f"inventory/{rank}", error)
         raise
     if rank != 0:
-        return _follow(board, mine, options)
+        return _follow(board, mine)
     try:
-        topology = _Leader(board, mine, options).decide(given)
+        topology = _Leader(board, mine, connects=connects, measures=measures).decide(given)
     except BaseException as error:
         board.put_error("end", error)
         _release_followers(board)
@@ -196,11 +185,11 @@ def _release_followers(board: _Board) -> None:
             board.put(f"role/{rank}")
 
 
-def _follow(board: _Board, mine: HostInventory, options: ProbeOptions) -> Topology:
+def _follow(board: _Board, mine: HostInventory) -> Topology:
     role = board.get(f"role/{board.rank}", who="rank 0")
     if role.host is not None:
         try:
-            with _Agent(board, mine, options, role.host, _given(role.token, "token", "rank 0")) as agent:
+            with _Agent(board, mine, role.host, _given(role.token, "token", "rank 0")) as agent:
                 agent.obey()
         except Exception as error:
             board.put(f"endpoints/{board.rank}", error=f"{error}"[:2000])
@@ -211,7 +200,7 @@ def _follow(board: _Board, mine: HostInventory, options: ProbeOptions) -> Topolo
 class _Agent:
     """The rank that opens listeners and runs tasks for its host."""
 
-    def __init__(self, board: _Board, mine: HostInventory, options: ProbeOptions, host: str, token: str) -> None:
+    def __init__(self, board: _Board, mine: HostInventory, host: str, token: str) -> None:
         self._board = board
         self._token = bytes.fromhex(token)
         self._listener = Listener(host=host, nics=mine.nics(), token=self._token)
@@ -246,10 +235,10 @@ class _Agent:
 class _Leader:
     """Rank 0: gathers inventories, groups hosts, and has connections tested and measured."""
 
-    def __init__(self, board: _Board, mine: HostInventory, options: ProbeOptions) -> None:
+    def __init__(self, board: _Board, mine: HostInventory, *, connects: bool, measures: bool) -> None:
         self._board = board
         self._mine = mine
-        self._options = options
+        self._connects, self._measures = connects, measures
         self._step = 0
         self._agents: dict[str, int] = {}
         self._endpoints: dict[str, tuple[Endpoint, ...]] = {}
@@ -260,7 +249,7 @@ class _Leader:
         inventories = _gather_inventories(self._board)
         hosts = merge_ranks(inventories)
         try:
-            if self._options.connect and len(hosts) > 1:
+            if self._connects and len(hosts) > 1:
                 self._appoint_agents(hosts)
             if given is not None:
                 by_rank = {rank: host.name for host in hosts for rank in host.ranks}
@@ -281,7 +270,7 @@ class _Leader:
         by_rank = {rank: name for name, rank in self._agents.items()}
         for rank in range(1, self._board.world_size):
             self._board.put(f"role/{rank}", **({"host": by_rank[rank], "token": token} if rank in by_rank else {}))
-        self._own = _Agent(self._board, self._mine, self._options, by_rank[0], token)
+        self._own = _Agent(self._board, self._mine, by_rank[0], token)
         for name, rank in self._agents.items():
             who = f"rank {rank} on host {name}"
             opened = self._board.get(f"endpoints/{rank}", who=who)
@@ -322,7 +311,7 @@ class _Leader:
         return topology
 
     def _with_speeds(self, topology: Topology, hosts: Sequence[LiveHost]) -> Topology:
-        if not (self._options.measure and self._agents):
+        if not (self._measures and self._agents):
             return with_speeds(topology, [], {})
         live = _live_names(topology, hosts)
         candidates = []

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_holmes.cluster.network import Cluster, Host, Link, LinkSpeed, Nic, TransportKind, Unreachable
+from lightning_holmes.cluster.network import Cluster, Host, Link, LinkSpeed, Nic, TransportKind
 from lightning_holmes.cluster.probe import ProbeResult
 from lightning_holmes.cluster.topology import Topology
 
@@ -75,16 +75,19 @@ def schedule(pairs: Sequence[Pair]) -> tuple[list[int], float, float]:
 def with_speeds(
     topology: Topology, pairs: Sequence[Pair], results: Mapping[tuple[str, str, str, str], ProbeResult]
 ) -> Topology:
-    """Add to the topology the measured speeds, the NICs' nominal speeds where nothing was measured, and the unreachable pairs."""
+    """Add to the topology the measured speeds, the NICs' nominal speeds where nothing was measured, and a warning for
+    each pair of hosts that do not reach each other."""
     speeds: dict[str, list[LinkSpeed]] = {cluster.name: [] for cluster in topology.clusters}
     between: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by clusters: bandwidth and latency of each pair
-    unreachable = list(topology.unreachable)
+    unreached = []
     for pair in pairs:
         result = results.get(pair.key)
         if result is None:
             continue
         if result.error is not None:
-            unreachable.append(Unreachable(ends=pair.hosts, transport=pair.transport, reason=result.error[:1000]))
+            unreached.append(
+                f"{' and '.join(pair.hosts)} do not reach each other over {pair.transport}: {result.error[:1000]}"
+            )
         if result.bandwidth_bytes_per_s is None or result.latency_s is None:
             continue
         if pair.clusters[0] == pair.clusters[1]:
@@ -116,7 +119,7 @@ def with_speeds(
             replace(cluster, speeds=_complete(cluster, speeds[cluster.name])) for cluster in topology.clusters
         ),
         links=(*topology.links, *links),
-        unreachable=tuple(dict.fromkeys(unreachable)),
+        warnings=(*topology.warnings, *dict.fromkeys(unreached)),
         measured_at_s=time.time() if measured else topology.measured_at_s,
     )
 

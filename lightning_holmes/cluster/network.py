@@ -92,7 +92,8 @@ class Link:
     measured: bool = False
 
     def __post_init__(self) -> None:
-        check_ends(self.ends, "a link joins two different clusters")
+        if self.ends[0] == self.ends[1]:
+            raise PlacedError(f"both ends are {self.ends[0]!r}; a link joins two different clusters", ("ends",))
 
 
 @record
@@ -111,19 +112,6 @@ class LinkSpeed:
     latency_s: Annotated[Latency | None, Field(alias="latency")] = None
     nic_bytes_per_s: Annotated[Bandwidth | None, Field(alias="nic_bandwidth")] = None
     measured: bool = False
-
-
-@record
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreachable:
-    """Two hosts that did not reach each other over a transport although they should, with the reason."""
-
-    ends: tuple[str, str]  # hosts
-    transport: TransportKind
-    reason: str
-
-    def __post_init__(self) -> None:
-        check_ends(self.ends, "an unreachable pair is two different hosts")
 
 
 @record
@@ -170,9 +158,3 @@ class OptimizerHost:
 def fabric_of(nic: Nic, cluster: str) -> str:
     """The name of an RDMA card's fabric. Cards without one are on a fabric of their kind and cluster."""
     return nic.fabric or f"{nic.kind}/{cluster}"
-
-
-def check_ends(ends: tuple[str, str], rule: str) -> None:
-    """Raise PlacedError if both ends are the same."""
-    if ends[0] == ends[1]:
-        raise PlacedError(f"both ends are {ends[0]!r}; {rule}", ("ends",))

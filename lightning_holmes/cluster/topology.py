@@ -28,7 +28,7 @@ a bare number of seconds, below 1. The speed of a NIC without a bandwidth is not
 in the order of the file: the first host of the first cluster has the first ranks.
 
 Files written by discovery have more keys, which are all optional: ranks of a host; interface, addresses, up and fabric
-of a NIC; fallback and speeds of a cluster; measured of a link; unreachable,
+of a NIC; fallback and speeds of a cluster; measured of a link;
 warnings and measured_at next to clusters. docs/launching.md lists them.
 """
 
@@ -52,7 +52,6 @@ from lightning_holmes.cluster.network import (
     Nic,
     OptimizerHost,
     TransportKind,
-    Unreachable,
 )
 from lightning_holmes.cluster.record import (
     Place,
@@ -76,7 +75,6 @@ __all__ = [
     "OptimizerHost",
     "Topology",
     "TransportKind",
-    "Unreachable",
 ]
 
 _MAX_COUNT = 100_000  # hosts of one entry; a larger count is a typing error
@@ -88,7 +86,6 @@ class Topology:
     """All clusters and the links between them.
 
     Attributes:
-        unreachable: pairs of hosts that did not reach each other in connection tests.
         warnings: messages to the user from discovery.
         measured_at_s: Unix time at which its speeds were measured, if they were.
         optimizer_hosts: hosts without devices, which hold parameters and optimizer states.
@@ -97,7 +94,6 @@ class Topology:
 
     clusters: Annotated[tuple[Cluster, ...], Field(min_length=1)]
     links: tuple[Link, ...] = ()
-    unreachable: tuple[Unreachable, ...] = ()
     warnings: tuple[str, ...] = ()
     measured_at_s: Annotated[float | None, Field(alias="measured_at")] = None
     optimizer_hosts: tuple[OptimizerHost, ...] = ()
@@ -121,10 +117,12 @@ class Topology:
                 )
         check_unique([(("links", i, "ends"), frozenset(link.ends)) for i, link in enumerate(self.links)], "links")
         for i, link in enumerate(self.links):
-            _check_ends(link.ends, f"link {link.ends} must join two of the clusters", clusters, ("links", i, "ends"))
-        for i, pair in enumerate(self.unreachable):
-            what = f"the unreachable pair {pair.ends} must be two of the hosts"
-            _check_ends(pair.ends, what, hosts, ("unreachable", i, "ends"))
+            unknown = [end for end in link.ends if end not in clusters]
+            if unknown:
+                near = difflib.get_close_matches(unknown[0], clusters, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                rule = f"link {link.ends} must join two of the clusters, which are {', '.join(clusters[:20])}{hint}"
+                raise PlacedError(rule, ("links", i, "ends"))
         self._check_ranks()
 
     def _check_ranks(self) -> None:
@@ -313,14 +311,6 @@ def _write_out_counts(document: YamlText) -> dict[Any, dict[Any, int]]:
             hosts += [host if name is None else {**host, "name": name} for name in names]
         cluster["hosts"] = hosts
     return found
-
-
-def _check_ends(ends: Sequence[str], rule: str, names: Sequence[str], place: Place) -> None:
-    unknown = [end for end in ends if end not in names]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], names, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise PlacedError(f"{rule}, which are {', '.join(names[:20])}{hint}", place)
 
 
 def _listed(hosts: Sequence[Host]) -> str:

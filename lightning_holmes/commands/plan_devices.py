@@ -1,7 +1,7 @@
 """The devices of the hosts of a planned run, and the precision of its matrix products.
 
     precision_of({"precision": "bf16"})                        # "bf16-mixed"
-    find_devices("east:A100-80GB;west:T4", topology)           # a DeviceType for each host
+    find_devices("A100-80GB", topology)                        # a DeviceType for each host
 
 They are read from the command line, the topology file and the trainer's settings. plan/device_type.py has the speeds of the types.
 """
@@ -96,7 +96,7 @@ def probe_here(kind: Kind) -> DeviceSpeed:
 def find_devices(
     device_type: str | None, topology: Topology, here: DeviceSpeed | None = None
 ) -> tuple[DeviceType, ...]:
-    """Return the device type of each host: the host's in the topology file, or its cluster's.
+    """Return the device type of each host: the host's in the topology file, or ``device_type``.
 
     Args:
         device_type: the value of --device_type.
@@ -112,24 +112,21 @@ def find_devices(
                 f"device_type={device_type!r}: {topology.described} names the device_type of every host; leave one of the two out"
             )
         return tuple(find_device_type(name) for name in own if name is not None)
-    by_cluster = _cluster_devices(device_type, topology, here)
-    return tuple(
-        by_cluster[index] if host.device_type is None else find_device_type(host.device_type)
-        for index, cluster in enumerate(topology.clusters)
-        for host in cluster.hosts
-    )
+    common = _common_device(device_type, topology, here)
+    return tuple(common if name is None else find_device_type(name) for name in own)
 
 
-def _cluster_devices(device_type: str | None, topology: Topology, here: DeviceSpeed | None) -> tuple[DeviceType, ...]:
-    """Return the device type of each cluster."""
+def _common_device(device_type: str | None, topology: Topology, here: DeviceSpeed | None) -> DeviceType:
+    """Return the type of the devices of all hosts whose type the topology file does not name."""
     if device_type is None:
         raise ConfigurationError(
             "which devices the run will have is not known: give --device_type, for example A100-80GB, or by hand "
-            '"speed=100e12,memory=40e9"; for the speed of this machine, --device_type here'
+            '"speed=100e12,memory=40e9"; for the speed of this machine, --device_type here. Where hosts have unlike devices, write each '
+            "host's device_type in the topology file"
         )
     if here is not None:
-        most = max(host.devices for cluster in topology.clusters for host in cluster.hosts)
-        found = DeviceType(
+        most = max(host.devices for host in topology.hosts)
+        return DeviceType(
             name="this machine's process",
             peak_flops_per_s=here.flops_per_s,
             memory_bytes=here.memory_bytes / most,
@@ -138,27 +135,7 @@ def _cluster_devices(device_type: str | None, topology: Topology, here: DeviceSp
             efficiency=1.0,
             efficiency_source="measured",
         )
-        return (found,) * len(topology.clusters)
-    names = [cluster.name for cluster in topology.clusters]
-    if ";" not in device_type and ":" not in device_type:
-        return (find_device_type(device_type),) * len(names)
-    chosen: dict[str, DeviceType] = {}
-    for part in device_type.split(";"):
-        name, _, text = part.partition(":")
-        if name.strip() not in names:
-            raise ConfigurationError(
-                f"device_type={device_type!r}: {name.strip()!r} is no cluster of {topology.described}; it has "
-                f"{', '.join(names)}. Write cluster:type;cluster:type"
-            )
-        if name.strip() in chosen:
-            raise ConfigurationError(
-                f"device_type={device_type!r} names two types for the cluster {name.strip()!r}; leave one out"
-            )
-        chosen[name.strip()] = find_device_type(text)
-    missing = [name for name in names if name not in chosen]
-    if missing:
-        raise ConfigurationError(f"device_type={device_type!r} names no type for the cluster {missing[0]!r}")
-    return tuple(chosen[name] for name in names)
+    return find_device_type(device_type)
 
 
 def devices_per_host(device_type: str | None, trainer: Mapping[str, Any]) -> int:

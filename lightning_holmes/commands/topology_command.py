@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_holmes.cluster.fabric import group_hosts
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
-from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
+from lightning_holmes.cluster.inventory import discover_topology
 from lightning_holmes.cluster.record import to_data
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.topology_table import print_host, print_topology
@@ -85,8 +85,7 @@ def _show(topology: Topology, form: str) -> None:
 def _discover(rank: int, world_size: int, given: Topology | None, *, probe: bool) -> Topology:
     store = _open_store(rank, world_size)
     try:
-        options = ProbeOptions(connect=probe, measure=probe)
-        return discover_topology(store, rank, world_size, given=given, options=options)
+        return discover_topology(store, rank, world_size, given=given, connects=probe)
     finally:
         _leave_together(store, rank, world_size)
 

@@ -46,7 +46,7 @@ def print_host(inventory: HostInventory) -> None:
 
 
 def print_topology(topology: Topology) -> None:
-    """Print clusters with their hosts and network cards, speeds, unreachable pairs of hosts, and warnings."""
+    """Print clusters with their hosts and network cards, speeds, and warnings."""
     console = make_console(width=_WIDTH)
     table = _table("cluster", "host", "ranks", "NIC", "kind", "rate", "interface", "addresses", "state")
     for cluster in topology.clusters:
@@ -85,8 +85,6 @@ def print_topology(topology: Topology) -> None:
     if topology.measured_at_s is not None:
         measured = time.strftime("%Y-%m-%d %H:%M", time.localtime(topology.measured_at_s))
         console.print(f"measured {measured}; one TCP connection a measurement")
-    for item in topology.unreachable:
-        console.print(escape(f"unreachable over {item.transport}: {item.ends[0]} and {item.ends[1]}: {item.reason}"))
     for warning in topology.warnings:
         console.print(escape(f"warning: {warning}"))
 

@@ -6,15 +6,13 @@ It owns the layer counts and their checks. The schedule decides which pipeline r
     partition.layer_counts      # (2, 3, 3, 2)
     partition.layers_of(1)      # range(2, 5)
 
-Three rules assign the layers: "uniform" by count, "proportional" to the speeds of the stages (the rule of
-Holmes, arXiv 2312.03549), and "self_adapting" by costs and memory (self_adapting.py).
+Two rules assign the layers: "uniform" by count, and "self_adapting" by costs and memory (self_adapting.py).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +20,7 @@ from typing import Any
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.self_adapting import Balance, solve
 
-PARTITION_NAMES = ("self_adapting", "proportional", "uniform")
+PARTITION_NAMES = ("self_adapting", "uniform")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,40 +91,16 @@ def make_uniform_partition(num_layers: int, num_stages: int) -> Partition:
     return Partition(tuple(each + (stage in extra) for stage in range(num_stages)))
 
 
-def make_proportional_partition(num_layers: int, speeds: Sequence[float]) -> Partition:
-    """Make a partition in proportion to the speeds of the stages: stage i gets floor(S_i / sum(S) * L) of L layers,
-    the last stage the rest (Holmes, arXiv 2312.03549).
-
-    Args:
-        speeds: one per stage, in any unit.
-
-    Raises:
-        ConfigurationError: the speeds leave a stage without layers, or there are fewer layers than stages.
-    """
-    _check_enough_layers(num_layers, len(speeds))
-    total = math.fsum(speeds)
-    counts = [math.floor(speed / total * num_layers) for speed in speeds[:-1]]
-    counts.append(num_layers - sum(counts))
-    if min(counts) < 1:
-        raise ConfigurationError(
-            f'partition="proportional" with speeds {list(speeds)} gives the layer counts {counts}, '
-            'but every stage needs at least one; use partition="self_adapting" or fewer stages'
-        )
-    return Partition(tuple(counts))
-
-
 def make_partition(
     spec: str | Sequence[int],
     num_layers: int,
     num_stages: int,
     *,
-    speeds: Sequence[float] | None = None,
     balance: Balance | None = None,
 ) -> Partition:
     """Make a partition from the strategy's `partition` argument: a rule's name or one layer count per stage.
 
     Args:
-        speeds: of each stage, for "proportional".
         balance: costs and limits, for "self_adapting".
 
     Raises ConfigurationError for fewer layers than stages (with a rule), an unknown rule, a rule without the argument it needs, the
@@ -134,15 +108,13 @@ def make_partition(
     """
     if isinstance(spec, str):
         _check_enough_layers(num_layers, num_stages)
-        if spec == "proportional" and speeds is not None:
-            assert len(speeds) == num_stages, speeds
-            return make_proportional_partition(num_layers, speeds)
         if spec == "self_adapting" and balance is not None:
             assert (balance.num_layers, balance.num_stages) == (num_layers, num_stages)
             return Partition(solve(balance))
-        if spec in PARTITION_NAMES and spec != "uniform":
-            needed = "the speeds of the stages" if spec == "proportional" else "the costs of the layers"
-            raise ConfigurationError(f'partition={spec!r} needs {needed}, which are not known here; write "uniform"')
+        if spec == "self_adapting":
+            raise ConfigurationError(
+                'partition="self_adapting" needs the costs of the layers, which are not known here; write "uniform"'
+            )
         if spec != "uniform":
             known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
             raise ConfigurationError(

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_holmes import checkpoint
-from lightning_holmes.cluster.inventory import ProbeOptions, discover_topology
+from lightning_holmes.cluster.inventory import discover_topology
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.group_transports import GroupTransports
 from lightning_holmes.comm.mesh import GroupBuilder, ProcessGroups, build_process_groups, p2p_pairs, release
@@ -182,7 +182,7 @@ def find_topology(argument: str | Topology, connection: Connection, *, measures_
         connection.world_size,
         local=connection.inventory,
         given=given,
-        options=ProbeOptions(measure=measures_links),
+        measures=measures_links,
         timeout_s=120.0 if timeout is None else min(120.0, timeout.total_seconds()),
     )
 

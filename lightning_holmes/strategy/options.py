@@ -301,6 +301,10 @@ def check_layout(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             auto = '"auto" or ' if may_be_auto else ""
             raise ConfigurationError(f"{name}={value!r} must be {auto}a whole number of at least 1")
+    if partition == "proportional":
+        raise ConfigurationError(
+            'partition="proportional" is gone; "self_adapting" knows the speeds of the hosts, and what the layers cost besides'
+        )
     if isinstance(partition, str) and partition not in PARTITION_NAMES:
         known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
         raise ConfigurationError(

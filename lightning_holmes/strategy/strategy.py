@@ -79,8 +79,7 @@ class HolmesStrategy(ReplicaCollectives):
             layer a stage on one pipeline rank, and otherwise the number that is predicted to be the fastest.
         partition: "self_adapting": layers are assigned so that the slowest stage is as fast as possible, from the costs of the
             layers and of the code before and after them and the speeds of the hosts, and then moved where that makes the
-            simulated step faster; "proportional": in proportion to
-            these speeds; "uniform": by count; or a list, the number of layers of each stage.
+            simulated step faster; "uniform": by count; or a list, the number of layers of each stage.
         plan: a plan file of another run (its plan.yaml), or a checkpoint of that run. It decides the sizes, the schedule, the chunks,
             microbatches and layers of each stage, what is sharded, and how gradients are summed; it is refused if it was made for other
             clusters or another module.
@@ -127,7 +126,7 @@ class HolmesStrategy(ReplicaCollectives):
         eval_num_microbatches: int | Literal["auto"] = "auto",
         schedule: Literal["auto", ScheduleName] = "auto",
         num_chunks: int | Literal["auto"] = "auto",
-        partition: Literal["self_adapting", "proportional", "uniform"] | list[int] = "self_adapting",
+        partition: Literal["self_adapting", "uniform"] | list[int] = "self_adapting",
         plan: str | None = None,
         layers: str = "auto",
         broadcast_batch: bool = False,

@@ -11,14 +11,13 @@ from torch.distributed import HashStore
 
 from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.interfaces import Interface
-from lightning_holmes.cluster.inventory import ProbeOptions, Store, discover_topology
+from lightning_holmes.cluster.inventory import Store, discover_topology
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.rdma import RdmaPort
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError, HolmesError, RemoteError
 
 T = TypeVar("T")
-NO_PROBE = ProbeOptions(connect=False)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +94,7 @@ def test_two_clusters_are_found_and_measured() -> None:
         ("infiniband", [(0, 4), (2, 6)]),
         ("roce", [(1, 5), (3, 7)]),
     ]
-    assert topology.unreachable == () and topology.warnings == ()
+    assert topology.warnings == ()
     for cluster in topology.clusters:
         assert [(speed.transport, speed.measured) for speed in cluster.speeds] == [
             (cluster.fabric, True),
@@ -116,7 +115,7 @@ def test_a_host_that_is_not_reached_over_its_fabric_is_apart() -> None:
         )
         for inventory in inventories
     ]
-    topology = agreed(discover(alike, options=ProbeOptions(measure=False)))
+    topology = agreed(discover(alike, measures=False))
     assert [[h.name for h in cluster.hosts] for cluster in topology.clusters] == [["a", "b"], ["c"]]
     assert any("c (mlx5_0)" in warning and "HOLMES_CLUSTER" in warning for warning in topology.warnings)
     assert any("203.0.113.7" in warning for warning in topology.warnings)
@@ -127,7 +126,7 @@ def test_without_probe_no_port_is_opened(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("a listener was opened")
 
     monkeypatch.setattr("lightning_holmes.cluster.inventory.Listener", refuse)
-    topology = agreed(discover([host("a", 1, "roce"), host("b", 2, "roce")], options=NO_PROBE))
+    topology = agreed(discover([host("a", 1, "roce"), host("b", 2, "roce")], connects=False))
     (cluster,) = topology.clusters
     assert [(speed.transport, speed.measured, speed.bandwidth_bytes_per_s) for speed in cluster.speeds] == [
         ("roce", False, 1e9),
@@ -151,7 +150,7 @@ def test_a_topology_file_wins_and_is_completed() -> None:
         ),
         source="t.yaml",
     )
-    results = discover([host("a", 1, "infiniband"), host("b", 2, "infiniband")], given=given, options=NO_PROBE)
+    results = discover([host("a", 1, "infiniband"), host("b", 2, "infiniband")], given=given, connects=False)
     topology = agreed(results)
     assert [topology.cluster_of_rank(rank).name for rank in (0, 1)] == ["y", "x"]
     fast, gone, eth0 = topology.host_of_rank(0).nics
@@ -162,7 +161,7 @@ def test_a_topology_file_wins_and_is_completed() -> None:
     assert [cluster.fabric for cluster in topology.clusters] == ["infiniband", "infiniband"]
     measured = agreed(discover([host("a", 1, "infiniband"), host("b", 2, "infiniband")], given=given))
     assert measured.links[0].measured
-    for result in discover([host("q", 1)], given=given, options=NO_PROBE):
+    for result in discover([host("q", 1)], given=given, connects=False):
         assert isinstance(result, ConfigurationError) and "t.yaml has the hosts b, a; the job runs on q" in str(result)
 
 
@@ -195,6 +194,6 @@ def test_64_hosts_in_ten_seconds() -> None:
     topology = agreed(discover(inventories))
     seconds = time.monotonic() - start
     assert [len(cluster.hosts) for cluster in topology.clusters] == [40, 24]
-    assert topology.unreachable == ()
+    assert topology.warnings == ()
     print(f"64 hosts found and measured: {seconds:.1f} s")
     assert seconds < 10, seconds

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from lightning_holmes.cluster.topology import Cluster, Host, Link, LinkSpeed, Nic, Topology, Unreachable
+from lightning_holmes.cluster.topology import Cluster, Host, Link, LinkSpeed, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
 
 FILE = """\
@@ -47,7 +47,6 @@ def discovered() -> Topology:
                 ends=("berlin", "paris"), transport="ethernet", bandwidth_bytes_per_s=1e8, latency_s=0.01, measured=True
             ),
         ),
-        unreachable=(Unreachable(ends=("b", "p"), transport="roce", reason="no answer within 2 s: firewall?"),),
         warnings=("b: mlx5_0 is down",),
         measured_at_s=1.7e9,
     )

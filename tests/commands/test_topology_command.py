@@ -28,8 +28,6 @@ clusters:
 links:
   - {ends: [berlin, paris $x$], transport: ethernet, bandwidth: 25 Gbit/s, latency: 50 us}
   - {ends: [rome, berlin], transport: ethernet, bandwidth: 1 Gbit/s, latency: 2 ms, measured: true}
-unreachable:
-  - {ends: [b-0, r], transport: ethernet, reason: "no answer within 2 s"}
 warnings: ["[bold] is not markup"]
 measured_at: 1700000000.0
 """
@@ -96,7 +94,6 @@ def test_a_file_as_table_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[
         "down",
         "2 ms",
         "measured",
-        "unreachable over ethernet: b-0 and r: no answer within 2 s",
         "warning: [bold] is not markup",
         "measured 2023-11-1",
     ):

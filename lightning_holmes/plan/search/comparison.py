@@ -310,7 +310,7 @@ def prefer(found: Sequence[Prediction], training: Training) -> Prediction:
 def assign_layers(
     cost_model: CostModel, run: RunShape, rule: str | tuple[int, ...], *, limit_memory: bool
 ) -> Partition:
-    """Make the partition of a run; a stage has the speed of the rank on which its schedule places it.
+    """Make the partition of a run.
 
     Args:
         rule: the name of a rule, or layer counts.
@@ -320,11 +320,8 @@ def assign_layers(
         NothingFitsError: "self_adapting" finds no partition that fits the memory.
         ConfigurationError: the rule cannot be applied to these layers and stages.
     """
-    ranks = ranks_of_stages(run.schedule, pipeline_parallel_size=run.layout.pipeline, num_chunks=run.num_chunks)
-    by_rank = cost_model.speeds(run.layout)
     balance = cost_model.balance(run, limit_memory=limit_memory) if rule == "self_adapting" else None
-    speeds = [by_rank[rank] for rank in ranks]
-    return make_partition(rule, cost_model.model.num_layers, len(ranks), speeds=speeds, balance=balance)
+    return make_partition(rule, cost_model.model.num_layers, run.layout.pipeline * run.num_chunks, balance=balance)
 
 
 def _size(entry: _Looked) -> int:

@@ -15,7 +15,7 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.search import search
 
 SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v")
-RULES: tuple[Any, ...] = ("self_adapting", "proportional", "uniform", (7, 5), (4, 2, 2, 4))
+RULES: tuple[Any, ...] = ("self_adapting", "uniform", (7, 5), (4, 2, 2, 4))
 LIMITS: tuple[Any, ...] = (
     ("auto", (), 1e12),
     ("auto", (2, 5), 1e12),

@@ -86,8 +86,6 @@ def test_a_host_of_half_the_speed_gets_half_of_the_layers_and_the_reason_is_said
     note = next(note for note in choice.notes if note.startswith("partition"))
     assert "8, 4 layers, self_adapting" in note and "by count a step would take 1.4" in note
     assert any("by hand" in note for note in choice.notes)
-    proportional = dataclasses.replace(options, partition="proportional")
-    assert chosen(proportional, costs(speeds=(2.0, 1.0))).partition.layer_counts == (8, 4)
 
 
 def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None:
@@ -160,7 +158,7 @@ def test_cuts_that_lose_a_value_are_avoided() -> None:
 def test_a_plan_that_does_not_fit_is_not_taken() -> None:
     """A layer has 4 MB of parameters, gradients and states, and 2 MB for each sample of a microbatch in flight."""
     small = LAYER.parameter_bytes * 6 / 0.92  # room for the parameters of six layers only
-    for rule in ("self_adapting", "proportional", "uniform"):
+    for rule in ("self_adapting", "uniform"):
         options = Asked(partition=rule)
         with pytest.raises(NothingFitsError) as caught:
             chosen(options, costs(memory=small))
@@ -183,7 +181,7 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
 
 def test_a_plan_that_fits_with_an_optimizer_of_fewer_states_is_taken_and_noted() -> None:
     """AdamW's states are 12 MB of the memory of six layers."""
-    options = Asked(num_chunks=1, schedule="1f1b", num_microbatches=4, partition="proportional")
+    options = Asked(num_chunks=1, schedule="1f1b", num_microbatches=4)
     roomy = chosen(options, costs()).prediction
     assert roomy is not None
     memory = (max(roomy.memory_bytes) - 6 * LAYER.parameter_bytes) / 0.92
