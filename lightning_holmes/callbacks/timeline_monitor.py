@@ -176,8 +176,7 @@ def _gather(mine: dict[int, RankStep]) -> tuple[int, int, list[RankStep]] | None
     longest = {number: max(of_rank[number] for of_rank in everyone) for number in common}
     middle = statistics.median_low(longest.values())
     number = next(number for number in common if longest[number] == middle)
-    steps = all_gather_values(mine[number].to_data())
-    return number, len(common), [RankStep.from_data(data) for data in steps]
+    return number, len(common), all_gather_values(mine[number])
 
 
 def _draw(data: dict[str, Any], path: Path, *, title: str) -> None:

@@ -5,7 +5,7 @@ MASTER_ADDR) and determines the host's identity. rdma.py and interfaces.py read 
 
     inventory = probe_host()
     inventory.rdma[0].name                         # "mlx5_0"
-    HostInventory.from_json(inventory.to_json(), source="rank 3") == inventory
+    read_json(HostInventory, to_json(inventory), source="rank 3") == inventory      # as it is sent to rank 0 (record.py)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_holmes.cluster.interfaces import (
 )
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.rdma import RdmaPort, read_rdma_ports
-from lightning_holmes.cluster.record import Text, check_unique, read_json, record, to_json
+from lightning_holmes.cluster.record import Text, check_unique, record
 from lightning_holmes.cluster.sysfs import SysfsReader
 
 _NVIDIA = 0x10DE
@@ -61,15 +61,6 @@ class HostInventory:
         for key, what in (("rdma", "RDMA ports"), ("interfaces", "interfaces")):
             names = [((key, i, "name"), part.name) for i, part in enumerate(getattr(self, key))]
             check_unique(names, f"{what} of host {self.name!r}")
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes, *, source: str) -> HostInventory:
-        """Read what to_json wrote. Raises ConfigurationError, which names the source and the place of an invalid value."""
-        return read_json(cls, text, source=source)
 
     def nics(self) -> tuple[Nic, ...]:
         """The host's network cards for a topology: RDMA first, then Ethernet, the main interface before others."""

@@ -58,10 +58,8 @@ from lightning_holmes.cluster.record import (
     PlacedError,
     YamlText,
     check_unique,
-    read_json,
     record,
     to_data,
-    to_json,
 )
 from lightning_holmes.errors import ConfigurationError
 
@@ -258,15 +256,6 @@ class Topology:
         """YAML text that from_yaml_text reads back as an equal topology. Every host is written out."""
         data = to_data(replace(self, source=None), aliases=True)
         return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
-
-    def to_json(self) -> str:
-        """JSON to send to other processes; the keys are the names of the dataclasses' fields."""
-        return to_json(self)
-
-    @classmethod
-    def from_json(cls, text: str | bytes, *, source: str) -> Topology:
-        """Read what to_json wrote; source is the name of the text in messages."""
-        return read_json(cls, text, source=source)
 
 
 def _write_out_counts(document: YamlText) -> dict[Any, dict[Any, int]]:

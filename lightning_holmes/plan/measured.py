@@ -10,9 +10,9 @@ own work outside of the microbatches ("other": data, checks, logging, callbacks,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from lightning_holmes.plan.timeline import BESIDE_KINDS, Span, SpanKind, Timeline
 
@@ -31,19 +31,6 @@ EventKind = Literal[
     "bucket_reduce",
     "bucket_gather",
 ]
-_SPANS: dict[str, SpanKind] = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward_input",
-    "backward_weight": "backward_weight",
-    "wait_activation": "wait",
-    "wait_gradient": "wait",
-    "wait": "wait",
-    "reduce": "reduce",
-    "update": "update",
-    "bucket_reduce": "bucket_reduce",
-    "bucket_gather": "bucket_gather",
-}
 _WAITED_S = 20e-6  # receiving a tensor that has arrived takes up to this long, and is no wait
 _SENDS = ("send_activation", "send_gradient")
 
@@ -78,21 +65,6 @@ class RankStep:
         """The duration of the step."""
         return self.ended_s - self.began_s
 
-    def to_data(self) -> dict[str, Any]:
-        """Plain data to send to other processes."""
-        return {
-            "rank": self.rank,
-            "clock": self.clock,
-            "began_s": self.began_s,
-            "ended_s": self.ended_s,
-            "events": [tuple(event) for event in self.events],
-        }
-
-    @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> RankStep:
-        """Read what to_data returned."""
-        return cls(**{**data, "events": tuple(Event(*event) for event in data["events"])})
-
 
 def make_measured_timeline(steps: Sequence[RankStep]) -> Timeline:
     """Make the timeline of one step of one pipeline from the events of its ranks; ``steps``: by rank.
@@ -121,7 +93,7 @@ def make_measured_timeline(steps: Sequence[RankStep]) -> Timeline:
                     end = wait.end_s - zero
                 row.append(Span("transfer", start, end, event.stage, event.microbatch))
                 continue
-            row.append(Span(_SPANS[event.kind], start, end, event.stage, event.microbatch))
+            row.append(Span(_span_kind(event), start, end, event.stage, event.microbatch))
             if event.kind == "reduce":
                 reduced += event.end_s - event.start_s
             origin = sent.get(_sent_as(event))
@@ -143,8 +115,8 @@ def seconds_by_kind(step: RankStep) -> dict[str, float]:
     a split backward count as backward."""
     found = dict.fromkeys(("forward", "backward", "wait", "reduce", "update", "other"), 0.0)
     for event in step.events:
-        if event.kind in _SPANS and event.kind not in BESIDE_KINDS:
-            kind = "backward" if event.kind.startswith("backward") else _SPANS[event.kind]
+        if event.kind not in (*_SENDS, *BESIDE_KINDS):
+            kind = "backward" if event.kind.startswith("backward") else _span_kind(event)
             found[kind] += event.end_s - event.start_s
     found["other"] = step.seconds - sum(found.values())
     return found
@@ -201,6 +173,11 @@ def _moved(step: RankStep, seconds: float) -> RankStep:
         ended_s=step.ended_s + seconds,
         events=tuple(e._replace(start_s=e.start_s + seconds, end_s=e.end_s + seconds) for e in step.events),
     )
+
+
+def _span_kind(event: Event) -> SpanKind:
+    """The kind of the span of an event that is no send."""
+    return cast("SpanKind", "wait" if event.kind.startswith("wait") else event.kind)
 
 
 def _sent_as(event: Event) -> tuple[str, int, int]:

@@ -104,7 +104,7 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
     console = make_console(file)
     console.print(Text(describe_task(cost_model)))
     if result.memory_note is not None:
-        console.print(Text(describe_memory(result.memory_note), style="bold red"))
+        console.print(Text(f"WARNING: {result.memory_note}", style="bold red"))
     table = Table(
         title="Plans, the best first",
         title_justify="left",
@@ -164,11 +164,6 @@ def describe_task(cost_model: CostModel) -> str:
         f"{model.name}: {model.num_layers} layers, {format_bytes(model.parameter_bytes)} of parameters"
         f"{work}; a batch of {cost_model.training.batch_samples}; {places}"
     )
-
-
-def describe_memory(note: str) -> str:
-    """The search's memory_note as a warning."""
-    return f"WARNING: {note}"
 
 
 def describe_left_out(result: SearchResult) -> str:

@@ -11,6 +11,7 @@ from trees import Machine, ipv4_gid, write
 
 from lightning_holmes.cluster import interfaces
 from lightning_holmes.cluster.hardware import HostInventory, probe_host
+from lightning_holmes.cluster.record import read_json, to_json
 from lightning_holmes.errors import ConfigurationError
 
 IB_GID = "fe80:0000:0000:0000:0c42:a103:0065:bd1e"
@@ -30,7 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def probe(machine: Machine) -> HostInventory:
     inventory = probe_host(machine_root=str(machine.root))
-    assert HostInventory.from_json(inventory.to_json(), source="itself") == inventory
+    assert read_json(HostInventory, to_json(inventory), source="itself") == inventory
     return inventory
 
 
@@ -217,7 +218,7 @@ def test_names_and_clusters_from_the_environment(machine: Machine, monkeypatch: 
     assert (inventory.name, inventory.identity, inventory.cluster) == ("node7", "node7", "berlin")
 
 
-GOOD = HostInventory(name="a", identity="a").to_json()
+GOOD = to_json(HostInventory(name="a", identity="a"))
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ GOOD = HostInventory(name="a", identity="a").to_json()
 )
 def test_hostile_inventories(change: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        HostInventory.from_json(json.dumps(json.loads(GOOD) | change), source="rank 3")
+        read_json(HostInventory, json.dumps(json.loads(GOOD) | change), source="rank 3")
     assert str(caught.value).startswith("rank 3: ") and words in str(caught.value)
 
 
@@ -256,8 +257,8 @@ _JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(["name", "identity", "rdma", "interfaces", "num_gpus", "cluster"]), _JSON))
 def test_any_json_is_read_or_refused(data: dict[str, object]) -> None:
     try:
-        inventory = HostInventory.from_json(json.dumps(data), source="rank 3")
+        inventory = read_json(HostInventory, json.dumps(data), source="rank 3")
     except ConfigurationError as error:
         assert "rank 3" in str(error)
     else:
-        assert HostInventory.from_json(inventory.to_json(), source="again") == inventory
+        assert read_json(HostInventory, to_json(inventory), source="again") == inventory

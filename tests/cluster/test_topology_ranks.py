@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from lightning_holmes.cluster.record import read_json, to_json
 from lightning_holmes.cluster.topology import Cluster, Host, Link, LinkSpeed, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
 
@@ -55,8 +56,8 @@ def discovered() -> Topology:
 def test_what_was_discovered_goes_through_yaml_and_json() -> None:
     topology = discovered()
     assert Topology.from_yaml_text(topology.to_yaml()) == topology
-    assert Topology.from_json(topology.to_json(), source="rank 0") == topology
-    assert json.loads(topology.to_json())["clusters"][0]["hosts"][0]["ranks"] == [3, 0]
+    assert read_json(Topology, to_json(topology), source="rank 0") == topology
+    assert json.loads(to_json(topology))["clusters"][0]["hosts"][0]["ranks"] == [3, 0]
 
 
 def test_ranks_are_honoured() -> None:
@@ -142,7 +143,7 @@ def test_ranks_of_all_hosts_or_none() -> None:
 )
 def test_hostile_json(text: str, words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Topology.from_json(text, source="rank 7")
+        read_json(Topology, text, source="rank 7")
     assert "rank 7" in str(caught.value)
     assert len(str(caught.value)) < 600
     for word in words:

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_holmes.cluster.inventory import discover_topology
+from lightning_holmes.cluster.record import to_json
 
 
 def main() -> None:
@@ -14,7 +15,7 @@ def main() -> None:
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout=timedelta(seconds=100))
     topology = discover_topology(store, rank, world_size)
     if rank == 0:
-        print(f"found: {topology.to_json()}", flush=True)
+        print(f"found: {to_json(topology)}", flush=True)
     store.set(f"left/{rank}", "")
     if rank == 0:  # rank 0 keeps the store
         store.wait([f"left/{other}" for other in range(world_size)])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from launch import forked_executable, forked_python
 
+from lightning_holmes.cluster.record import read_json
 from lightning_holmes.cluster.topology import Link, LinkSpeed, Topology
 from testbed import Testbed, TestbedOptions
 
@@ -36,7 +37,7 @@ def discover_once(bed: Testbed) -> Topology:
         check=True,
     )
     (line,) = (line for line in results["b-1"].output.splitlines() if line.startswith("found: "))
-    return Topology.from_json(line.removeprefix("found: "), source="rank 0")
+    return read_json(Topology, line.removeprefix("found: "), source="rank 0")
 
 
 def discover(bed: Testbed) -> Topology:
