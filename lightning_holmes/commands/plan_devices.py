@@ -34,52 +34,40 @@ KINDS: dict[str, Kind] = {
 """The precision of matrix products, by Lightning's name of a precision."""
 
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
-_PLUGINS = (pl.plugins.Precision, pl.plugins.HalfPrecision, pl.plugins.MixedPrecision, pl.plugins.DoublePrecision)
 
 
 def precision_of(trainer: Mapping[str, Any]) -> str:
-    """Lightning's name of the precision in these trainer settings, from ``precision`` or ``plugins``; one of KINDS.
+    """Lightning's name of ``precision`` in these trainer settings; one of KINDS.
 
     Raises:
-        ConfigurationError: the precision is not one of KINDS, or it is given twice.
+        ConfigurationError: the precision is not one of KINDS, or it is given by a plugin.
     """
     given = trainer.get("precision")
     name = "32-true" if given is None else _SHORT.get(str(given), str(given))
-    where = f"trainer.precision={given!r}"
     plugins = trainer.get("plugins") or []
     for plugin in plugins if isinstance(plugins, list | tuple) else [plugins]:
-        found = _plugin_precision(plugin)
-        if found is None:
-            continue
-        if given is not None:
+        kind = _class_of(plugin)
+        if issubclass(kind, pl.plugins.Precision):
             raise ConfigurationError(
-                f"{where} and trainer.plugins={found[0]} both say the precision, which no Trainer takes; leave one out"
+                f"trainer.plugins={kind.__name__}: plan reads the precision from trainer.precision; plan with it, as in --trainer.plugins=null "
+                "--trainer.precision=bf16-true"
             )
-        where, name = f"trainer.plugins={found[0]}", found[1]
     if name not in KINDS:
         raise ConfigurationError(
-            f"{where}: the speed and the memory of a step in this precision are not known, since its matrix products run in another dtype than "
-            "its tensors have. Plan with one that is known, such as --trainer.plugins=null --trainer.precision=bf16-true, and give the speed "
+            f"trainer.precision={given!r}: the speed and the memory of a step in this precision are not known, since its matrix products run "
+            "in another dtype than its tensors have. Plan with one that is known, such as --trainer.precision=bf16-true, and give the speed "
             'that its layers reach: --device_type "speed=900e12,memory=80e9"'
         )
     return name
 
 
-def _plugin_precision(plugin: Any) -> tuple[str, str] | None:
-    """(class name, precision) of a precision plugin, given as an object or by class_path and init_args; None for other plugins."""
-    made, arguments = plugin, {}
-    if hasattr(plugin, "get") and plugin.get("class_path"):
-        module, _, name = str(plugin["class_path"]).rpartition(".")
-        made, arguments = (
-            getattr(import_module(module or pl.plugins.__name__), name),
-            dict(plugin.get("init_args") or {}),
-        )
-    kind = made if isinstance(made, type) else type(made)
-    if not issubclass(kind, pl.plugins.Precision):
-        return None
-    if kind not in _PLUGINS:
-        return kind.__name__, "of its own"
-    return kind.__name__, str(arguments.get("precision") or made.precision)
+def _class_of(plugin: Any) -> type:
+    """The class of a trainer's plugin, given as an object or by class_path."""
+    if not (hasattr(plugin, "get") and plugin.get("class_path")):
+        return type(plugin)
+    module, _, name = str(plugin["class_path"]).rpartition(".")
+    found: type = getattr(import_module(module or pl.plugins.__name__), name)
+    return found
 
 
 def asks_for_here(device_type: str | None) -> bool:

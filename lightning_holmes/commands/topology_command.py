@@ -24,7 +24,7 @@ from lightning_holmes.cluster.hardware import HostInventory, probe_host
 from lightning_holmes.cluster.inventory import discover_topology
 from lightning_holmes.cluster.record import to_data
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.commands.topology_table import print_host, print_topology
+from lightning_holmes.commands.topology_table import print_topology
 from lightning_holmes.errors import ConfigurationError
 
 FORMATS = ("table", "yaml", "json")
@@ -46,10 +46,7 @@ def main(args: list[str]) -> None:
         inventory = probe_host()
         for warning in inventory.warnings:
             print(f"lightning-holmes: {warning}", file=sys.stderr)
-        if options.format == "table":
-            print_host(inventory)
-        else:
-            _show(make_single_host(inventory), options.format)
+        _show(make_single_host(inventory), options.format)
 
 
 def parse(args: list[str]) -> Namespace:

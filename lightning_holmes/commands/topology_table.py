@@ -1,4 +1,4 @@
-"""Prints tables of a host's network cards and of a topology."""
+"""Prints tables of a topology."""
 
 from __future__ import annotations
 
@@ -7,42 +7,11 @@ import time
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.plan.tables import format_seconds, format_spans, make_console
 
 _WIDTH = 240  # in a file or a pipe, do not cut or fold to 80 columns
-
-
-def print_host(inventory: HostInventory) -> None:
-    """Print one host's network cards, and the number of its GPUs."""
-    console = make_console(width=_WIDTH)
-    console.print(f"host {escape(inventory.name)}")
-    ports = {port.name: port for port in inventory.rdma}
-    kinds = {interface.name: interface for interface in inventory.interfaces}
-    table = _table("NIC", "kind", "rate", "state", "interface", "addresses", "notes")
-    for nic in inventory.nics():
-        notes = []
-        if nic.name in ports:
-            port = ports[nic.name]
-            state = (port.state or "?") + ("" if port.up or port.state != "ACTIVE" else ", interface down")
-            notes += [f"subnet {port.subnet_prefix}"] if port.subnet_prefix else []
-            notes += [f"subnet manager {port.sm_lid}"] if port.sm_lid is not None else []
-        else:
-            interface = kinds[nic.name]
-            state = "up" if interface.up else "down"
-            notes += [interface.kind] if interface.kind != "ethernet" else []
-            notes += [f"of {' '.join(interface.members)}"] if interface.members else []
-            notes += ["main"] if interface.name == inventory.main_interface else []
-        cells = (nic.name, nic.kind, bandwidth(nic.bandwidth_bytes_per_s), state, nic.interface or "", _addresses(nic))
-        table.add_row(*map(escape, (*cells, ", ".join(notes))))
-    console.print(table)
-    console.print(f"{inventory.num_gpus} GPUs")
-    if not inventory.rdma:
-        console.print("no RDMA device: groups of this host use Ethernet")
-    if inventory.cluster is not None:
-        console.print(f"HOLMES_CLUSTER: {escape(inventory.cluster)}")
 
 
 def print_topology(topology: Topology) -> None:

@@ -68,11 +68,6 @@ class HostCards:
         first, *others = hosts
         return frozenset(self._first[first]).intersection(*(self._first[host] for host in others))
 
-    def share_pairwise(self, first: Sequence[int], second: Sequence[int]) -> bool:
-        """Whether each host of ``first`` shares a fabric with each host of ``second``."""
-        ones, others = ({frozenset(self._first[host]) for host in hosts} for hosts in (first, second))
-        return all(one & other for one in ones for other in others)
-
     def used_by(self, hosts: Sequence[int]) -> UsedCards:
         """The cards that two or more hosts use for a group."""
         fabrics = self.shared(hosts)

@@ -202,7 +202,7 @@ class Network:
         for ends in itertools.combinations(range(len(hosts_of)), 2):
             is_alone = max(len(hosts_of[end]) for end in ends) == 1
             is_known = self._link(ends, "ethernet") is not None
-            if not (is_known or is_alone or self._cards.share_pairwise(*(hosts_of[end] for end in ends))):
+            if not (is_known or is_alone or self._cards.shared([host for end in ends for host in hosts_of[end]])):
                 open_ends.append(" - ".join(self._names(ends)))
         if not open_ends:
             return ()

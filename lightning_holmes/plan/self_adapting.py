@@ -21,7 +21,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -305,53 +305,27 @@ def _improve(balance: Balance, counts: tuple[int, ...] | None) -> tuple[int, ...
     return tuple(now)
 
 
-def _missing_alike(balance: Balance) -> tuple[float, int]:
-    """For equal layers: the least memory by which all limits must be raised for a partition to fit, and the rank that needs it."""
-
-    sizes = [_chunk_bytes(balance, rank) for rank in range(balance.num_ranks)]
-
-    def short(more: float) -> int | None:
-        most = [_most_layers(each, room + more, balance.num_layers) for each, room in sizes]
-        few = most.index(min(most))
-        return few if min(most) < balance.num_chunks or sum(most) < balance.num_layers else None
-
-    low, high, rank = 0.0, 1.0, 0
-    while (found := short(high)) is not None:
-        low, high, rank = high, 2 * high, found
-    while high - low > 1.0 and high > low * (1 + 1e-6):
-        middle = (low + high) / 2
-        found = short(middle)
-        if found is None:
-            high = middle
-        else:
-            low, rank = middle, found
-    return high, rank
-
-
 def _nothing_fits(balance: Balance) -> ConfigurationError:
-    if balance.limits is not None and _all_alike(balance):
-        return _too_much(balance, *_missing_alike(balance))
-    if balance.limits is None or _start(balance) is None:
+    """The error if no partition fits; how much is too much is that of the partition whose fullest rank is the emptiest."""
+    if balance.limits is None or balance.layer_bytes is None or (not _all_alike(balance) and _start(balance) is None):
         return ConfigurationError(
             f"no partition of {balance.num_layers} layers into {balance.num_stages} stages avoids the split points after the "
             f"layers {list(balance.forbidden_cuts)}; use fewer stages"
         )
-    counts = _start(balance)
-    if balance.num_chunks == 1:
-        costs = []
-        for stage in range(balance.num_stages):
-            seconds, used = _segments(balance, stage)
-            costs.append(np.where(np.isinf(seconds), np.inf, used - balance.limits[stage]))
-        counts = _cut_layers(costs, add=False)
-    else:
-        counts = _improve(balance, counts)
-    assert counts is not None
-    excess, rank = _excess(balance, counts)
-    return _too_much(balance, max(excess, 1.0), rank)
-
-
-def _too_much(balance: Balance, excess: float, rank: int) -> NothingFitsError:
-    assert balance.limits is not None
+    room = [max(limit, 1.0) for limit in balance.limits]
+    fullness = []
+    for rank, stages in enumerate(map(balance.stages_of, range(balance.num_ranks))):
+        rows = [balance.layer_bytes[stage] for stage in stages]
+        fullness.append(tuple(max(each) / room[rank] for each in zip(*rows, strict=True)))
+    by_memory = replace(
+        balance,
+        seconds=tuple(fullness),
+        before_seconds=balance.before_bytes / room[0],
+        after_seconds=balance.after_bytes / room[balance.rank_of(balance.num_stages - 1)],
+        limits=None,
+    )
+    excess, rank = _excess(balance, solve(by_memory))
+    excess = max(excess, 1.0)
     return NothingFitsError(
         f"no partition of {balance.num_layers} layers into {balance.num_stages} stages fits the memory: the least "
         f"that is too much is {excess / 2**30:.2f} GiB, on pipeline rank {rank} of {balance.num_ranks}, whose limit is "

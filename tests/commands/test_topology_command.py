@@ -62,13 +62,12 @@ def test_one_host(sysfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     run_command("topology", [])
     shown = capsys.readouterr().out
     for words in (
-        "host node7",
+        "berlin",
+        "node7",
         "mlx5_0",
         "infiniband",
         "400 Gbit/s",
-        "ACTIVE",
-        "subnet manager 1",
-        "HOLMES_CLUSTER: berlin",
+        "up",
     ):
         assert words in shown
     for form in ("yaml", "json"):
@@ -79,7 +78,7 @@ def test_one_host(sysfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("HOLMES_SYSFS_ROOT", "/nowhere")
     run_command("topology", [])
     captured = capsys.readouterr()
-    assert "/nowhere/class/infiniband: No such file" in captured.err and "no RDMA device" in captured.out
+    assert "/nowhere/class/infiniband: No such file" in captured.err and "mlx5_0" not in captured.out
 
 
 def test_a_file_as_table_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
