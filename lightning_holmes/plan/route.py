@@ -6,7 +6,7 @@ It reads the speeds of a topology. The caller counts how many transfers share a 
     network.between_hosts(0, 5).bytes_per_s      # hosts by index, in the order of the topology
     network.group([0, 1, 2]).transport           # "infiniband" if all three share it, else "ethernet"
 
-host_cards.py decides which cards hosts use, for planner and run alike: an RDMA fabric that all of them are on, else Ethernet. Between
+transport.py decides which cards hosts use, for planner and run alike: an RDMA fabric that all of them are on, else Ethernet. Between
 clusters, all hosts share the link of that transport; if no link is given, each pair of hosts is assumed to have the rate of its own
 cards, and link_notes says so. The rates of
 RDMA cards of one kind add up, except with sockets; of a host's Ethernet cards only one is used.
@@ -23,8 +23,8 @@ from typing import Any
 from lightning_holmes.cluster.topology import Host, Link, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.device_type import DeviceType
-from lightning_holmes.plan.host_cards import RDMA, HostCards, UsedCards
 from lightning_holmes.plan.layer_cost import check_number
+from lightning_holmes.plan.transport import RDMA, TransportChooser, UsedCards
 
 LOCAL = "local"
 # One-way latency between two hosts if the topology does not give it; typical figures, not measured here.
@@ -93,9 +93,7 @@ class Network:
         self.hosts: list[Host] = [host for cluster in topology.clusters for host in cluster.hosts]
         self.cluster_of_host = [i for i, cluster in enumerate(topology.clusters) for _ in cluster.hosts]
         self.host_of_device = [index for index, host in enumerate(self.hosts) for _ in range(host.devices)]
-        self._cards = HostCards(
-            [(cluster, host) for cluster in topology.clusters for host in cluster.hosts], sockets=sockets
-        )
+        self._cards = TransportChooser(topology, sockets=sockets)
         self._links = {frozenset(link.ends): link for link in topology.links}
         self._known: dict[tuple[int, int], Channel] = {}
 
@@ -218,12 +216,12 @@ class Network:
         Raises:
             ConfigurationError: the rate is not known.
         """
-        main = self._cards.main_nic(host)
+        main = self._cards.main_card(host)
         return self._rate(host, "ethernet", () if main is None else (main,))
 
     def _states_ethernet(self, host: int) -> bool:
         """Whether ethernet_bytes_per_s is known."""
-        main = self._cards.main_nic(host)
+        main = self._cards.main_card(host)
         known = main is not None and main.bandwidth_bytes_per_s is not None
         return known or self.topology.clusters[self.cluster_of_host[host]].speed("ethernet") is not None
 
