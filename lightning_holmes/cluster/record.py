@@ -49,10 +49,10 @@ _CONFIG = ConfigDict(strict=True, extra="forbid", str_max_length=2**16, allow_in
 
 _BITS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BYTES = _BITS | {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_BANDWIDTHS = {f"{prefix}{unit}": factor / 8 for prefix, factor in _BITS.items() for unit in ("bit/s", "bps")}
-_BANDWIDTHS |= {f"{prefix}B/s": factor for prefix, factor in _BYTES.items()} | {"": 1.0}
-# Divisors, not factors: 50 / 1e6 is the double nearest to 50 us, 50 * 1e-6 need not be.
-_LATENCIES = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
+# by unit, factor and divisor: 50 / 1e6 is the double nearest to 50 us, 50 * 1e-6 need not be
+_BANDWIDTHS = {f"{prefix}{unit}": (factor / 8, 1.0) for prefix, factor in _BITS.items() for unit in ("bit/s", "bps")}
+_BANDWIDTHS |= {f"{prefix}B/s": (factor, 1.0) for prefix, factor in _BYTES.items()} | {"": (1.0, 1.0)}
+_LATENCIES = {"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "µs": (1.0, 1e6), "ns": (1.0, 1e9)}
 _BANDWIDTH_HELP = "a positive bandwidth such as '200 Gbit/s' or '1.5 GB/s'; a bare number is bytes per second"
 _LEAST_BARE = 1e5  # bytes per second
 _FORGOTTEN_LATENCY = 1.0  # seconds
@@ -92,33 +92,34 @@ def _check_text(text: str) -> str:
     return text
 
 
-def _quantity(value: Any, help_text: str) -> tuple[float, str]:
+def _number(value: Any, units: Mapping[str, tuple[float, float]], help_text: str) -> tuple[Any, bool]:
+    """A text with a unit in base units, or a number as it is; and whether there was no unit. Raises ValueError that says what to write."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value, True
     # plain YAML reads 25e9 as a string and 25.0e+9 as a float: both are numbers
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise ValueError(f"{_shown(value)} is not allowed; write {help_text}")
-    return float(match.group(1)), match.group(2) or ""
+    number, unit = float(match.group(1)), match.group(2) or ""
+    if re.fullmatch(r"[kKMGT]?b/s(ec)?", unit):
+        raise ValueError(f"{value!r}: {unit!r} is easily misread; write bit/s for bits or B/s for bytes")
+    if unit not in units:
+        raise ValueError(f"{value!r}: unknown unit {unit!r}; write {help_text}")
+    if number < 0 or (number == 0 and units is _BANDWIDTHS):
+        raise ValueError(f"{value!r} is not allowed; write {help_text}")
+    factor, divisor = units[unit]
+    return number * factor / divisor, unit == ""
 
 
 def parse_bandwidth(value: Any) -> Any:
     """Convert a text with a unit to bytes per second; numbers are returned as they are. Raises ValueError that says what to write."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    number, unit = _quantity(value, _BANDWIDTH_HELP)
-    if re.fullmatch(r"[kKMGT]?b/s(ec)?", unit):
-        raise ValueError(f"{value!r}: {unit!r} is easily misread; write bit/s for bits or B/s for bytes")
-    if unit not in _BANDWIDTHS:
-        raise ValueError(f"{value!r}: unknown unit {unit!r}; write {_BANDWIDTH_HELP}")
-    if number <= 0:
-        raise ValueError(f"{value!r} is not allowed; write {_BANDWIDTH_HELP}")
-    return number * _BANDWIDTHS[unit]
+    return _number(value, _BANDWIDTHS, _BANDWIDTH_HELP)[0]
 
 
 def _parse_own_bandwidth(value: Any, info: ValidationInfo) -> Any:
     """Like parse_bandwidth, but in a hand-written text (YAML) refuse a small bare number: its unit was probably forgotten."""
-    parsed = parse_bandwidth(value)
-    bare = not isinstance(value, str) or _quantity(value, _BANDWIDTH_HELP)[1] == ""
-    if info.context == _BY_HAND and bare and 0 < parsed < _LEAST_BARE:
+    parsed, is_bare = _number(value, _BANDWIDTHS, _BANDWIDTH_HELP)
+    if info.context == _BY_HAND and is_bare and 0 < parsed < _LEAST_BARE:
         raise ValueError(
             f"{_shown(value)} without a unit is {parsed:g} bytes per second, and no network has so little; write the unit, such as "
             f"'{parsed:g} Gbit/s'; what is meant so: '{parsed:g} B/s'"
@@ -130,22 +131,10 @@ def _written_bandwidth(bytes_per_s: float) -> float | str:
     return f"{bytes_per_s!r} B/s" if bytes_per_s < _LEAST_BARE else bytes_per_s
 
 
-def _parse_latency(value: Any) -> Any:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    number, unit = _quantity(value, _LATENCY_HELP)
-    if unit not in _LATENCIES:
-        raise ValueError(f"{value!r}: unknown unit {unit!r}; write {_LATENCY_HELP}")
-    if number < 0:
-        raise ValueError(f"{value!r} is not allowed; write {_LATENCY_HELP}")
-    return number / _LATENCIES[unit]
-
-
 def _parse_own_latency(value: Any, info: ValidationInfo) -> Any:
-    """Like _parse_latency, but in a hand-written text (YAML) refuse a bare number of 1 or more: its unit was probably forgotten."""
-    parsed = _parse_latency(value)
-    bare = not isinstance(value, str) or _quantity(value, _LATENCY_HELP)[1] == ""
-    if info.context == _BY_HAND and bare and parsed >= _FORGOTTEN_LATENCY:
+    """A latency in seconds; in a hand-written text (YAML) a bare number of 1 or more is refused: its unit was probably forgotten."""
+    parsed, is_bare = _number(value, _LATENCIES, _LATENCY_HELP)
+    if info.context == _BY_HAND and is_bare and parsed >= _FORGOTTEN_LATENCY:
         raise ValueError(
             f"{_shown(value)} without a unit is {parsed:g} seconds, and no network is so slow; write the unit, such as "
             f"'{parsed:g} us'; what is meant so: '{parsed:g} s'"
