@@ -393,18 +393,14 @@ class CostModel:
         return lack_of_memory(known) is not None or (gains and not is_small)
 
     def _shared_seconds(self, layout: Layout, facts: LayoutFacts) -> float:
-        """Seconds to sum the gradients of tied embeddings between the first and the last pipeline rank."""
-        num_bytes = self._shared_gradient_bytes(layout)
-        if num_bytes == 0:
+        """Seconds to sum the gradients of tied embeddings between the first and the last pipeline rank; 0 if they are frozen."""
+        trained = _shared_place(self.model).trained_bytes if layout.pipeline > 1 else 0.0
+        if trained == 0:
             return 0.0
         assert facts.ends is not None
         slowest = max((seconds for _, seconds in facts.ends.hops), default=0.0)
-        return num_bytes * slowest + 2 * facts.ends.latency_s  # an all-reduce of two moves the bytes once each way
-
-    def _shared_gradient_bytes(self, layout: Layout) -> float:
-        """Bytes of tied embeddings' gradients that each device of the first and of the last pipeline rank sends to the other; 0 if frozen."""
-        trained = _shared_place(self.model).trained_bytes if layout.pipeline > 1 else 0.0
-        return trained / layout.tensor * self.training.gradient_ratio
+        # an all-reduce of two moves the bytes of each device once each way
+        return trained / layout.tensor * self.training.gradient_ratio * slowest + 2 * facts.ends.latency_s
 
     def _activation_ratio(self, first: int, second: int) -> float:
         """The share of an activation's bytes that is sent from one host to another; below 1 only between clusters."""

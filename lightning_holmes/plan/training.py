@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_holmes.plan.asked import Asked, AskedSharding
+from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.layer_cost import ModelCost, check_count
 
 _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # seconds of a rank's own time to start a transfer
@@ -24,13 +24,6 @@ _MICROBATCH_GAIN = {"cpu": 0.15, "cuda": 0.08}  # on CPUs messages take time of 
 _CHUNKS_GAIN = {"cpu": 0.10, "cuda": 0.05}
 _STATES = 2.0  # numbers that AdamW keeps for each parameter
 _FP32, _HALF = 4.0, 2.0  # bytes
-
-_SHARDED_OPTIMIZER: dict[AskedSharding, bool | Literal["auto"]] = {
-    "auto": "auto",
-    "none": False,
-    "optimizer": True,
-    "parameters": True,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +110,7 @@ def make_training(
         activation_ratio_across=min(1.0, _HALF / model.activation_itemsize) if asked.compression else 1.0,
         state_ratio=(1 + _STATES) * _FP32 / weight if master else _STATES,
         least_state_ratio=_FP32 / weight if master else 0.0,
-        sharded_optimizer=master or in_shards or _SHARDED_OPTIMIZER[asked.sharding],
+        sharded_optimizer=master or in_shards or ("auto" if asked.sharding == "auto" else asked.sharding != "none"),
         sharded_parameters=in_shards,
         optimizer_nodes=asked.optimizer_nodes,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),
