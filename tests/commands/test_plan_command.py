@@ -163,7 +163,6 @@ def test_a_model_far_larger_than_this_machine(capsys, tmp_path):
     [
         ([], ["--device_type", "A100-80GB", "--device_type here"]),
         (["--device_type=A300"], ["'A300'", "Known are", "speed=100e12,memory=40e9"]),
-        (["--device_type=north:A100-80GB"], ["'north'", "east, west"]),
         (["--device_type=east:A100-80GB"], ["'east:A100-80GB'", "Known are"]),
         (["--device_type=T4", "--batch_shape=1x2", "--plot=step.jpg"], ["--plot='step.jpg'", ".png or .svg"]),
         (
