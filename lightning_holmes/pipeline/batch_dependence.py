@@ -27,6 +27,7 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, weighted_mean
 from lightning_holmes.pipeline.divisors import are_shares
+from lightning_holmes.pipeline.own_generators import preserved_generators
 from lightning_holmes.pipeline.replay import MERGES, merge_values, usual_merge
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.trial import Lengths, Outcome, Trial
@@ -88,7 +89,7 @@ def find_batch_dependence(
     found, moved = _Differences(), []
     if parts is not None:
         small, halves, weights = parts
-        with preserved_random_state(trial.device_of(small)):
+        with preserved_random_state(trial.device_of(small)), preserved_generators(module):
             if not callable(getattr(module, "split_batch", None)):
                 time = _read_as_time(trial.lengths(small), trial.lengths(halves[0]))
                 if time is not None:

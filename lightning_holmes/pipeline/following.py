@@ -9,7 +9,7 @@ trace.py makes a module's structure from what they find.
     sources.read_at[0]          # the bits of what layer 0 reads
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -117,13 +117,20 @@ class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place: the step's name, for messages.
         writes: called with each tensor before it is changed in place; may refuse that.
         tensor_ranks: the ranks of the tensor-parallel group, whose collectives are allowed.
+        generators: those of the module's own, from which it may draw.
     """
 
     def __init__(
-        self, sources: Sources, place: str, writes: Callable[[Tensor], None], tensor_ranks: list[int] | None
+        self,
+        sources: Sources,
+        place: str,
+        writes: Callable[[Tensor], None],
+        tensor_ranks: list[int] | None,
+        generators: Sequence[Any] = (),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sources, self._place, self._writes, self._tensor_ranks = sources, place, writes, tensor_ranks
+        self._generators = generators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,8 +143,9 @@ class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"{self._place} calls the collective {name}: the stages of a "
                 f"pipeline run different parts of a step, so it would hang; use pipeline_parallel_size=1"
             )
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            raise UnsupportedModuleError(describe_draw(self._place, "a torch.Generator", torch.Generator))
+        generator = kwargs.get("generator")
+        if generator is not None and not any(generator is own for own in self._generators):
+            raise UnsupportedModuleError(describe_draw(self._place, "a torch.Generator that the module does not hold"))
         inputs = tree.tensors_of((args, kwargs))
         taint = sources.of(inputs)
         keys = {sources.key(t) for t in inputs}

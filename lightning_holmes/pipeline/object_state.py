@@ -82,7 +82,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 def _can_be_sent(value: Any, depth: int) -> bool:
     """Whether an object can be sent as its class's name and its attributes."""
     kind = type(value)
-    if _is_of_library(kind) or isinstance(value, _NOT_LOOKED_INTO) or find_problem(kind) or depth > _MOST_DEEP:
+    if is_of_library(kind) or isinstance(value, _NOT_LOOKED_INTO) or find_problem(kind) or depth > _MOST_DEEP:
         return False
     inner = [*attributes_of(value).values()]
     if isinstance(value, dict):
@@ -95,12 +95,13 @@ def _can_be_sent(value: Any, depth: int) -> bool:
 def is_looked_into(value: Any) -> bool:
     """Whether ``value`` is an object whose attributes count as state of their own."""
     kind = type(value)
-    if isinstance(value, (*PLAIN, *_NOT_LOOKED_INTO, *CONTAINERS)) or _is_of_library(kind):
+    if isinstance(value, (*PLAIN, *_NOT_LOOKED_INTO, *CONTAINERS)) or is_of_library(kind):
         return False
     return hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
 
 
-def _is_of_library(kind: type) -> bool:
+def is_of_library(kind: type) -> bool:
+    """Whether a class is of torch, Lightning, another known library or the standard library."""
     package = kind.__module__.partition(".")[0]
     return package in _LIBRARIES or (package in sys.stdlib_module_names and package not in _OF_VALUES)
 

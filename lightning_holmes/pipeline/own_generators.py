@@ -1,15 +1,20 @@
 """Random generators that a module keeps for itself: ``self.rng = numpy.random.default_rng()``, ``random.Random()``.
 
-The default generators are seeded for each microbatch and layer (seeds.py). One of the module's own is not: the code before the
-layers runs once for each stage and microbatch, so that the input's draws would not be the loss's. Steps of several stages or
-microbatches that draw from one are refused, when they are traced and, where that batch did not reach the draw, later.
+The default generators are seeded for each microbatch and layer (seeds.py). One of the module's own is not: its draws go on from
+batch to batch, as in plain Lightning. The code before the layers runs once for each stage. So with one microbatch every stage
+begins with the states of the pipeline's first rank, and after the step every rank has those of the last stage, whose step has run
+to its end. This gives the draws of plain Lightning as long as the step draws before the first layer or after the last one.
+Draws in or between the layers, and in several microbatches, are refused.
 
-    generators = find_generators(module)
-    before = states_of(generators); step(); refuse_draws("training_step", generators, before)
+    draws = OwnDraws("Net.training_step", generators, states_of(generators))
+    with draws.around(is_backward=False): step(part)                # on each stage
+    set_states(generators, received)                                # draws.end of the last stage
 """
 
 import random
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,21 +24,26 @@ from torch import nn
 from lightning_holmes.comm.wire import attributes_of
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import FABRIC, TRAINER
-from lightning_holmes.pipeline.object_state import CONTAINERS, is_looked_into
+from lightning_holmes.pipeline.object_state import CONTAINERS, is_looked_into, is_of_library
+from lightning_holmes.pipeline.seeds import is_default
 from lightning_holmes.torch_private import MODULE_REGISTRIES
 
 _MOST_ENTRIES = 1000
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+States = dict[str, Any]
+"""The state of each generator by its path, as plain values that can be compared and sent."""
 
 
 def find_generators(module: nn.Module) -> dict[str, Any]:
-    """The generators below ``module`` by their path, those in containers and objects that it holds, too."""
+    """The generators below ``module`` by their path, those in containers and objects that it holds, too, and the global ones of
+    the files in which its classes are defined."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
     def look(value: Any, path: str) -> None:
         if isinstance(value, _KINDS):
-            found.setdefault(path, value)
+            if not is_default(value):
+                found.setdefault(path, value)
         elif id(value) not in seen and (type(value) in CONTAINERS or is_looked_into(value)):
             seen.add(id(value))
             if isinstance(value, Mapping):
@@ -48,48 +58,150 @@ def find_generators(module: nn.Module) -> dict[str, Any]:
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if key not in (*MODULE_REGISTRIES, TRAINER, FABRIC):
-                look(value, f"{name}.{key}" if name else key)
+                look(value, f"self.{name}.{key}" if name else f"self.{key}")
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__ if not is_of_library(kind)}
+    for file in sorted({kind.__module__ for kind in kinds}):
+        for key, value in list(vars(sys.modules.get(file, object)).items()):
+            if isinstance(value, _KINDS):
+                look(value, f"{file}.{key}")
     return found
 
 
-def states_of(generators: Mapping[str, Any]) -> dict[str, Any]:
-    """A comparable state of each generator."""
-    return {name: _state(generator) for name, generator in generators.items()}
+def states_of(generators: Mapping[str, Any]) -> States:
+    """The state of each generator."""
+    return {name: _state(name, generator) for name, generator in generators.items()}
 
 
-def refuse_draws(place: str, generators: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Refuse a step at ``place`` that has drawn from one of ``generators`` since their states were ``before``.
-
-    Raises:
-        UnsupportedModuleError: names the generator and what to do instead.
-    """
+def set_states(generators: Mapping[str, Any], states: States) -> None:
+    """Give each generator its state of ``states``."""
     for name, generator in generators.items():
-        if _state(generator) != before[name]:
-            raise UnsupportedModuleError(describe_draw(place, f"self.{name}", type(generator)))
+        if name in states and _state(name, generator) != states[name]:
+            _set_state(generator, states[name])
 
 
-def describe_draw(place: str, what: str, kind: type) -> str:
+@contextmanager
+def preserved_generators(module: nn.Module) -> Iterator[None]:
+    """Give the generators of ``module`` their states again on exit."""
+    generators = find_generators(module)
+    states = states_of(generators)
+    try:
+        yield
+    finally:
+        set_states(generators, states)
+
+
+class OwnDraws:
+    """What the steps of one batch draw from a module's own generators, on one rank.
+
+    Args:
+        place: the step, for messages.
+        start: the states with which each stage begins.
+        splits: the batch has several microbatches.
+
+    Attributes:
+        before_layers, end: the states when the latest forward came to the first layer, and when it ended.
+    """
+
+    def __init__(self, place: str, generators: Mapping[str, Any], start: States, *, splits: bool = False) -> None:
+        self._place, self._generators, self._splits = place, generators, splits
+        self.start = self.before_layers = self.end = start
+
+    @contextmanager
+    def around(self, *, is_backward: bool) -> Iterator[None]:
+        """Context for a stage's forward or backward.
+
+        Raises:
+            UnsupportedModuleError: the forward of one of several microbatches, or the backward (code that activation checkpointing
+                runs again), has drawn.
+        """
+        if is_backward:
+            before, where = states_of(self._generators), " in its backward"
+        else:
+            set_states(self._generators, self.start)
+            before, where = self.start, " in each of several microbatches"
+        yield
+        if is_backward or self._splits:
+            self._refuse_since(before, where)
+        if not is_backward:
+            self.end = states_of(self._generators)
+
+    def arrive(self, *, is_first: bool) -> None:
+        """Called where a step arrives at a layer, and where it leaves one that this rank has run.
+
+        Raises:
+            UnsupportedModuleError: the step has drawn in the layers or between them.
+        """
+        if is_first:
+            self.before_layers = states_of(self._generators)
+        else:
+            self._refuse_since(self.before_layers, " in its layers or between them")
+
+    def drawn(self) -> tuple[str, ...]:
+        """The generators from which the step has drawn."""
+        return tuple(n for n, generator in self._generators.items() if _state(n, generator) != self.start[n])
+
+    def compare(self, others: States) -> None:
+        """Check that another stage has drawn the same before the layers.
+
+        Raises:
+            UnsupportedModuleError: it has not.
+        """
+        for name, state in self.before_layers.items():
+            if others.get(name, state) != state:
+                where = " before its layers, and other numbers on each stage"
+                raise UnsupportedModuleError(describe_draw(self._place, name, where))
+
+    def _refuse_since(self, states: States, where: str) -> None:
+        for name, generator in self._generators.items():
+            if _state(name, generator) != states[name]:
+                raise UnsupportedModuleError(describe_draw(self._place, name, where))
+
+
+def describe_draw(place: str, what: str, where: str = "") -> str:
     """The message on why a step may not draw from a generator of its own, and what to do instead."""
-    default = (
-        "torch"
-        if issubclass(kind, torch.Generator)
-        else "random"
-        if issubclass(kind, random.Random)
-        else "numpy.random"
-    )
     return (
-        f"{place} draws from {what}, a generator of its own, which the stages of a pipeline, its chunks and microbatches would advance "
-        f"differently: draw from the default generator ({default}'s own functions), which is seeded for each microbatch, or use "
+        f"{place} draws from {what}, a generator of its own{where}, which the stages of a pipeline and microbatches would advance "
+        f"differently: draw before the first layer or after the last one, with num_microbatches=1 (eval_num_microbatches=1), or from the "
+        f"default generators (torch's, numpy.random's and random's own functions), which are seeded for each microbatch; or use "
         f"pipeline_parallel_size=1 and num_microbatches=1 with the default sharding"
     )
 
 
-def _state(generator: Any) -> Any:
+def _state(name: str, generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
+        return _without_arrays(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
-        kind, keys, *rest = generator.get_state()
-        return kind, np.asarray(keys).tobytes(), *rest
+        return _without_arrays(generator.get_state(legacy=False))
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.SystemRandom):
+        raise UnsupportedModuleError(
+            f"{name} is a random.SystemRandom, which has no state that all stages of a pipeline could share: use random.Random()"
+        )
     return generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _with_arrays(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_with_arrays(state))
+    elif isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    else:
+        generator.setstate(state)
+
+
+def _without_arrays(state: Any) -> Any:
+    """The dict of a NumPy generator's state with (dtype, bytes) in place of each array."""
+    if isinstance(state, np.ndarray):
+        return state.dtype.str, state.tobytes()
+    return {key: _without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+def _with_arrays(state: Any) -> Any:
+    """What :func:`_without_arrays` was given."""
+    if isinstance(state, tuple):
+        dtype, data = state
+        return np.frombuffer(data, dtype=dtype)
+    return {key: _with_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state

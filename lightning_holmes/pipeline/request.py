@@ -30,6 +30,7 @@ class StepRequest:
     ``p.grad``.
     ``is_last``: this rank's loader has no batch after this one.
     ``broadcasts``: the batch of the replica's first rank replaces those of the others; else they are compared.
+    ``fixes_options``: the step may not change the optimizer's options, with which parameters are updated before it has ended.
     ``merges``: by the name of a logged value, how the microbatches' values are put together (replay.MERGES); others by their ``reduce_fx``.
     """
 
@@ -42,6 +43,7 @@ class StepRequest:
     replica: int = 0
     is_last: bool = False
     broadcasts: bool = False
+    fixes_options: bool = False
     merges: Mapping[str, str] = field(default_factory=dict)
     divisors: Sequence[bool] = ()
     refuses: bool = False

@@ -37,7 +37,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import signature
 from lightning_holmes.pipeline.device_calls import DeviceCalls, device_calls
 from lightning_holmes.pipeline.divisors import Divisors
-from lightning_holmes.pipeline.preserved_trainer import change_settings
+from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings
 from lightning_holmes.pipeline.replay import LogRecorder
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.seeds import seed_all
@@ -120,6 +120,7 @@ class Batch:
         seeds: of the random numbers of each.
         scales: on the last stage, called at the first backward; returns the factor of each microbatch's loss.
         settings: what holds on the trainer before each microbatch (preserved_trainer.py); None: it is not set again.
+        fixed: the settings that a step may not change (StepRequest.fixes_options); None: it may.
         divisors: takes those of the losses; None: they are not looked at.
         after_forwards: called when this rank has run its last forward, while backwards go on.
 
@@ -137,13 +138,14 @@ class Batch:
         seeds: Sequence[int],
         scales: Callable[[], Sequence[float | Tensor]] | None,
         settings: list[dict[str, Any]] | None,
+        fixed: list[dict[str, Any]] | None = None,
         divisors: Divisors | None,
         after_forwards: Callable[[], None],
     ) -> None:
         self.runner, self.pipeline = runner, runner.pipeline
         self.request, self.schedule = request, schedule
         self.parts, self.seeds = parts, seeds
-        self.settings, self.divisors, self.after_forwards = settings, divisors, after_forwards
+        self.settings, self.fixed, self.divisors, self.after_forwards = settings, fixed, divisors, after_forwards
         self.outputs: list[Any] = [None] * len(parts)
         self.step = getattr(runner.module, request.step_name)
         self.observer = request.observer
@@ -241,8 +243,20 @@ class Batch:
                     )
                 raise
 
+    def _refuse_changed_options(self) -> None:
+        """Refuse a step that has changed options that are ``fixed``, before its backward."""
+        changed = None if self.fixed is None else changed_settings(trainer_of(self.runner.module), self.fixed)
+        found = [key for values in (changed or [{}])[1:] for key in values]
+        if found:
+            raise UnsupportedModuleError(
+                f"{self.request.step_name} of {type(self.runner.module).__name__} changes {found[0]} of the optimizer, while optimizer nodes "
+                f"update a layer with the options of the batch's beginning as soon as its last gradient has come: change options in "
+                f"on_train_batch_start or before, or override on_before_optimizer_step, after which nodes wait for the step"
+            )
+
     def _taken(self, output: Any, microbatch: int) -> Any:
         """The output of a step over a microbatch, without DTensors; its divisors are noted."""
+        self._refuse_changed_options()
         if self.divisors is not None and output is not None:
             self.divisors.note(microbatch, loss_of(output, self.request.step_name))
         if any(map(dtensor.is_dtensor, tree.tensors_of(output))):

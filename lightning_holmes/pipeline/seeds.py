@@ -18,6 +18,12 @@ _PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _PYTHON).seed  # the C function, since steps seed at every layer
 
 
+def is_default(generator: Any) -> bool:
+    """Whether a generator is one of those that are seeded here."""
+    defaults = (_PYTHON, np.random.mtrand._rand, torch.default_generator, *torch.cuda.default_generators)
+    return any(generator is each for each in defaults)
+
+
 def derive_seed(*parts: int) -> int:
     """One 63-bit seed from whole numbers, by SplitMix64's finaliser over each in turn."""
     state = 0x9E3779B97F4A7C15

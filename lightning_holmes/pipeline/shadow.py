@@ -51,8 +51,10 @@ def _copy(module: pl.LightningModule) -> pl.LightningModule:
             if tree.is_empty(value):
                 continue
             looked.add(id(value))
-            if isinstance(value, (Dataset, DataLoader, torch.Generator, DeviceMesh)):
+            if isinstance(value, (Dataset, DataLoader, DeviceMesh)):
                 memo[id(value)] = value
+            elif isinstance(value, torch.Generator):  # deepcopy cannot copy one
+                memo[id(value)] = value.clone_state()
             # deepcopy of a fake tensor copies memory that it does not have, and damages the heap (torch 2.13)
             memo |= {id(t): t for t in tree.tensors_of(value) if fake_mode_of(t) is not None}
     try:

@@ -30,6 +30,7 @@ from lightning_holmes.comm.absent import Absence, AbsentParameter, Placeholder, 
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.own_generators import OwnDraws
 from lightning_holmes.pipeline.seeds import derive_seed, seed_all
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.partition import Partition
@@ -134,6 +135,8 @@ class PipelineModule:
         self.device = device
         self.current: StageRun | None = None
         self.absence = Absence()
+        self.draws: OwnDraws | None = None
+        """Notices draws from generators of the module's own, in the step that runs now."""
         self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Source]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
         self._elsewhere: dict[str, Source] = {}
@@ -360,6 +363,8 @@ class PipelineModule:
         if run.backward:
             self._check_recomputed(run, index, stage_of_layer, indices)
         else:
+            if self.draws is not None:
+                self.draws.arrive(is_first=run.position == BEFORE)
             self._go_to(run, index)
         if stage_of_layer == run.stage:
             self._seed(run, 2 * index + 2)
@@ -387,6 +392,8 @@ class PipelineModule:
         """Called after a layer that was run in a step: returns the output with which the step goes on."""
         run = self.current
         assert run is not None
+        if self.draws is not None and not run.backward:
+            self.draws.arrive(is_first=False)
         self._seed(run, 2 * index + 3)
         is_end = index == self.partition.num_layers - 1  # only the last stage runs what follows
         self.absence.counts = is_end and not run.backward
@@ -526,8 +533,10 @@ class PipelineModule:
     def running(self, run: StageRun) -> Iterator[StageRun]:
         """Context in which the gates act for ``run``."""
         previous, self.current, self.absence.counts = self.current, run, False
+        draws = contextlib.nullcontext() if self.draws is None else self.draws.around(is_backward=run.backward)
         try:
-            yield run
+            with draws:
+                yield run
         finally:
             self.current = previous
 

@@ -12,16 +12,25 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.replay import LogCall, MetricValue
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.step_clock import UNOBSERVED
 from lightning_holmes.pipeline.steps import StepDriver
-from lightning_holmes.pipeline.trial import Lengths, Outcome, Trial
+from lightning_holmes.pipeline.trial import (
+    GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE_16,
+    Kept,
+    Lengths,
+    Outcome,
+    Trial,
+    gradients_of,
+)
 from lightning_holmes.pipeline.whole_steps import refusing_collectives
 
 
@@ -47,13 +56,14 @@ class StagedTrial(Trial):
         return {}
 
     def outcome(self, copy: pl.LightningModule, batches: Sequence[Any], seed: int) -> list[Outcome]:
-        """The outcome of steps over ``batches`` in turn, without gradients and what is kept on the module.
+        """The outcome of steps over ``batches`` in turn; gradients are those of the last stage, and only what it keeps on the module is compared.
 
         A step that fails after the layers has an infinite loss: only the last stage fails, and all have to go on.
         """
         twin = self._driver.pipeline.twin(copy)
         driver = self._driver.over(twin)
-        vars(copy)[self._request.step_name] = _without_failure(getattr(copy, self._request.step_name), twin)
+        vars(copy)[self._request.step_name] = self._looked_at(copy, twin)
+        low = not self._computes_in_fp32(copy)
         found = []
         trained = [(parameter, parameter.requires_grad) for parameter in copy.parameters()]
         for batch in batches:
@@ -63,27 +73,46 @@ class StagedTrial(Trial):
                 result = driver.run(request)
             for parameter, requires_grad in trained:  # the copy shares them
                 parameter.requires_grad_(requires_grad)
-            output = _FAILED if result.output is None else result.output
-            loss = loss_of(output, request.step_name).detach().double()
-            found.append(Outcome(loss=loss, output=output, logged=_values(result.calls)))
+            output, gradients, left = result.output
+            loss = loss_of(output, request.step_name).double()
+            found.append(
+                Outcome(
+                    loss=loss,
+                    output=output,
+                    gradients=gradients,
+                    gradient_tolerance=GRADIENT_TOLERANCE_16 if low else GRADIENT_TOLERANCE,
+                    logged=_values(result.calls),
+                    kept=left,
+                )
+            )
         return found
+
+    def _looked_at(self, copy: pl.LightningModule, twin: PipelineModule) -> Callable[..., Any]:
+        """The step of ``copy``, which returns its output, the gradients of the last stage, and what the steps so far have left on the module.
+        It has an infinite loss instead of failing after the last layer."""
+        step = getattr(copy, self._request.step_name)
+        kept = Kept(copy)
+
+        def run(*args: Any) -> Any:
+            current = twin.current
+            assert current is not None
+            try:
+                with torch.set_grad_enabled(current.stage == twin.num_stages - 1):
+                    output = step(*args)
+                    output = _FAILED if output is None else output
+                    current.backward = True  # activation checkpointing runs layers again
+                    loss = loss_of(output, self._request.step_name)
+                    gradients = gradients_of(twin.parameters_of(current.stage).values(), loss)
+            except Exception:
+                if not twin.is_past_layers:
+                    raise
+                return _FAILED, [], {}
+            return tree.map_tensors(Tensor.detach, output), gradients, kept.changed()
+
+        return run
 
 
 _FAILED = torch.tensor(torch.inf)
-
-
-def _without_failure(step: Callable[..., Any], twin: PipelineModule) -> Callable[..., Any]:
-    """``step``, which returns an infinite loss instead of failing after the last layer."""
-
-    def run(*args: Any) -> Any:
-        try:
-            return step(*args)
-        except Exception:
-            if not twin.is_past_layers:
-                raise
-            return _FAILED
-
-    return run
 
 
 def _values(calls: Sequence[LogCall]) -> Mapping[tuple[str, int], tuple[Any, Any]]:

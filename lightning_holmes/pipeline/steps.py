@@ -5,7 +5,7 @@ microbatches, and returns outputs and logs from the last stage. The caller reduc
 """
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +21,14 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.divisors import Divisors
-from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
+from lightning_holmes.pipeline.own_generators import OwnDraws, States, find_generators, set_states, states_of
 from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
 from lightning_holmes.pipeline.replay import MetricWindow, merge_calls
 from lightning_holmes.pipeline.request import StepRequest, StepResult
 from lightning_holmes.pipeline.runner import Batch, PipelineRunner, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute, refusing_loggers
+from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute, noticing_loggers, refusing_loggers
 from lightning_holmes.plan.schedule import make_schedule, rank_of_stage, spec_of
 
 TOPIC_BATCH = 3
@@ -80,7 +80,7 @@ class StepDriver:
         self.module = module = self.runner.module
         self.is_inside_part = False
         """Whether only a part of a step is running: that of one of several pipeline ranks, or of one of several microbatches."""
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_loggers = False
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
         self._generators = find_generators(module)
 
@@ -119,6 +119,9 @@ class StepDriver:
         """Run one batch; every rank of the pipeline must call, with the same request apart from the batch."""
         observer = request.observer
         start = observer.mark()
+        place = f"{type(self.module).__name__}.{request.step_name}"
+        if self._generators:
+            self._generators = find_generators(self.module)  # a hook may have put others in their place
         whole, unseen = self._agree_on(request)
         observer.add("wait", start)
         splits = request.num_microbatches > 1
@@ -128,8 +131,11 @@ class StepDriver:
         weights = self._weights(parts, sizes)
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         repeats = count > 1 or len(self.pipeline.stages) > 1  # this rank starts the step several times
-        trainer = trainer_of(self.module) if self._is_staged or repeats else None
+        trainer = trainer_of(self.module) if self._is_staged or repeats or request.fixes_options else None
         settings = None if trainer is None else settings_of(trainer)
+        draws = None
+        if self._generators and (count > 1 or self.pipeline.num_stages > 1):
+            draws = OwnDraws(place, self._generators, states_of(self._generators), splits=count > 1)
         divisors = Divisors(count) if request.trains and count > 1 and any(request.divisors) else None
         schedule = make_schedule(
             self.schedule,
@@ -146,16 +152,16 @@ class StepDriver:
             seeds=[derive_seed(request.seed, request.replica * count + index) for index in range(count)],
             scales=scales,
             settings=settings if repeats else None,
+            fixed=settings if request.fixes_options else None,
             divisors=divisors,
-            after_forwards=self._send_calls,
+            after_forwards=lambda: self._send_calls(draws),
         )
         structure = self.pipeline.structure
         window = MetricWindow(self.module, structure.step_metrics if structure is not None else (), count)
         self._expect_messages()
         self.is_inside_part = count > 1 or self.pipeline_parallel_size > 1
         guarded = self._metrics if count > 1 else {}
-        own = self._generators if count > 1 or self.pipeline.num_stages > 1 else {}
-        generators, place = states_of(own), f"{type(self.module).__name__}.{request.step_name}"
+        self.pipeline.draws = draws
 
         def refuse_compute(metric: str) -> None:
             raise UnsupportedModuleError(describe_compute(place, metric))
@@ -165,20 +171,18 @@ class StepDriver:
                 preserved_random_state(self.device),
                 window.around_batch(),
                 noticing_compute(guarded, refuse_compute),
-                # in a process that runs whole steps, or microbatches, loggers hear of all
-                refusing_loggers(self.module, place) if self._is_staged else nullcontext(),
+                self._watching_loggers(place, count),
             ):
                 self.runner.run(batch)
         finally:
-            self.is_inside_part = False
-        refuse_draws(place, own, generators)
+            self.is_inside_part, self.pipeline.draws = False, None
         start = observer.mark()
         for each in unseen:
             self._compare_values(*each)
         if divisors is not None and self.has_last_stage:
             self._compare_divisors(request, divisors, weights)
         changed = changed_settings(trainer, settings) if settings is not None and self._is_staged else None
-        result = self._share(batch, sizes, weights, window, changed)
+        result = self._share(batch, sizes, weights, window, changed, draws)
         observer.add("wait", start)
         return result
 
@@ -216,9 +220,10 @@ class StepDriver:
         if p2p.rank == 0:
             message = tree.map_all_tensors(Tensor.cpu, batch) if checksum is None else checksum.known
             for rank in range(1, p2p.size):
-                p2p.send_message(rank, TOPIC_BATCH, (message, request.is_last))
+                p2p.send_message(rank, TOPIC_BATCH, (message, request.is_last, states_of(self._generators)))
             return batch
-        message, is_last = p2p.receive_message(0, TOPIC_BATCH)
+        message, is_last, states = p2p.receive_message(0, TOPIC_BATCH)
+        set_states(self._generators, states)
         if is_last != request.is_last:
             ends, goes_on = (p2p.rank, 0) if request.is_last else (0, p2p.rank)
             raise UnevenDataError(
@@ -270,6 +275,22 @@ class StepDriver:
                 )
         return weights
 
+    def _watching_loggers(self, place: str, num_microbatches: int) -> AbstractContextManager[None]:
+        """Refuse loggers in a part of a step, and warn of them in one of several microbatches of a whole one."""
+
+        def warn(name: str) -> None:
+            if name not in ("save_dir", "log_dir", "root_dir", "name", "version") and not self._has_warned_of_loggers:
+                self._has_warned_of_loggers = True
+                warnings.warn(
+                    f"{place} uses self.logger directly (.{name}), and runs once for each microbatch: the logger hears of each, not of the "
+                    f"batch; use self.log, or num_microbatches=1",
+                    stacklevel=2,
+                )
+
+        if self._is_staged:
+            return refusing_loggers(self.module, place)
+        return noticing_loggers(self.module, warn) if num_microbatches > 1 else nullcontext()
+
     def _expect_messages(self) -> None:
         """Post the receives of the messages that :meth:`_share` reads, so that they have arrived when the step ends."""
         p2p = self.p2p
@@ -281,12 +302,12 @@ class StepDriver:
         else:
             p2p.expect_message(self.last_rank, TOPIC_RESULT)
 
-    def _send_calls(self) -> None:
-        """Send the log calls of this rank's stages to the last stage, early enough that it does not wait for them."""
+    def _send_calls(self, draws: OwnDraws | None) -> None:
+        """Send the log calls of this rank's stages, and what they have drawn, to the last stage, early enough that it does not wait."""
         if not self.has_last_stage:
             assert self.p2p is not None
             calls = [replace(c, value=tree.map_tensors(_detached_on_host, c.value)) for c in self.runner.recorder.calls]
-            self.p2p.send_message(self.last_rank, TOPIC_CALLS, calls)
+            self.p2p.send_message(self.last_rank, TOPIC_CALLS, (calls, {} if draws is None else draws.before_layers))
 
     def _compare_divisors(self, request: StepRequest, divisors: Divisors, weights: list[float]) -> None:
         """Refuse a batch whose loss is a mean over other numbers of elements than the microbatches' weights, before the optimizer's step."""
@@ -313,15 +334,18 @@ class StepDriver:
         weights: list[float],
         window: MetricWindow,
         changed: list[dict[str, Any]] | None,
+        draws: OwnDraws | None,
     ) -> StepResult:
-        """Collect what earlier stages logged on the last stage, and bring its results, and what it ``changed`` on the trainer, to all ranks."""
+        """Collect what earlier stages logged on the last stage, and bring its results, what it ``changed`` on the trainer, and the
+        generators' states, to all ranks."""
         request, p2p, calls = batch.request, self.p2p, list(self.runner.recorder.calls)
         alone = not self._is_staged
         if not self.has_last_stage:
             assert p2p is not None
             last = self.last_rank
-            template, specs, changed = p2p.receive_message(last, TOPIC_RESULT)
+            template, specs, changed, drawn = p2p.receive_message(last, TOPIC_RESULT)
             change_settings(trainer_of(self.module), changed)
+            set_states(self._generators, drawn)
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
             p2p.broadcast(last, leaves)
             output, calls = tree.unflatten(template, leaves)
@@ -329,7 +353,12 @@ class StepDriver:
         if not alone:
             assert p2p is not None
             for rank in self._other_ranks():
-                calls += p2p.receive_message(rank, TOPIC_CALLS)
+                more, drawn = p2p.receive_message(rank, TOPIC_CALLS)
+                calls += more
+                if draws is not None:
+                    draws.compare(drawn)
+        end: States = {} if draws is None else draws.end
+        set_states(self._generators, end)
         name = type(self.module).__name__
         losses = None
         if request.trains and weights != sizes:
@@ -353,7 +382,7 @@ class StepDriver:
             template = tree.map_tensors(pack, (output, merged))
             specs = [TensorSpec(tuple(leaf.shape), leaf.dtype, False) for leaf in leaves]
             for rank in self._other_ranks():
-                p2p.send_message(rank, TOPIC_RESULT, (template, specs, changed))
+                p2p.send_message(rank, TOPIC_RESULT, (template, specs, changed, end))
             p2p.broadcast(p2p.rank, leaves)
             p2p.finish()
         return StepResult(output=output, calls=merged)

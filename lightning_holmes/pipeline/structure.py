@@ -65,7 +65,8 @@ class ModuleStructure:
     buffer is written. ``early_changes``: buffers, attributes and metrics that the step changes outside of the layers
     and before their end. ``changed_parameters``: parameters that a layer changes in place in its forward.
     ``kept_values``: Python values that the step changes on the module, at any position. ``step_metrics``: metrics
-    that are logged on each step. ``computed_metrics``: metrics whose ``compute`` the step calls.
+    that are logged on each step. ``computed_metrics``: metrics whose ``compute`` the step calls. ``draws``: the generators of its
+    own from which the step draws.
     """
 
     layers: str
@@ -79,6 +80,7 @@ class ModuleStructure:
     changed_parameters: tuple[str, ...] = ()
     kept_values: tuple[str, ...] = ()
     computed_metrics: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -187,4 +189,5 @@ class ModuleStructure:
             changed_parameters=tuple(dict.fromkeys(self.changed_parameters + other.changed_parameters)),
             kept_values=tuple(dict.fromkeys(self.kept_values + other.kept_values)),
             computed_metrics=tuple(dict.fromkeys(self.computed_metrics + other.computed_metrics)),
+            draws=tuple(dict.fromkeys(self.draws + other.draws)),
         )

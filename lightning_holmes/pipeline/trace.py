@@ -45,7 +45,7 @@ from lightning_holmes.pipeline.attributes import (
 )
 from lightning_holmes.pipeline.following import FollowPython, FollowValues, Sources
 from lightning_holmes.pipeline.layers import LayerCalls, NotTheLayersError, along_layers
-from lightning_holmes.pipeline.own_generators import find_generators, refuse_draws, states_of
+from lightning_holmes.pipeline.own_generators import OwnDraws, find_generators, set_states, states_of
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
 from lightning_holmes.pipeline.whole_steps import noticing_compute, refusing_collectives, refusing_loggers
@@ -104,6 +104,9 @@ class Tracer:
         self.sharded_outputs: set[tuple[int, int]] = set()
         mesh = module.device_mesh
         has_axis = mesh is not None and dtensor.AXIS in (mesh.mesh_dim_names or ())
+        self.generators = find_generators(self.shadow)
+        self.draws = OwnDraws(self.place, self.generators, states_of(self.generators))
+        self.drawn: tuple[str, ...] = ()
         self.tensor_ranks = mesh[dtensor.AXIS].mesh.tolist() if mesh is not None and has_axis else None
 
     # the run
@@ -124,10 +127,8 @@ class Tracer:
             if self.step_name != "training_step":
                 self.shadow.eval()
             set_trainer(self.shadow, trainer_of(self.original))
-            generators = find_generators(self.shadow)
-            states = states_of(generators)
             output = self._pass(arguments, context)
-            refuse_draws(self.place, generators, states)
+            self.drawn = self.draws.drawn()
             changed = changes(before, snapshot(self.shadow))
             after = attribute_tensors(self.shadow)
             buffers = any(key in sources.written_at for key in buffer_keys.values())
@@ -138,6 +139,7 @@ class Tracer:
                 watch.finish()
                 self.uses = watch.uses
         finally:
+            set_states(self.generators, self.draws.start)  # torch's are those of the module itself
             for parameter, data, value in self.saved_parameters.values():
                 parameter.data = data
                 parameter.data.copy_(value)
@@ -157,7 +159,9 @@ class Tracer:
         eager = torch.compiler.set_stance("force_eager")
         alone, loggers = refusing_collectives(self.shadow, self.place), refusing_loggers(self.shadow, self.place)
         computing = noticing_compute(self.metrics, self.computed_metrics.append)
-        values = FollowValues(sources, self.place, self._before_write, self.tensor_ranks)
+        values = FollowValues(
+            sources, self.place, self._before_write, self.tensor_ranks, tuple(self.generators.values())
+        )
         python = FollowPython(sources, self.place, self._before_write)
         around = context() if context is not None else nullcontext()
         with grad, eager, alone, loggers, computing, values, python, around:
@@ -201,8 +205,10 @@ class Tracer:
         inputs = tree.tensors_of((args, kwargs))
         sources.position, sources.inside = index, True
         given = plain_parts((args, kwargs))
+        self.draws.arrive(is_first=index == 0)
         output = forward(*args, **kwargs)
         sources.inside = False
+        self.draws.arrive(is_first=False)
         if plain_parts((args, kwargs)) != given:
             raise UnsupportedModuleError(
                 f"layer {index} of {self.layers} changes Python values in an argument it is given: later stages "
@@ -397,6 +403,7 @@ class Tracer:
             early_changes=tuple(self._early_changes(buffer_keys)),
             changed_parameters=tuple(self.parameter_writes),
             computed_metrics=tuple(dict.fromkeys(self.computed_metrics)),
+            draws=self.drawn,
             kept_values=tuple(use.name for use in self.uses if use.grew_at and use.key != UPDATE_COUNT),
         )
 

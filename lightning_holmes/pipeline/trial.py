@@ -7,7 +7,7 @@ together.loss, together.gradients, together.logged, together.kept
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import Placeholder
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.attributes import changes, snapshot, value_at
+from lightning_holmes.pipeline.attributes import attribute_tensors, changes, snapshot, value_at
 from lightning_holmes.pipeline.divisors import divisors_of
 from lightning_holmes.pipeline.object_state import is_plain
 from lightning_holmes.pipeline.replay import log_arguments
@@ -30,7 +31,7 @@ from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.whole_steps import refusing_collectives
 from lightning_holmes.torch_private import is_batch_norm, is_dropout
 
-_GRADIENT_TOLERANCE, _GRADIENT_TOLERANCE_16 = 1e-3, 5e-2
+GRADIENT_TOLERANCE, GRADIENT_TOLERANCE_16 = 1e-3, 5e-2
 """Of the norm of gradients, in fp32 and in 16 bits, whose matrix products are rounded differently for other batch sizes."""
 _GRADIENT_ELEMENTS = 1 << 20
 Lengths = dict[str, tuple[int, int]]
@@ -48,7 +49,7 @@ class Outcome:
     loss: Tensor
     output: Any
     gradients: Sequence[Tensor] = ()
-    gradient_tolerance: float = _GRADIENT_TOLERANCE
+    gradient_tolerance: float = GRADIENT_TOLERANCE
     logged: Mapping[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
     divisors: Sequence[float] = ()
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Trial:
     def outcome(self, copy: pl.LightningModule, batches: Sequence[Any], seed: int) -> list[Outcome]:
         """The outcome of steps over ``batches`` in turn; what is kept on the copy is that after all of them."""
         found = []
-        before = snapshot(copy)
+        kept = Kept(copy)
         for batch in batches:
             logged: dict[tuple[str, int], tuple[Any, Any]] = {}
             vars(copy)["log"] = functools.partial(_note, logged)
@@ -88,8 +89,8 @@ class Trial:
                 output = self._run(copy, batch, seed)
                 loss = loss_of(output, self._step_name)
                 divisors = [float(value) for value in divisors_of(loss)]
-                gradients = _gradients(copy, loss)
-            tolerance = _GRADIENT_TOLERANCE if self._computes_in_fp32(copy) else _GRADIENT_TOLERANCE_16
+                gradients = gradients_of(copy.parameters(), loss)
+            tolerance = GRADIENT_TOLERANCE if self._computes_in_fp32(copy) else GRADIENT_TOLERANCE_16
             found.append(
                 Outcome(
                     loss=loss.detach().double(),
@@ -101,12 +102,7 @@ class Trial:
                 )
             )
         vars(copy)["log"] = lambda *_, **__: None
-        kept = {}
-        for owner, path in changes(before, snapshot(copy)):
-            value = value_at(copy, owner, path)
-            if is_plain(value) and not isinstance(copy.get_submodule(owner), Metric):
-                kept[".".join(filter(None, (owner, *path)))] = value
-        return [*found[:-1], replace(found[-1], kept=kept)]
+        return [*found[:-1], replace(found[-1], kept=kept.changed())]
 
     def _computes_in_fp32(self, copy: pl.LightningModule) -> bool:
         with self._context() if self._context is not None else nullcontext():
@@ -183,10 +179,40 @@ def _note(logged: dict[tuple[str, int], tuple[Any, Any]], name: str, value: Any,
         logged[name, nth] = torch.as_tensor(value).detach().double().reshape(()), reduce_fx
 
 
-def _gradients(copy: pl.LightningModule, loss: Tensor) -> list[Tensor]:
-    """The gradients of small parameters, so many that they take little memory; empty if there are none to be had."""
+class Kept:
+    """What steps leave on a module, since this was made."""
+
+    def __init__(self, copy: pl.LightningModule) -> None:
+        self._copy = copy
+        self._values = snapshot(copy)
+        self._tensors = {path: (tensor, tensor._version) for path, tensor in self._find_tensors().items()}
+
+    def changed(self) -> dict[str, Any]:
+        """The plain values and the tensors, but for buffers, the states of metrics and values of other stages, that have changed, by path."""
+        copy, kept = self._copy, {}
+        for owner, path in changes(self._values, snapshot(copy)):
+            value = value_at(copy, owner, path)
+            is_here = not any(isinstance(tensor, Placeholder) for tensor in tree.tensors_of(value))
+            if is_here and is_plain(value) and not isinstance(copy.get_submodule(owner), Metric):
+                kept[".".join(filter(None, (owner, *path)))] = value
+        tensors = {}
+        for path, tensor in self._find_tensors().items():
+            before, version = self._tensors.get(path, (None, 0))
+            attribute, _, number = path.rpartition(".")
+            if attribute not in kept and (before is not tensor or version != tensor._version):
+                tensors[attribute if number == "0" else path] = tensor.detach().clone()
+        return kept | tensors
+
+    def _find_tensors(self) -> dict[str, Tensor]:
+        metrics = tuple(f"{name}." for name, part in self._copy.named_modules() if isinstance(part, Metric))
+        found = attribute_tensors(self._copy).items()
+        return {p: t for p, t in found if type(t) is Tensor and not p.startswith(metrics) and not t.is_inference()}
+
+
+def gradients_of(parameters: Iterable[nn.Parameter], loss: Tensor) -> list[Tensor]:
+    """The gradients of small ones of ``parameters``, so many that they take little memory; empty if there are none to be had."""
     chosen, elements = [], 0
-    for parameter in sorted((p for p in copy.parameters() if p.requires_grad), key=lambda p: p.numel()):
+    for parameter in sorted((p for p in parameters if p.requires_grad), key=lambda p: p.numel()):
         elements += parameter.numel()
         if elements > _GRADIENT_ELEMENTS:
             break

@@ -11,7 +11,7 @@ Lightning.
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torchmetrics import Metric
@@ -85,10 +85,10 @@ def refusing_collectives(module: pl.LightningModule, step: str) -> Iterator[None
 
 
 class _LoggerProbe:
-    """Stands in for a logger while a part of a step runs, also to ``isinstance``, and refuses its use."""
+    """Stands in for a logger while a part of a step runs, also to ``isinstance``; ``notice`` is called before each use of an attribute."""
 
-    def __init__(self, logger: Any, step: str) -> None:
-        self._logger, self._step = logger, step
+    def __init__(self, logger: Any, notice: Callable[[str], None]) -> None:
+        self._logger, self._notice = logger, notice
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:
@@ -97,31 +97,41 @@ class _LoggerProbe:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in ("save_dir", "log_dir", "root_dir"):
-            raise UnsupportedModuleError(describe_logger_folder(self._step, name))
-        raise UnsupportedModuleError(
-            f"{self._step} uses self.logger directly (.{name}): loggers are on rank 0, which holds the first stage "
-            f"and never sees the loss; use self.log, or log from a hook at the end of a batch or an epoch"
-        )
+        self._notice(name)
+        return getattr(self._logger, name)
 
 
 @contextmanager
-def refusing_loggers(module: pl.LightningModule, step: str) -> Iterator[None]:
-    """Context in which the loggers of ``module``'s trainer refuse to be used: only ``self.log`` reaches them from a pipeline's stages.
-
-    Raises:
-        UnsupportedModuleError: names what is used, and what to do instead.
-    """
+def noticing_loggers(module: pl.LightningModule, notice: Callable[[str], None]) -> Iterator[None]:
+    """Context in which ``notice`` is called with the name of each attribute of a logger of ``module``'s trainer that is used directly."""
     trainer = trainer_of(module)
     if trainer is None:
         yield
         return
     loggers = trainer.loggers
-    trainer.loggers = [_LoggerProbe(logger, step) for logger in loggers]
+    trainer.loggers = [_LoggerProbe(logger, notice) for logger in loggers]
     try:
         yield
     finally:
         trainer.loggers = loggers
+
+
+def refusing_loggers(module: pl.LightningModule, step: str) -> AbstractContextManager[None]:
+    """Context in which the loggers of ``module``'s trainer refuse to be used: only ``self.log`` reaches them from a pipeline's stages.
+
+    Raises:
+        UnsupportedModuleError: names what is used, and what to do instead.
+    """
+
+    def refuse(name: str) -> None:
+        if name in ("save_dir", "log_dir", "root_dir"):
+            raise UnsupportedModuleError(describe_logger_folder(step, name))
+        raise UnsupportedModuleError(
+            f"{step} uses self.logger directly (.{name}): loggers are on rank 0, which holds the first stage "
+            f"and never sees the loss; use self.log, or log from a hook at the end of a batch or an epoch"
+        )
+
+    return noticing_loggers(module, refuse)
 
 
 def describe_compute(step: str, metric: str) -> str:

@@ -22,8 +22,10 @@ from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.optim.elementwise import Separability
+from lightning_holmes.optim.remote import RemoteReducer
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.own_generators import preserved_generators
 from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
@@ -41,6 +43,7 @@ from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.grad_norm import exchanging_norms
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
+from lightning_holmes.strategy.compat.prediction_writers import PredictionWriters
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import TrainedPart, make_stage_shards
 from lightning_holmes.strategy.loops import StepLoops
@@ -128,9 +131,13 @@ class Run:
 
     @contextmanager
     def _learning(self) -> Iterator[None]:
-        """Context for set-up work in mid-run: preserves the random state, and leaves inference mode, so that tensors made inside can be
-        trained later."""
-        with preserved_random_state(self.job.connection.device), torch.inference_mode(False):
+        """Context for set-up work in mid-run: preserves the state of all generators, and leaves inference mode, so that tensors made inside
+        can be trained later."""
+        with (
+            preserved_random_state(self.job.connection.device),
+            preserved_generators(self.module),
+            torch.inference_mode(False),
+        ):
             yield
 
     def _learn(self, sample: StepSample) -> None:
@@ -403,6 +410,9 @@ class Run:
                 )
             )
             undo.enter_context(exchanging_norms(self._tripwires.norms, self.pipeline.name_of))
+        if job.placement.world_size > job.placement.data_parallel_size:
+            pipeline_rank, _, tensor_rank = job.placement.coordinate(job.connection.rank)
+            undo.enter_context(PredictionWriters(trainer, writes=pipeline_rank == tensor_rank == 0))
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
         agreement.share_random_state(job.groups)
         self._state.watch()
@@ -526,6 +536,9 @@ class Run:
             divisors=() if self.known.dependence else self.known.divisors,
             refuses=self.options.asked.num_microbatches == "auto",
             context=functools.partial(step_context, self.trainer, step_name),
+            fixes_options=step_name == "training_step"
+            and isinstance(self.exchange, RemoteReducer)
+            and self.exchange.is_eager,
             may_skip=self.job.connection.world_size == 1,
             exchange=self.exchange,
         )

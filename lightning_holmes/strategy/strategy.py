@@ -9,6 +9,7 @@ whose plan, optimizer names and shards stay readable after they have ended.
 """
 
 import gc
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, replace
@@ -469,7 +470,16 @@ class HolmesStrategy(ReplicaCollectives):
         self._builder = None
         if self.lightning_module is not None and dtensor.has_dtensor_parameters(self.lightning_module):
             gc.collect()  # Lightning moves the module to the host, and torch moves no DTensor that a dead graph holds
-        super().teardown()
+        failure = sys.exception()
+        try:
+            super().teardown()
+        except RuntimeError:
+            if failure is None:
+                raise
+            # the failure's own traceback holds the graph, and so the parameters; it is what the user is to see
+            assert self.accelerator is not None
+            for part in (self.precision_plugin, self.accelerator, self.checkpoint_io):
+                part.teardown()
         connection = self._connection
         if connection is None:
             self._manager.finish(Membership())

@@ -17,6 +17,7 @@ from lightning_holmes.errors import ConfigurationError, HolmesError, Unsupported
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence
+from lightning_holmes.pipeline.own_generators import describe_draw
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.structure import ModuleStructure
@@ -74,6 +75,9 @@ def learn_steps(
 def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: Sequence[StepSample]) -> TraceResult:
     module, options, splitter = trainer.lightning_module, run.options.asked, run.splitter
     pipeline_parallel_size = run.job.placement.pipeline_parallel_size
+    num_microbatches = (
+        run.loaded_state.num_microbatches
+    )  # of the run that is resumed: also a single stage then splits batches
     alone = pipeline_parallel_size == 1
     if not (samples or alone):
         raise ConfigurationError(
@@ -113,8 +117,17 @@ def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: 
             if not may_run_whole:
                 raise
             known = replace(known, structure=None, reason=f"{type(error).__name__}: {error}")
-        splits = size != 1 and wanted not in ((1, "auto") if alone or not training else (1,))
+        is_whole = not training or (alone and (num_microbatches or 1) == 1)
+        splits = size != 1 and wanted not in ((1, "auto") if is_whole else (1,))
         splits &= not (failure and wanted == "auto")
+        if splits and found is not None and found.draws:
+            what = found.draws[0]
+            if wanted != "auto":
+                raise UnsupportedModuleError(
+                    f"{microbatches_argument(step_name)}={wanted}: {describe_draw(f'{type(module).__name__}.{step_name}', what)}"
+                )
+            splits, reason = False, f"the step draws from {what}, a generator of its own"
+            known = replace(known, dependence=known.dependence or reason)
         if splits and (found is None or not found.changed_parameters):
             company = None
             with (

@@ -47,6 +47,7 @@ from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.optimizer_states import hiding_states
+from lightning_holmes.strategy.compat.raw_collectives import noticing_raw_collectives
 from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
@@ -216,7 +217,7 @@ class Tripwires(Replacements):
         self._before = before
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
-        self._told: set[str] = set()
+        self._told: set[str | tuple[str, str]] = set()
 
     def __enter__(self) -> Self:
         module: Any = self._trainer.lightning_module
@@ -294,6 +295,8 @@ class Tripwires(Replacements):
             if hook.absent.splits_states:
                 stack.enter_context(hiding_states(self._trainer.strategy.optimizers, hook.name))
             stack.enter_context(_Watch(self._pipeline.names, self._on_read))
+            if hook.is_split:
+                stack.enter_context(noticing_raw_collectives(functools.partial(self._tell_raw, hook)))
             hook.arming = stack.pop_all()
 
     def _disarm(self, hook: _Hook) -> None:
@@ -377,6 +380,17 @@ class Tripwires(Replacements):
         pl.utilities.rank_zero_warn(
             f"{hook.name} reads the module's {what}: those of all stages, {size:.1f} MiB, are brought to every rank whenever it "
             f"does{cure}"
+        )
+
+    def _tell_raw(self, hook: _Hook, name: str) -> None:
+        if (hook.name, name) in self._told:
+            return
+        self._told.add((hook.name, name))
+        size = self._job.placement.pipeline_parallel_size
+        pl.utilities.rank_zero_warn(
+            f"{hook.name} calls torch.distributed.{name} over all ranks: each of the {size} stages of a replica takes part with the "
+            f"same values, so that a sum is {size} times that of DDP and each value is gathered {size} times; a mean is right. Over "
+            f"replicas: self.all_gather(value), or trainer.strategy.reduce(value, reduce_op='sum')"
         )
 
     def _settle(self, hook: _Hook) -> None:

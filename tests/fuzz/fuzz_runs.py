@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from launch import PATIENCE, forked_executable, free_port, keep_what_is_left, start_worker
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import Logger
@@ -159,6 +161,10 @@ def fit(run: Run) -> Record:
         found: dict[str, Any] = {"weights": module.state_dict()}
         if evaluation == "predict":
             found["predictions"] = trainer.predict(module, datamodule=data)
+            if (folder / "rows").exists():
+                if dist.is_initialized():
+                    dist.barrier()
+                found["written"] = sorted(map(float, (folder / "rows").read_text().split()))
         if checkpoint != "none":
             end = folder / f"end{bool(run.resume):d}"
             trainer.save_checkpoint(end)
@@ -276,16 +282,18 @@ class Job:
 
 
 class Pool:
-    """A job for each kind of run and number of processes, started when first needed."""
+    """A job for each kind of run and number of processes, started when first needed. Two threads may run two kinds at the same time."""
 
     def __init__(self) -> None:
         self.jobs: dict[tuple[bool, int], Job] = {}
+        self._starting = threading.Lock()
 
     def run(self, run: Run, world_size: int) -> list[Record]:
         """Run in a job of ``world_size`` processes; plain Lightning and this package do not share processes."""
         key = run.strategy is None, world_size
-        if key not in self.jobs:
-            self.jobs[key] = Job(world_size)
+        with self._starting:
+            if key not in self.jobs:
+                self.jobs[key] = Job(world_size)
         records = self.jobs[key].run(run)
         if any(record.error for record in records):
             self.jobs.pop(key).close()

@@ -8,6 +8,7 @@ An axis's first value is its default. A trait that steps, hooks or callbacks car
 
 import collections
 import copy
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
@@ -175,6 +178,13 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callabl
 }
 """How ``module.kept`` begins, what a step does with it after the layers, and its value for those who read it."""
 
+_GLOBAL = np.random.default_rng(0)
+
+
+def _seed_global() -> None:
+    _GLOBAL.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+
 RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
     "none": (float, lambda generator, x: 1.0),
     "numpy": (lambda: np.random.default_rng(0), lambda generator, x: float(generator.beta(2.0, 2.0))),
@@ -183,6 +193,7 @@ RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
         lambda: torch.Generator().manual_seed(0),
         lambda generator, x: 1 + torch.rand((), generator=generator, dtype=x.dtype),
     ),
+    "global": (_seed_global, lambda generator, x: 1 + _GLOBAL.random()),
     "counter": (Meter, lambda generator, x: generator.add(1.0)),
 }
 """What the module has of its own, and the factor of the hidden state that a step draws from it before the layers."""
@@ -225,6 +236,7 @@ LATER: dict[str, Callable[[Any, Tensor], Any]] = {
     "rate at start": lambda m, loss: None,  # see training_step
     "scaled": lambda m, loss: loss,
     "stops": lambda m, loss: setattr(m.trainer, "should_stop", True),
+    "draws": lambda m, loss: 0.1 * m.late_generator.random() * loss,
     "gathers": lambda m, loss: 0 * m.all_gather(loss.detach()).sum(),
 }
 """What a step does from step FROM_STEP on; what it returns is added to the loss."""
@@ -275,6 +287,32 @@ def _gradients(trainer: Any, module: Any) -> float:
     return _norm(p.grad for p in module.parameters())
 
 
+def _raw_sum(trainer: Any, module: Any) -> float:
+    value = torch.ones(3)
+    if dist.is_initialized():
+        dist.all_reduce(value)
+    return float(value.sum())
+
+
+class Writer(BasePredictionWriter):
+    """Appends a line for each row that it is given to the file ``rows``."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *_: Any) -> None:
+        self._write(trainer, prediction)
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
+        self._write(trainer, torch.cat([each.flatten(0, -2) for each in predictions]))
+
+    def _write(self, trainer: Any, rows: Tensor) -> None:
+        lines = "".join(f"{row.double().sum().item()!r}\n" for row in rows.flatten(0, -2))
+        os.makedirs(trainer.default_root_dir, exist_ok=True)
+        with open(f"{trainer.default_root_dir}/rows", "a") as file:
+            file.write(lines)
+
+
 HABITS: dict[str, Callable[[], Callback] | None] = {
     "none": None,
     "norm": _hook("on_train_batch_end", lambda t, m: _norm(m.parameters())),
@@ -308,6 +346,8 @@ HABITS: dict[str, Callable[[], Callback] | None] = {
         "on_train_batch_end", lambda t, m: float(sum(len(state) for state in t.optimizers[0].state.values()))
     ),
     "gather": _hook("on_train_batch_end", lambda t, m: float(m.all_gather(torch.ones(3)).sum())),
+    "raw sum": _hook("on_train_batch_end", _raw_sum),
+    "writer": Writer,
     "stop": _hook("on_train_batch_end", lambda t, m: setattr(t, "should_stop", t.global_step >= 5)),
     "averaging": lambda: EMAWeightAveraging(decay=0.8),
     "swa": lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1),
@@ -487,16 +527,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "resume": ("same", "one", "stages", "shards", "nodes"),
 }
 LAYOUT = tuple(AXES)[tuple(AXES).index("stages") :]
-DEPENDS_ON_BATCH = {
-    "loss": {"tokens", "pairs", "weighted", "sum"},
-    "state": {"last"},
-    "log": {"largest", "summed", "perplexity", "samples", "extreme"},
-    "second log": {"largest", "summed", "perplexity", "samples", "extreme"},
-}
-"""Values that the parts of a batch do not give: split batches are allowed with these only where a run asks for it (``splits``)."""
 
 
-def draw(seed: int, *, splits: bool = False) -> Case:
+def draw(seed: int) -> Case:
     """Return the case of a seed: three to nine traits of the module and its run, and a layout."""
     choose = random.Random(seed)
     case: Case = {}
@@ -508,10 +541,10 @@ def draw(seed: int, *, splits: bool = False) -> Case:
         case["stages"] = "2"
     if "state" in case and "read" not in case:
         case["read"] = choose.choice(AXES["read"])
-    return settle(case, splits=splits)
+    return settle(case)
 
 
-def settle(case: Case, *, splits: bool = False) -> Case:
+def settle(case: Case) -> Case:
     """Return a case of values that can go together, without the defaults; a layout that arguments alone refuse is not tried."""
     case = {axis: case.get(axis, values[0]) for axis, values in AXES.items()}
     if case["input"] == "vectors" and case["head"] == "tied":
@@ -526,7 +559,8 @@ def settle(case: Case, *, splits: bool = False) -> Case:
             "format": "folder",
             "resume": "same",
         }
-        case |= {"habit": "none", "second habit": "none", "override": "none"}  # these, and a penalty, would read parts
+        case |= {a: "none" for a in ("habit", "second habit") if case[a] != "writer"}
+        case |= {"override": "none"}  # these, and a penalty, would read parts
         case |= {"loss": "mean"} if case["loss"] == "penalty" else {}
         case |= {"optimizer": "sgd"} if case["optimizer"] in ("adafactor", "schedule-free") else {}
         case |= {"trainer": "default"} if case["trainer"] == "detects anomalies" else {}  # torch has none for DTensors
@@ -563,8 +597,8 @@ def settle(case: Case, *, splits: bool = False) -> Case:
         case["evaluation"] = "validation"
     if case["read"] == "save" and case["checkpoint"] == "none":
         case["checkpoint"] = "end"
-    if not splits and case["microbatches"] != "1" and any(case[axis] in few for axis, few in DEPENDS_ON_BATCH.items()):
-        case["microbatches"] = "1"
+    if "writer" in (case["habit"], case["second habit"]):
+        case["evaluation"] = "predict"
     return {axis: value for axis, value in case.items() if value != AXES[axis][0]}
 
 
@@ -655,6 +689,7 @@ class Fuzzed(pl.LightningModule):
         self.accuracy = MulticlassAccuracy(CLASSES, ignore_index=-100)
         self.val_accuracy = MulticlassAccuracy(CLASSES, ignore_index=-100)
         self.generator = RANDOM[self.traits["random"]][0]()
+        self.late_generator = random.Random(1) if self.traits["later"] == "draws" else None
         self.kept = STATES[self.traits["state"]][0]()
         self.seen: list[tuple[str, float]] = []
         self.val_losses: list[Tensor] = []

@@ -231,11 +231,14 @@ class Leaves(Classifier):
         super().__init__()
         self.what, self.losses, self.seen, self.when = what, [torch.zeros(())], 0, 0.0
         self.sums = {"x": torch.zeros(4)}
+        self.latest = torch.zeros(())
 
     def training_step(self, batch: Any) -> Tensor:
         loss = super().training_step(batch)
         if self.what == "last":
             self.last = loss.detach()
+        elif self.what == "latest":
+            self.latest = loss.detach()
         elif self.what == "losses":
             self.losses.append(loss.detach())
         elif self.what == "seen":
@@ -246,7 +249,9 @@ class Leaves(Classifier):
         return loss
 
 
-@pytest.mark.parametrize(("what", "named"), [("last", True), ("losses", True), ("seen", False), ("time", False)])
+@pytest.mark.parametrize(
+    ("what", "named"), [("last", True), ("latest", True), ("losses", True), ("seen", False), ("time", False)]
+)
 def test_what_a_step_leaves_on_the_module_is_compared(what: str, named: bool) -> None:
     module = Leaves(what)
     found = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter()).dependence

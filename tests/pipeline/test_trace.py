@@ -96,28 +96,32 @@ def test_values_in_objects_are_followed_one_by_one() -> None:
     [lambda: np.random.default_rng(0), lambda: np.random.RandomState(0), lambda: random.Random(0)],
     ids=["Generator", "RandomState", "Random"],
 )
-def test_a_step_that_draws_from_a_generator_of_its_own_is_refused(make: Callable[[], Any]) -> None:
+def test_draws_from_a_generator_of_its_own_are_allowed_outside_of_the_layers(make: Callable[[], Any]) -> None:
     class Drawing(Net):
-        draws = True
+        where = "before"
 
         def __init__(self) -> None:
             super().__init__()
             self.noise = {"of": [make()]}
 
+        def draw(self, where: str) -> float:
+            return float(self.noise["of"][0].uniform(0.0, 1.0)) if where == self.where else 0.5
+
         def path(self, x: Tensor) -> Tensor:
-            rng = self.noise["of"][0]
-            draw = rng.uniform(0.0, 1.0) if self.draws else 0.5
-            return super().path(x * draw)
+            return super().path(x * self.draw("before")) * self.draw("after")
 
     module = Drawing()
     state = states_of(find_generators(module))
-    with pytest.raises(
-        UnsupportedModuleError, match=r"Drawing.training_step draws from self.noise.of.0, a generator of its own"
-    ):
+    for module.where in ("before", "after"):
+        assert traced(module).draws == ("self.noise.of.0",)
+    module.where = ""
+    assert traced(module).draws == ()
+    module.layers[1].register_forward_hook(lambda *_: module.draw("in"))
+    module.where = "in"
+    message = r"Drawing.training_step draws from self.noise.of.0, a generator of its own in its layers or between them"
+    with pytest.raises(UnsupportedModuleError, match=message):
         traced(module)
     assert states_of(find_generators(module)) == state != {}
-    module.draws = False
-    assert traced(module).bypasses == ()
 
 
 def test_the_module_itself_is_left_as_it_was() -> None:

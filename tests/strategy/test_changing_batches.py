@@ -24,6 +24,8 @@ ENDS = {  # by case: how many batches run, and why the split ends
     "a norm that is in eval mode in the first epoch": (8, "step 4 .* batch normalisation"),
     "a norm that a hook sets to train mode": (8, "step 2 .* batch normalisation"),
     "a log from the second epoch on": (8, "step 4 .* logs as perplexity"),
+    "a gradient that ramps up": (8, "step 4 .* the gradients depend"),
+    "an attribute from the second epoch on": (8, "step 4 .* leaves self.latest"),
     "a part that fails": (4, "step 1 .* the loss depends"),
 }
 
@@ -49,8 +51,13 @@ class Changing(pl.LightningModule):
         x, y = batch
         hidden = self.norm(self.layers(self.embed(x)))
         loss = F.cross_entropy(self.head(hidden), y, ignore_index=IGNORED)
-        if "ramps" in self.case:
+        if "a term" in self.case:
             loss = loss + 0.1 * self.current_epoch * hidden.mean(0).square().sum()
+        if "gradient" in self.case:
+            pull = 0.1 * self.current_epoch * self.head(hidden).mean(0).square().sum()
+            loss = loss + pull - pull.detach()
+        if "attribute" in self.case and self.current_epoch:
+            self.latest = loss.item()
         if "log" in self.case and self.current_epoch:
             self.log("perplexity", loss.exp())
         if "fails" in self.case and batch_idx and len(x) < 4:
@@ -60,6 +67,8 @@ class Changing(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append(float(self.trainer.callback_metrics["loss"]))
+        if hasattr(self, "latest"):
+            self.seen.append(self.latest)
         if "perplexity" in self.trainer.callback_metrics:
             self.seen.append(float(self.trainer.callback_metrics["perplexity"]))
 

@@ -633,7 +633,7 @@ class LayerDropLoop(Wild):
         return x.pow(2).mean()
 
 
-@case("a torch.Generator of its own", random=True, refused="a torch.Generator, a generator of its own")
+@case("a torch.Generator of its own", refused="self.generator, a generator of its own")
 class OwnGenerator(Wild):
     def __init__(self) -> None:
         super().__init__()
@@ -645,6 +645,11 @@ class OwnGenerator(Wild):
         for block in self.blocks:
             x = block(x)
         return x.pow(2).mean()
+
+
+@case("the same with one microbatch", options={"num_microbatches": 1})
+class OwnGeneratorWhole(OwnGenerator):
+    pass
 
 
 # ---------------------------------------------------------------- several passes, several losses

@@ -1,0 +1,59 @@
+"""Lets one rank of each replica write predictions: all ranks of a replica have the same rows, and each would write them.
+
+with PredictionWriters(trainer, writes=is_first_of_its_replica):
+    ...                     # write_on_batch_end and write_on_epoch_end are called on that rank only
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, Self
+
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
+from lightning_holmes.strategy.compat.raw_collectives import ALL, noticing_raw_collectives
+from lightning_holmes.strategy.compat.replacements import Replacements
+
+_WRITES = ("write_on_batch_end", "write_on_epoch_end")
+_COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
+
+
+class PredictionWriters(Replacements):
+    """Inside, ``BasePredictionWriter`` callbacks write on one rank of each replica. A replica has several ranks.
+
+    Args:
+        writes: whether this rank is the one of its replica that writes.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", *, writes: bool) -> None:
+        super().__init__()
+        self._trainer, self._writes = trainer, writes
+
+    def __enter__(self) -> Self:
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, pl.callbacks.BasePredictionWriter):
+                write = self._write_alone if self._writes else _do_nothing
+                self.replace(callback, **{name: write(callback, name) for name in _WRITES})
+        return self
+
+    def _write_alone(self, callback: Any, name: str) -> Callable[..., None]:
+        own = getattr(callback, name)
+
+        def refuse(collective: str, *_: Any, **__: Any) -> NoReturn:
+            raise UnsupportedModuleError(
+                f"{type(callback).__name__}.{name} calls {collective}, but it is called on one rank of each replica only, since all "
+                f"ranks of a replica have the same predictions: call it in on_predict_epoch_end or on_predict_end"
+            )
+
+        @functools.wraps(own)
+        def write(*args: Any, **kwargs: Any) -> None:
+            strategy: Any = self._trainer.strategy
+            with Replacements() as refusing, noticing_raw_collectives(refuse, ALL):
+                refusing.replace(strategy, **{each: functools.partial(refuse, each) for each in _COLLECTIVES})
+                own(*args, **kwargs)
+
+        return write
+
+
+def _do_nothing(callback: Any, name: str) -> Callable[..., None]:
+    return lambda *args, **kwargs: None

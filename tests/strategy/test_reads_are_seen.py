@@ -1,0 +1,77 @@
+"""Every way to read a parameter's value in a hook is seen, so that what a rank lacks is brought or refused, never read as NaN.
+
+Baseline: none; each operation is asked whether it told of the parameter.
+"""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_holmes.strategy.tripwires import _Watch
+
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": lambda p, s: p == 1,
+    "!=": lambda p, s: p != 0,
+    "<": lambda p, s: p < 1,
+    "in": lambda p, s: 1.0 in p,
+    "number -": lambda p, s: 1 - p,
+    "tensor -": lambda p, s: torch.ones(3, 3) - p,
+    "sum": lambda p, s: sum([p]),
+    "@": lambda p, s: p @ p,
+    "**": lambda p, s: p**2,
+    "-": lambda p, s: -p,
+    "abs": lambda p, s: abs(p),
+    "max": lambda p, s: max(s, s),
+    "index": lambda p, s: p[0],
+    "iterate": lambda p, s: list(p),
+    "item": lambda p, s: s.item(),
+    "float": lambda p, s: float(s),
+    "int": lambda p, s: int(s),
+    "bool": lambda p, s: bool(s),
+    "range": lambda p, s: range(s.long()),
+    "repr": lambda p, s: repr(p),
+    "tolist": lambda p, s: p.tolist(),
+    "numpy": lambda p, s: p.detach().numpy(),
+    "asarray": lambda p, s: np.asarray(p.data),
+    "data": lambda p, s: p.data,
+    "clone": lambda p, s: p.clone(),
+    "to": lambda p, s: p.to(torch.float64),
+    "view": lambda p, s: p.view(-1),
+    "norm": lambda p, s: p.norm(),
+    "equal": lambda p, s: torch.equal(p, p),
+    "allclose": lambda p, s: torch.allclose(p, p),
+    "isnan": lambda p, s: torch.isnan(p).any(),
+    "stack": lambda p, s: torch.stack([p]),
+    "cat": lambda p, s: torch.cat((p,)),
+    "foreach": lambda p, s: torch._foreach_norm([p]),
+    "vector": lambda p, s: nn.utils.parameters_to_vector([p]),
+    "keyword": lambda p, s: torch.add(torch.ones(3, 3), other=p),
+    "weight": lambda p, s: nn.functional.linear(torch.ones(1, 3), weight=p),
+    "copy_": lambda p, s: torch.zeros(3, 3).copy_(p),
+    "assign": lambda p, s: torch.zeros(3, 3).__setitem__(slice(None), p),
+    "tensor": lambda p, s: torch.tensor(p),
+    "as_tensor": lambda p, s: torch.as_tensor(p),
+    "deepcopy": lambda p, s: copy.deepcopy(p),
+    "save": lambda p, s: torch.save(p, io.BytesIO()),
+    "pickle": lambda p, s: pickle.dumps(p),
+    "state_dict": lambda p, s: nn.ParameterList([p]).state_dict(),
+    "storage": lambda p, s: bytes(p.untyped_storage()),
+    "dlpack": lambda p, s: torch.from_dlpack(p.detach()),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_read_is_seen(name: str) -> None:
+    parameter, scalar = nn.Parameter(torch.rand(3, 3)), nn.Parameter(torch.tensor(2.0))
+    told = []
+    with _Watch({id(parameter): "p", id(scalar): "s"}, lambda kind, names: told.append(kind)):
+        READS[name](parameter, scalar)
+    assert "value" in told
