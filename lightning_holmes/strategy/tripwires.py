@@ -295,7 +295,7 @@ class Tripwires(Replacements):
             if hook.absent.splits_states:
                 stack.enter_context(hiding_states(self._trainer.strategy.optimizers, hook.name))
             stack.enter_context(_Watch(self._pipeline.names, self._on_read))
-            if hook.is_split:
+            if self._job.placement.pipeline_parallel_size > 1:
                 stack.enter_context(noticing_raw_collectives(functools.partial(self._tell_raw, hook)))
             hook.arming = stack.pop_all()
 
