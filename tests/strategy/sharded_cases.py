@@ -125,3 +125,25 @@ def run_masters(payload: Any) -> dict[str, Any]:
     weights, ran = run_fit(holmes, Noting, precision="bf16-true")
     states = dict(ran.strategy._fit.shards.each_state())
     return {"weights": weights, "losses": losses, "masters": {n: state["master_weight"] for n, state in states.items()}}
+
+
+def run_written_masters(payload: Any) -> list[float]:
+    """Train bf16 weights with masters, all of which a hook before the third step writes to; return by parameter how far that step moves them
+    from what was written."""
+    moved: list[float] = []
+
+    class Writing(AdamW):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.parameters() if self.global_step == 2 else ():
+                parameter.data.fill_(0.5)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 3 and not moved:
+                moved.extend(float((parameter - 0.5).abs().max()) for parameter in self.parameters())
+
+    holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True)
+    run_fit(holmes, Writing, precision="bf16-true")
+    return moved

@@ -94,3 +94,9 @@ def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights(
         for name, value in result["masters"].items():
             assert not torch.equal(value, value.bfloat16().float()), "rounded"
             torch.testing.assert_close(value, masters[name].detach(), rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_masters_take_over_what_a_hook_before_the_step_writes(replicas: int) -> None:
+    for moved in launch(replicas, "sharded_cases:run_written_masters", timeout_s=100):
+        assert moved and all(0.0 <= distance < 0.1 for distance in moved), "the weights before were random"
