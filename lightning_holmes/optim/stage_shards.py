@@ -117,7 +117,7 @@ class StageShards(ShardMemory):
         if self.units and by_elements == self.by_elements:
             return self._pieces
         if self.units:
-            bring = functools.partial(self._bring_into, self.parameters, list(self.units))
+            bring = functools.partial(self.bring_into, self.parameters, units=list(self.units))
         self.by_elements = by_elements
         self._pieces, self.units, self._places, self._of_stage, self._holders = [], [], {}, {}, {}
         for stage, ranks, names in self.grouped():
@@ -189,15 +189,16 @@ class StageShards(ShardMemory):
         if is_new:
             self._keep(unit)
 
-    def bring_into(self, parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> None:
-        """Give these parameters (possibly of another copy of the module) their whole values. All replicas must call."""
-        self._bring_into(parameters, self.units, names)
-
-    def _bring_into(
-        self, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], names: Collection[str]
+    def bring_into(
+        self, parameters: Mapping[str, nn.Parameter], names: Collection[str], *, units: Sequence[Unit] | None = None
     ) -> None:
+        """Give these parameters (possibly of another copy of the module) their whole values. All replicas must call.
+
+        Args:
+            units: those to bring; None: the present ones.
+        """
         wanted = set(names)
-        for unit in units:
+        for unit in self.units if units is None else units:
             if not wanted.isdisjoint(unit.names):
                 for name, view in self._whole(unit).items():
                     if name in wanted:
@@ -370,10 +371,8 @@ class StageShards(ShardMemory):
     def hold(self, names: Collection[str]) -> list[Unit]:
         """Make the units that contain ``names`` whole, in newly allocated memory, so that views of it stay valid, and return them.
         All replicas must call."""
-        wanted = set(names)
-        units = [unit for unit in self.units if not wanted.isdisjoint(unit.names)]
-        for unit in units:
-            self.bring_into(self.parameters, unit.names)
+        units = [unit for unit in self.units if not set(names).isdisjoint(unit.names)]
+        self.bring_into(self.parameters, [name for unit in units for name in unit.names])
         return units
 
     def let_go(self, units: Iterable[Unit]) -> None:
