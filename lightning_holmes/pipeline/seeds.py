@@ -20,7 +20,7 @@ _seed_python = super(random.Random, _PYTHON).seed  # the C function, since steps
 
 def is_default(generator: Any) -> bool:
     """Whether a generator is one of those that are seeded here."""
-    defaults = (_PYTHON, np.random.mtrand._rand, torch.default_generator, *torch.cuda.default_generators)
+    defaults = (_PYTHON, np.random.seed.__self__, torch.default_generator, *torch.cuda.default_generators)
     return any(generator is each for each in defaults)
 
 

@@ -29,7 +29,7 @@ from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.seeds import seed_all
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.whole_steps import refusing_collectives
-from lightning_holmes.torch_private import is_batch_norm, is_dropout
+from lightning_holmes.torch_private import is_batch_norm, is_dropout, tensor_version
 
 GRADIENT_TOLERANCE, GRADIENT_TOLERANCE_16 = 1e-3, 5e-2
 """Of the norm of gradients, in fp32 and in 16 bits, whose matrix products are rounded differently for other batch sizes."""
@@ -185,7 +185,7 @@ class Kept:
     def __init__(self, copy: pl.LightningModule) -> None:
         self._copy = copy
         self._values = snapshot(copy)
-        self._tensors = {path: (tensor, tensor._version) for path, tensor in self._find_tensors().items()}
+        self._tensors = {path: (tensor, tensor_version(tensor)) for path, tensor in self._find_tensors().items()}
 
     def changed(self) -> dict[str, Any]:
         """The plain values and the tensors, but for buffers, the states of metrics and values of other stages, that have changed, by path."""
@@ -199,7 +199,7 @@ class Kept:
         for path, tensor in self._find_tensors().items():
             before, version = self._tensors.get(path, (None, 0))
             attribute, _, number = path.rpartition(".")
-            if attribute not in kept and (before is not tensor or version != tensor._version):
+            if attribute not in kept and (before is not tensor or version != tensor_version(tensor)):
                 tensors[attribute if number == "0" else path] = tensor.detach().clone()
         return kept | tensors
 

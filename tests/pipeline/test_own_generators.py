@@ -59,7 +59,7 @@ def test_generators_of_a_module_and_of_its_file_are_found_and_put_back() -> None
             super().__init__()
             self.inner = nn.Linear(1, 1)
             self.inner.noise = {"of": [random.Random(1)]}
-            self.default = np.random.mtrand._rand  # seeded for each microbatch, not one of its own
+            self.default = np.random.normal.__self__  # seeded for each microbatch, not one of its own
 
     module = Holding()
     found = find_generators(module)
