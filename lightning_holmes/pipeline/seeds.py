@@ -15,12 +15,14 @@ import torch
 _MASK = (1 << 64) - 1
 _PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of ``random``."""
+_NUMPY: Any = np.random.normal.__self__  # type: ignore[attr-defined]
+"""That behind the functions of ``numpy.random``."""
 _seed_python = super(random.Random, _PYTHON).seed  # the C function, since steps seed at every layer
 
 
 def is_default(generator: Any) -> bool:
     """Whether a generator is one of those that are seeded here."""
-    defaults = (_PYTHON, np.random.seed.__self__, torch.default_generator, *torch.cuda.default_generators)
+    defaults = (_PYTHON, _NUMPY, torch.default_generator, *torch.cuda.default_generators)
     return any(generator is each for each in defaults)
 
 
