@@ -33,8 +33,6 @@ def part(value: Any, start: int, stop: int) -> Any:
         return tuple(part(v, start, stop) for v in value)
     if isinstance(value, list):
         return value[start:stop]
-    if dataclasses.is_dataclass(value):
-        return dataclasses.replace(value, **{k: part(v, start, stop) for k, v in vars(value).items()})
     return value
 
 
@@ -53,10 +51,6 @@ def plain_loop(module: Any, batch: Any, count: int) -> tuple[float, dict[str, Te
     module = copy.deepcopy(module)
     module.log = module.log_dict = lambda *args, **kwargs: None
     module.train()
-    if module._trainer is None and "trainer" in type(module).training_step.__code__.co_names:
-        import lightning.pytorch as pl
-
-        module.trainer = pl.Trainer(barebones=True)
     total = 0.0
     for microbatch, size in microbatches(module, copy.deepcopy(batch), count):
         output = module.training_step(microbatch, 0)
@@ -188,12 +182,6 @@ def test_layers_that_the_user_compiled_are_compiled_once_and_without_the_gates(f
         "all four layers share a graph; microbatches of another size add one for any"
     )
     assert all("relu" in [str(node.target) for node in graph.graph.nodes] for graph in many)
-
-
-def test_at_least_twenty_eight_modules_of_both_verdicts() -> None:
-    assert len(CASES) >= 28
-    assert len({c.name for c in CASES}) == len(CASES)
-    assert {c.verdict for c in CASES} == {"exact", "refused"}
 
 
 def test_table_in_the_documentation() -> None:

@@ -88,6 +88,22 @@ def mlp(width: int = WIDTH, depth: int = 4) -> nn.ModuleList:
     return nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth))
 
 
+class WithLayers(Wild):
+    """Has a list of layers, which the step runs one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+
+class WithNet(Wild):
+    """Has a Sequential, which the step calls whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
@@ -310,21 +326,6 @@ class Seq2Seq(Wild):
         return F.cross_entropy(self.head(h).flatten(0, 1), batch[:, 1:].flatten())
 
 
-@case("an LSTM stack in a ModuleList; each returns (output, (h, c)) and only the last state is used", batch=tokens)
-class LSTMStack(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.lstms = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
-        self.head = nn.Linear(WIDTH, TOKENS)
-
-    def training_step(self, batch, batch_idx):
-        x = self.embed(batch)
-        for lstm in self.lstms:
-            x, (h, c) = lstm(x)
-        return F.cross_entropy(self.head(h[-1] + c[-1]), batch[:, -1])
-
-
 @case("an LSTM whose state starts from the state of the layer below", batch=tokens)
 class LSTMPassingState(Wild):
     def __init__(self) -> None:
@@ -408,38 +409,6 @@ class TiedAcrossLayers(Wild):
         return F.cross_entropy(x.flatten(0, 1) @ self.embed.weight.T, batch.flatten())
 
 
-@case("ELMo: a learnt mix of all layers' outputs", batch=tokens, refused="output 0 of layer 0")
-class ScalarMix(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.mix = nn.Parameter(torch.zeros(4))
-
-    def training_step(self, batch, batch_idx):
-        x, hidden = self.embed(batch), []
-        for block in self.blocks:
-            x = block(x)
-            hidden.append(x)
-        mixed = sum(w * h for w, h in zip(self.mix.softmax(0), hidden, strict=True))
-        return mixed.pow(2).mean()
-
-
-@case("a loss at every layer", refused="read after the last layer")
-class DeepSupervision(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = mlp()
-        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(4))
-
-    def training_step(self, batch, batch_idx):
-        x, loss = batch[0], 0.0
-        for block, head in zip(self.blocks, self.heads, strict=True):
-            x = block(x)
-            loss = loss + F.cross_entropy(head(x), batch[1])
-        return loss
-
-
 @case("U-Net skips between down and up path in one list", refused="output 0 of layer 0, read in layer")
 class UNetSkips(Wild):
     def __init__(self) -> None:
@@ -515,42 +484,6 @@ class Diffusion(Wild):
         for block in self.blocks:
             h = block(h, cond)
         return F.mse_loss(h, noise)
-
-
-@case("dropout everywhere, and random noise between the layers", random=True)
-class Dropouts(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)) for _ in range(4))
-        self.drop = nn.Dropout(0.2)
-
-    def training_step(self, batch, batch_idx):
-        x = self.drop(batch[0])
-        for block in self.blocks:
-            x = self.drop(block(x)) + 0.1 * torch.randn_like(x)
-        return x.pow(2).mean()
-
-
-@case("stochastic depth inside the layers, by torch.rand", random=True)
-class StochasticDepth(Wild):
-    class Drop(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            keep = torch.rand(x.shape[0], 1) > 0.4
-            return x + keep * self.linear(x).tanh()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Drop() for _ in range(5))
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean()
 
 
 @case("LayerDrop inside the layers, by Python's random and NumPy's", random=True, options={"num_microbatches": 7})
@@ -652,9 +585,6 @@ class OwnGeneratorWhole(OwnGenerator):
     pass
 
 
-# ---------------------------------------------------------------- several passes, several losses
-
-
 @case("SimCLR: both views go through the encoder in turn", refused="twice")
 class TwoViews(Wild):
     def __init__(self) -> None:
@@ -664,6 +594,9 @@ class TwoViews(Wild):
     def training_step(self, batch, batch_idx):
         a, b = self.encoder(batch[0]), self.encoder(batch[0] + 0.1)
         return -F.cosine_similarity(a, b).mean()
+
+
+# ---------------------------------------------------------------- several passes, several losses
 
 
 @case("Siamese: both sides joined into one batch inside of the step")
@@ -781,29 +714,10 @@ class LayerStatistics(Wild):
 
 
 @case("the loss penalises all parameters of the module")
-class PenaltyOnAllWeights(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
+class PenaltyOnAllWeights(WithNet):
     def training_step(self, batch, batch_idx):
         penalty = sum(p.pow(2).sum() for p in self.parameters())
         return F.mse_loss(self.net(batch[0]), batch[0]) + 1e-2 * penalty
-
-
-@case("the loss penalises the embedding; the penalty is computed before the layers", batch=tokens)
-class PenaltyOnEmbedding(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(TOKENS, WIDTH), mlp()
-
-    def training_step(self, batch, batch_idx):
-        penalty = self.embed.weight.norm(dim=-1).mean()
-        self.log("penalty", penalty)
-        x = self.embed(batch)
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean() + penalty
 
 
 @case("gradient penalty by torch.autograd.grad inside of the step", refused="autograd.grad")
@@ -937,41 +851,6 @@ class CounterAfter(Wild):
         return x.pow(2).mean()
 
 
-@case("an average of loss.item() scales the noise at the start of the next step", refused="average_loss")
-class AdaptiveNoise(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.average_loss = mlp(), 1.0
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0] * self.average_loss
-        for layer in self.layers:
-            x = layer(x)
-        loss = x.pow(2).mean()
-        self.average_loss = 0.9 * self.average_loss + 0.1 * loss.item()
-        return loss
-
-
-@case("losses and predictions appended to lists on the module, an average kept for logging")
-class AppendsOutputs(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = mlp(), nn.Linear(WIDTH, CLASSES)
-        self.losses, self.predictions, self.average = [], [], 0.0
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(x)
-        loss = F.cross_entropy(logits, batch[1])
-        self.losses.append(loss.item())
-        self.predictions.append(logits.argmax(-1).cpu().numpy())
-        self.average = 0.9 * self.average + 0.1 * loss.item()
-        self.log("average", self.average)
-        return loss
-
-
 @case("an EMA teacher inside of the module, updated in the step", refused="in place")
 class MeanTeacher(Wild):
     def __init__(self) -> None:
@@ -1060,29 +939,12 @@ class ChangingHooks(Wild):
         return x.pow(2).mean()
 
 
-@case("BatchNorm in the head, after the layers")
-class HeadNorm(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.norm = mlp(), nn.BatchNorm1d(WIDTH)
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x).pow(4).mean()
-
-
 @case(
     "the labels are popped from the batch",
     batch=lambda: dict(zip(["x", "y"], vectors(), strict=True)),
     options={"num_microbatches": 1},
 )
-class PopsLabels(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
+class PopsLabels(WithNet):
     def training_step(self, batch, batch_idx):
         y = batch.pop("y")
         return F.cross_entropy(self.net(batch["x"]), y % WIDTH)
@@ -1204,11 +1066,7 @@ class NestedLightning(Wild):
 
 
 @case("logs the norm of the hidden state from between the layers, and the inputs' from before them")
-class LogsBetween(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
+class LogsBetween(WithLayers):
     def training_step(self, batch, batch_idx):
         x = batch[0]
         self.log("input", x.norm(dim=-1).mean())
@@ -1219,11 +1077,7 @@ class LogsBetween(Wild):
 
 
 @case("logs float(norm) from between the layers", refused="read")
-class LogsFloatBetween(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
+class LogsFloatBetween(WithLayers):
     def training_step(self, batch, batch_idx):
         x = batch[0]
         for i, layer in enumerate(self.layers):
@@ -1263,41 +1117,8 @@ class MetricBetween(Wild):
         return x.pow(2).mean()
 
 
-@case("a MetricCollection logged each step and epoch")
-class Collection(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = mlp(), nn.Linear(WIDTH, CLASSES)
-        metrics = torchmetrics.MetricCollection(
-            [
-                torchmetrics.Accuracy(task="multiclass", num_classes=CLASSES),
-                torchmetrics.F1Score(task="multiclass", num_classes=CLASSES, average="macro"),
-            ]
-        )
-        self.train_metrics, self.val_metrics = metrics.clone(prefix="train_"), metrics.clone(prefix="val_")
-
-    def shared_step(self, batch, metrics):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(x)
-        metrics(logits, batch[1])
-        self.log_dict(metrics, on_step=metrics is self.train_metrics, on_epoch=True)
-        return F.cross_entropy(logits, batch[1])
-
-    def training_step(self, batch, batch_idx):
-        return self.shared_step(batch, self.train_metrics)
-
-    def validation_step(self, batch, batch_idx):
-        return self.shared_step(batch, self.val_metrics)
-
-
 @case("early exit by .item() between the layers", refused="read")
-class EarlyExit(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
+class EarlyExit(WithLayers):
     def training_step(self, batch, batch_idx):
         x = batch[0]
         for layer in self.layers:
@@ -1352,11 +1173,7 @@ class NumpyBetween(Wild):
 
 
 @case("try / except Exception around the model call, log in finally")
-class CatchesExceptions(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
+class CatchesExceptions(WithNet):
     def training_step(self, batch, batch_idx):
         try:
             out = self.net(batch[0])
@@ -1368,11 +1185,7 @@ class CatchesExceptions(Wild):
 
 
 @case("a bare except around the model call", refused="bare `except:`")
-class CatchesAll(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
+class CatchesAll(WithNet):
     def training_step(self, batch, batch_idx):
         try:
             out = self.net(batch[0])
@@ -1408,26 +1221,8 @@ class InferenceBackbone(Wild):
         return F.cross_entropy(self.head(features.clone()), batch[1])
 
 
-@case("self.trainer.current_epoch anneals a weight")
-class ReadsTrainer(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        beta = min(1.0, (self.trainer.current_epoch + 1) / 10)
-        return beta * x.pow(2).mean() + self.trainer.global_step
-
-
 @case("self.logger.experiment used in the step", refused="self.logger directly")
-class UsesLogger(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
+class UsesLogger(WithLayers):
     def training_step(self, batch, batch_idx):
         x = batch[0]
         for layer in self.layers:
@@ -1436,33 +1231,7 @@ class UsesLogger(Wild):
         return x.pow(2).mean()
 
 
-@case("self.all_gather in the step", refused="self.all_gather")
-class Gathers(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return self.all_gather(x, sync_grads=True).pow(2).mean()
-
-
 # ---------------------------------------------------------------- activation checkpointing
-
-
-@case("reentrant checkpointing", refused="use_reentrant=False")
-class Reentrant(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.layers = nn.Linear(WIDTH, WIDTH), mlp()
-
-    def training_step(self, batch, batch_idx):
-        x = self.inp(batch[0])
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x.pow(2).mean()
 
 
 @case("checkpoint_sequential in two segments, which are the stages")
@@ -1486,11 +1255,6 @@ class CheckpointAcross(Wild):
 
     def training_step(self, batch, batch_idx):
         return checkpoint_sequential(self.net, 2, batch[0], use_reentrant=False).pow(2).mean()
-
-
-@case("checkpoint_sequential with 2 chunks a rank", options={"schedule": "interleaved_1f1b", "num_chunks": 2})
-class CheckpointChunks(CheckpointAcross):
-    pass
 
 
 # ---------------------------------------------------------------- parametrised and unusual layers
@@ -1532,20 +1296,6 @@ class Fourier(Wild):
         for layer in self.layers:
             x = layer(x) / 2
         return x.abs().pow(2).mean()
-
-
-@case("float64 throughout")
-class Double(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp().double()
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0].double()
-        for layer in self.layers:
-            x = layer(x)
-        self.log("value", x.mean())
-        return x.pow(2).mean()
 
 
 @dataclasses.dataclass
@@ -1723,49 +1473,6 @@ class CompiledInPlace(Wild):
 # ---------------------------------------------------------------- batches
 
 
-def nested_batch() -> dict[str, Any]:
-    """Return a dict with a nested dict, strings, one name a sample and a scalar tensor."""
-    return {
-        "inputs": {"x": torch.randn(SAMPLES, WIDTH), "mask": torch.ones(SAMPLES, dtype=torch.bool)},
-        "names": [f"sample {i}" for i in range(SAMPLES)],
-        "task": "copy",
-        "scale": torch.tensor(2.0),
-    }
-
-
-@case("nested dict batch with strings and a scalar tensor", batch=nested_batch)
-class NestedBatch(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def training_step(self, batch, batch_idx):
-        x = batch["inputs"]["x"]
-        assert len(batch["names"]) == len(x) and batch["task"] == "copy"
-        for layer in self.layers:
-            x = layer(x)
-        return batch["scale"] * (x.pow(2).mean(-1) * batch["inputs"]["mask"]).mean()
-
-
-@dataclasses.dataclass
-class Graph:
-    """A batch class of the user's own."""
-
-    x: Tensor
-    y: Tensor
-    name: str = "graph"
-
-
-@case("a dataclass as batch", batch=lambda: Graph(*vectors()))
-class DataclassBatch(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch.x)[:, :CLASSES], batch.y)
-
-
 def detection_batch() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Return images of different sizes with different numbers of boxes."""
     pictures = [torch.randn(3, 4 + i % 3, 5) for i in range(SAMPLES)]
@@ -1897,18 +1604,6 @@ def build_gpt2() -> nn.Module:
     )
 
 
-def build_gemma() -> nn.Module:
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            vocab_size=TOKENS, hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=4, sliding_window=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-        )
-    )  # fmt: skip
-
-
 def build_t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -1929,8 +1624,6 @@ def build_lora() -> nn.Module:
 
 
 for _name, _unusual, _build in [
-    ("GPT2", "Hugging Face GPT-2, tied head", build_gpt2),
-    ("Gemma3", "Hugging Face Gemma 3, local and global attention by layer index", build_gemma),
     ("T5", "Hugging Face T5, encoder and decoder, position bias of the first layers", build_t5),
     ("LoRA", "PEFT LoRA on GPT-2, all else frozen", build_lora),
 ]:
