@@ -88,10 +88,10 @@ def keep_local_parameters(
 
 
 def broadcast_from(tensor: Tensor, source: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return ``tensor`` of the rank ``source`` of ``group``; other ranks pass a tensor of its shape and dtype. All ranks of the group must call."""
-    owns = dist.get_rank(group) == source
+    """Return ``tensor`` of global rank ``source``; other ranks pass a tensor of its shape and dtype. All ranks of the group must call."""
+    owns = dist.get_rank() == source
     data = tensor.contiguous() if owns else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    dist.broadcast(data, group=group, group_src=source)
+    dist.broadcast(data, source, group=group)
     return data
 
 
@@ -106,13 +106,13 @@ def fill_whole_module(
     after ``pipeline.uninstall()``.
 
     Args:
-        rank_of: returns the pipeline rank of a stage.
+        rank_of: returns the global rank of a stage.
         group: the process group of the pipeline's ranks; None: there is nothing to do.
         keep_local: do not replace the memory of parameters that this rank holds, because it is still in use.
     """
     if group is None:
         return
-    module, rank = pipeline.module, dist.get_rank(group)
+    module, rank = pipeline.module, dist.get_rank()
     with torch.no_grad():
         for present, parameter in module.named_parameters():
             name = pipeline.name_of(parameter, present)

@@ -228,6 +228,8 @@ def _find_differences(
             return found
         kept = found.kept
     except Exception:
+        if not trial.may_fail:
+            raise
         kept = []
     again = trial.outcome(trial.copy(), [small], 2)[0]
     try:
@@ -235,6 +237,8 @@ def _find_differences(
     except UnsupportedModuleError:
         raise
     except Exception as error:
+        if not trial.may_fail:
+            raise
         return _Differences(failure=one_line(error))
     found, chance = _compare(together, apart, weights, known), _compare(together, [again], [1.0], {}, _SAME)
     return replace(

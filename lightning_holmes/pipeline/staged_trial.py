@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_holmes.comm import dtensor
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.replay import LogCall, MetricValue
@@ -43,6 +44,7 @@ class StagedTrial(Trial):
     """
 
     has_buffers = False  # of which each rank knows only its own
+    may_fail = False  # the ranks would part, and a connection may have broken
 
     def __init__(self, driver: StepDriver, request: StepRequest) -> None:
         super().__init__(driver.module, request.step_name, request.arguments, request.context)
@@ -73,7 +75,7 @@ class StagedTrial(Trial):
                 result = driver.run(request)
             for parameter, requires_grad in trained:  # the copy shares them
                 parameter.requires_grad_(requires_grad)
-            output, gradients, left = result.output
+            output, gradients, left = result.output or (_FAILED, [], {})
             loss = loss_of(output, request.step_name).double()
             found.append(
                 Outcome(
@@ -99,7 +101,8 @@ class StagedTrial(Trial):
             try:
                 with torch.set_grad_enabled(current.stage == twin.num_stages - 1):
                     output = step(*args)
-                    output = _FAILED if output is None else output
+                    if output is None:
+                        return None  # which a pipeline refuses
                     current.backward = True  # activation checkpointing runs layers again
                     loss = loss_of(output, self._request.step_name)
                     gradients = gradients_of(twin.parameters_of(current.stage).values(), loss)
@@ -107,12 +110,35 @@ class StagedTrial(Trial):
                 if not twin.is_past_layers:
                     raise
                 return _FAILED, [], {}
-            return tree.map_tensors(Tensor.detach, output), gradients, kept.changed()
+            return (
+                tree.map_tensors(Tensor.detach, output),
+                [_sketch(gradients)] if gradients else [],
+                _small(kept.changed()),
+            )
 
         return run
 
 
 _FAILED = torch.tensor(torch.inf)
+_SUMS = 256
+
+
+def _small(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with a sketch in place of each large tensor."""
+    return {
+        path: _sketch([value]) if isinstance(value, Tensor) and value.numel() > _SUMS else value
+        for path, value in kept.items()
+    }
+
+
+def _sketch(tensors: Sequence[Tensor]) -> Tensor:
+    """Sums of all elements with fixed random signs: a linear map that keeps norms up to a tenth or so. The ranks of a pipeline compare these
+    sums, where the tensors would cross links between clusters."""
+    parts = [dtensor.local_part(tensor).detach() for tensor in tensors]
+    real = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
+    flat = torch.cat([part.reshape(-1).double() for part in real])
+    signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(flat)
+    return nn.functional.pad(flat * signs, (0, -flat.numel() % _SUMS)).view(-1, _SUMS).sum(0)
 
 
 def _values(calls: Sequence[LogCall]) -> Mapping[tuple[str, int], tuple[Any, Any]]:

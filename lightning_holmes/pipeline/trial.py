@@ -56,7 +56,13 @@ class Outcome:
 
 
 class Trial:
-    """Runs a step on copies of a module, without dropout and with batch normalisation's running statistics."""
+    """Runs a step on copies of a module, without dropout and with batch normalisation's running statistics.
+
+    Attributes:
+        may_fail: whether an exception of a run says something of the module; else it ends the trial.
+    """
+
+    may_fail = True
 
     def __init__(
         self,

@@ -29,7 +29,8 @@ Fabrics = frozenset[Fabric]
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A grid of global ranks: grid[pipeline_rank] holds the ranks of a pipeline rank, tensor group by tensor group; each rank
-    appears once.
+    appears once. The ranks of data-parallel and tensor groups ascend, since torch sorts the ranks of a process group: a member's
+    place in the group is its coordinate. Those of a pipeline, a column of the grid, may come in any order.
 
     With tensor-parallel size t, the global rank is grid[pipeline_rank][data_parallel_rank * t + tensor_parallel_rank].
     """
@@ -48,6 +49,16 @@ class Placement:
             raise ConfigurationError(
                 f"placement: rows of {len(self.grid[0])} ranks are not made of tensor groups of {self.tensor_parallel_size}"
             )
+        size = self.tensor_parallel_size
+        for row in self.grid:
+            tensor_groups = [row[start : start + size] for start in range(0, len(row), size)]
+            if any(
+                list(group) != sorted(group) for group in (*tensor_groups, *(row[part::size] for part in range(size)))
+            ):
+                raise ConfigurationError(
+                    f"placement {list(row)}: the ranks of a tensor group and those of a data-parallel group must ascend; number the "
+                    f"processes host by host, as torchrun does"
+                )
 
     @property
     def pipeline_parallel_size(self) -> int:
@@ -101,7 +112,8 @@ def make_placement(
 
     With hosts on one fabric each, no layout has fewer stages that leave a fabric. Where hosts are on several, those on the same ones
     form stages; a layout with fewer may exist.
-    Clusters and hosts are taken in the order of the topology, so that the launcher's numbering of nodes does not matter.
+    Clusters and hosts are taken in the order of the topology, so that the launcher's numbering of nodes only changes the order of
+    replicas.
 
     Raises ConfigurationError if the sizes do not divide world_size, if tensor_parallel_size does not divide the devices
     of each host, or if the topology has another number of devices.
@@ -135,7 +147,12 @@ def make_placement(
             stages += found
             left += rest
     stages.sort()
-    return Placement(tuple(stage.ranks for stage in stages), tensor_parallel_size)
+    rows = []
+    for stage in stages:
+        starts = range(0, size, tensor_parallel_size)
+        tensor_groups = sorted(stage.ranks[start : start + tensor_parallel_size] for start in starts)
+        rows.append(tuple(rank for group in tensor_groups for rank in group))
+    return Placement(tuple(rows), tensor_parallel_size)
 
 
 def layout_of(placement: Placement, topology: Topology) -> Layout:

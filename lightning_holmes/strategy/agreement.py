@@ -21,6 +21,7 @@ from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.lightning_package import USED
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.pipeline.tape import is_fake
+from lightning_holmes.plan.placement import Placement
 from lightning_holmes.strategy.admission import compare_facts
 from lightning_holmes.version import __version__
 
@@ -74,7 +75,7 @@ def choose_seed() -> int:
     return int(os.environ.get("PL_GLOBAL_SEED", random.SystemRandom().getrandbits(31)))
 
 
-def broadcast_module(module: nn.Module, world_size: int, groups: ProcessGroups, source: tuple[int, int]) -> None:
+def broadcast_module(module: nn.Module, groups: ProcessGroups, placement: Placement) -> None:
     """Broadcast rank 0's weights and buffers to all ranks, so that replicas start equal. All ranks must call.
 
     Only tensors that differ are sent: with ``seed_everything`` none do, and a large module need not cross slow links.
@@ -83,9 +84,9 @@ def broadcast_module(module: nn.Module, world_size: int, groups: ProcessGroups, 
 
     Args:
         groups: this rank's process groups.
-        source: the pipeline rank and the data-parallel rank of rank 0.
+        placement: the grid of all ranks.
     """
-    if world_size == 1:
+    if placement.world_size == 1:
         return
     tensors = [t for t in (*module.parameters(), *module.buffers()) if not is_fake(t)]
     part = groups.tensor_parallel_rank
@@ -95,7 +96,7 @@ def broadcast_module(module: nn.Module, world_size: int, groups: ProcessGroups, 
             if len(set(contents)) == len({place for place, _ in contents}):
                 continue
             if dtensor.is_dtensor(tensor):
-                _broadcast_part(tensor, groups, source)
+                _broadcast_part(tensor, groups, placement)
                 continue
             data = tensor.detach().contiguous()
             dist.broadcast(data, 0)
@@ -103,12 +104,16 @@ def broadcast_module(module: nn.Module, world_size: int, groups: ProcessGroups, 
                 tensor.data = data
 
 
-def _broadcast_part(tensor: Tensor, groups: ProcessGroups, source: tuple[int, int]) -> None:
+def _broadcast_part(tensor: Tensor, groups: ProcessGroups, placement: Placement) -> None:
     local = dtensor.local_part(tensor).detach()
     data = local.contiguous()
-    for group, rank in ((groups.data_parallel, source[1]), (groups.pipeline, source[0])):
+    stage, replica, _ = placement.coordinate(0)
+    part = groups.tensor_parallel_rank
+    replicas = placement.data_parallel_group(groups.pipeline_rank, part)
+    pipeline = placement.pipeline_group(groups.data_parallel_rank, part)
+    for group, source in ((groups.data_parallel, replicas[replica]), (groups.pipeline, pipeline[stage])):
         if group is not None:
-            dist.broadcast(data, group=group, group_src=rank)
+            dist.broadcast(data, source, group=group)
     if data is not local:
         local.copy_(data)
 

@@ -201,6 +201,7 @@ def move_parameters(
     pipeline: PipelineModule,
     before: Sequence[set[str]],
     after: Sequence[set[str]],
+    ranks: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> None:
     """Broadcast to each rank of the pipeline the parameters that it holds in a new layout. All ranks of the pipeline must call.
@@ -208,18 +209,19 @@ def move_parameters(
     Args:
         before: for each rank of the pipeline, the names of the parameters that it has.
         after: for each rank of the pipeline, the names of the parameters that it shall have.
+        ranks: the global ranks of the pipeline, in its order; the process group sorts them.
         group: the process group of the pipeline.
 
     Raises:
         ConfigurationError: no rank has one of the parameters.
     """
+    mine = ranks.index(dist.get_rank()) if len(ranks) > 1 else 0
     for name, parameter in pipeline.parameters.items():
         if not any(name in new - old for old, new in zip(before, after, strict=True)):
             continue
         source = next((index for index, names in enumerate(before) if name in names), None)
         if source is None:
             raise ConfigurationError(_lost(name, f"any of the {len(before)} ranks of this pipeline"))
-        data = broadcast_from(dtensor.local_part(parameter).detach(), source, group)
-        mine = dist.get_rank(group)
+        data = broadcast_from(dtensor.local_part(parameter).detach(), ranks[source], group)
         if name in after[mine] - before[mine]:
             dtensor.replace_local(parameter, data)

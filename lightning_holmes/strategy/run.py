@@ -223,7 +223,7 @@ class Run:
                 everyone = [] if kept is None else connection.all_gather(kept)
                 held = None if kept is None else [everyone[rank] for rank in self._ranks]
             if held is not None:
-                move_parameters(self.pipeline, held, self._held(), self.job.groups.pipeline)
+                move_parameters(self.pipeline, held, self._held(), self._ranks, self.job.groups.pipeline)
             if not waits:
                 self.context.loaded_state.put_weights(self.pipeline)
         if training is not None or self.trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
@@ -264,7 +264,7 @@ class Run:
             if former is not None:
                 former.bring_into(self.pipeline.parameters, former.parameters)
                 former.queue.close()
-            move_parameters(self.pipeline, held, self._held(), job.groups.pipeline)
+            move_parameters(self.pipeline, held, self._held(), self._ranks, job.groups.pipeline)
             shards.lay_out(by_elements=True)
         module_shards.keep(shards, self.module)
         self.exchange = shards
@@ -295,6 +295,10 @@ class Run:
         """The global ranks of this rank's pipeline, in order."""
         groups = self.job.groups
         return self.plan.placement.pipeline_group(groups.data_parallel_rank, groups.tensor_parallel_rank)
+
+    def _rank_of(self, stage: int) -> int:
+        """The global rank of this pipeline that runs a stage; the pipeline's process group may have its ranks in another order."""
+        return self._ranks[self.plan.rank_of(stage)]
 
     def _install(self) -> None:
         """Release the parameters of other stages."""
@@ -339,7 +343,7 @@ class Run:
 
     def _fill_whole_module(self, *, keep_local: bool) -> None:
         group = self.job.groups.pipeline
-        checkpoint.fill_whole_module(self.pipeline, self.plan.rank_of, group, keep_local=keep_local)
+        checkpoint.fill_whole_module(self.pipeline, self._rank_of, group, keep_local=keep_local)
 
     # set-up and end
 
@@ -367,7 +371,7 @@ class Run:
         if fitting and saved is not None:  # dropout continues as before the checkpoint
             seed = saved
         dtensor.check_axes([*self.module.named_parameters(), *self.module.named_buffers()], job.device_mesh)
-        agreement.broadcast_module(self.module, job.connection.world_size, job.groups, job.place_of_rank_0[:2])
+        agreement.broadcast_module(self.module, job.groups, job.placement)
         agreement.share_random_state(job.groups)
         return seed
 
@@ -404,7 +408,7 @@ class Run:
                     self.pipeline,
                     job,
                     groups=groups,
-                    rank_of=lambda stage: self.plan.rank_of(stage),
+                    rank_of=self._rank_of,
                     absent=self.absent,
                     before=self.receive_module_state,
                 )

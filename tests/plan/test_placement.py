@@ -80,6 +80,8 @@ def test_a_tensor_group_that_no_host_holds_is_refused() -> None:
         make_placement(topology, world_size=10, pipeline_parallel_size=10, tensor_parallel_size=2)
     with pytest.raises(ConfigurationError, match="rows of 3 ranks"):
         Placement(((0, 1, 2),), 2)
+    with pytest.raises(ConfigurationError, match=r"\[0, 3, 1, 2\]: .* must ascend; number the processes host by host"):
+        Placement(((0, 3, 1, 2),), 2)
 
 
 def test_the_pipeline_size_counts_tensor_groups() -> None:
@@ -136,8 +138,8 @@ def test_hosts_on_the_same_fabrics_form_stages(hosts: list[tuple[int, str]], siz
 def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
     """Draw a topology of up to 10,000 ranks, and sizes of pipeline and tensor groups that it allows.
 
-    Hosts of a cluster have different numbers of devices; each has working cards of one fabric or none; ranks are
-    assigned at random.
+    Hosts of a cluster have different numbers of devices; each has working cards of one fabric or none; hosts are
+    numbered at random.
     """
     tensor = draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
     num_clusters = draw(st.integers(1, 6))
@@ -150,8 +152,12 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
         groups = draw(st.lists(st.integers(1, most), min_size=1, max_size=3))
         kinds = draw(st.lists(st.sampled_from(["infiniband", "roce", "down", "none"]), min_size=1, max_size=4))
         plans.append([(random.choice(groups) * tensor, random.choice(kinds)) for _ in range(num_hosts)])
-    ranks = list(range(sum(devices for hosts in plans for devices, _ in hosts)))
-    random.shuffle(ranks)
+    numbered = [(cluster, index) for cluster, plan in enumerate(plans) for index in range(len(plan))]
+    random.shuffle(numbered)
+    ranks, first = {}, 0
+    for cluster, index in numbered:
+        ranks[cluster, index] = tuple(range(first, first + plans[cluster][index][0]))
+        first += plans[cluster][index][0]
     clusters = []
     for cluster, plan in enumerate(plans):
         hosts = []
@@ -162,7 +168,7 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
                 working = card("infiniband" if kind == "infiniband" else "roce", fabric)
                 nics += [working, replace(working, name="another port")]
             random.shuffle(nics)
-            mine, ranks = tuple(ranks[:devices]), ranks[devices:]
+            mine = ranks[cluster, index]
             hosts.append(Host(name=f"host-{cluster}-{index}", devices=devices, nics=tuple(nics), ranks=mine))
         clusters.append(Cluster(name=f"cluster-{cluster}", hosts=tuple(hosts)))
     topology = Topology(clusters=tuple(clusters), source="my.yaml")
@@ -198,6 +204,7 @@ def test_any_topology(layout: tuple[Topology, int, int]) -> None:
     data_groups = [placement.data_parallel_group(s, t) for s in range(pipeline) for t in range(tensor)]
     tensor_groups = [placement.tensor_parallel_group(s, d) for s in range(pipeline) for d in range(data)]
     pipelines = [placement.pipeline_group(d, t) for d in range(data) for t in range(tensor)]
+    assert all(list(group) == sorted(group) for group in (*data_groups, *tensor_groups)), "torch sorts a group's ranks"
     for groups in (data_groups, tensor_groups, pipelines):
         assert sorted(rank for group in groups for rank in group) == everyone
     for rank in everyone[:: max(1, world_size // 20)]:

@@ -1,0 +1,81 @@
+"""Hosts that the launcher numbers in another order than the topology file names them. Baseline: plain Lightning. Tolerance: 1e-5
+relative."""
+
+import itertools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from launch import launch
+from quiet import quiet_trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.cluster.topology import Cluster, Host, Topology
+
+ORDER = (3, 1, 0, 2)  # the global rank of each host of the file
+GIVEN: dict[str, dict[str, Any]] = {
+    "two stages": {"pipeline_parallel_size": 2, "sharding": "none"},
+    "two stages, sharded optimizer": {"pipeline_parallel_size": 2, "sharding": "optimizer"},
+    "two stages, sharded parameters": {"pipeline_parallel_size": 2, "sharding": "parameters"},
+    "four stages": {"pipeline_parallel_size": 4},
+    "replicas, sharded parameters": {"pipeline_parallel_size": 1, "sharding": "parameters"},
+}
+
+
+class Stack(pl.LightningModule):
+    """Layers of unlike sizes; a hook reads one parameter of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (5, 7, 3, 6, 5)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden = batch[0]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return (hidden - batch[0]).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(self.layers[batch_idx % 4][0].weight.detach().norm()))
+
+    def train_dataloader(self) -> Any:
+        """12 samples a step, in their order."""
+        place: Any = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        data = TensorDataset(torch.randn(48, 5, generator=torch.Generator().manual_seed(1)))
+        sampler: Any = DistributedSampler(data, shuffle=False, **place)
+        return DataLoader(data, batch_size=12 // place["num_replicas"], sampler=sampler)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+def train(strategy: Any, devices: int) -> list[float]:
+    """What the hook saw in each step, and the sum of each parameter after the fit."""
+    pl.seed_everything(3, verbose=False)
+    module = Stack()
+    quiet_trainer(strategy, devices=devices, max_epochs=1, use_distributed_sampler=False).fit(module)
+    return [*module.seen, *(float(parameter.detach().abs().sum()) for parameter in module.parameters())]
+
+
+def fit(payload: dict[str, Any]) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    hosts = tuple(Host(name=f"host-{index}", devices=1, ranks=(rank,)) for index, rank in enumerate(ORDER))
+    topology = Topology(clusters=(Cluster(name="a", hosts=hosts[:2]), Cluster(name="b", hosts=hosts[2:])))
+    return {name: train(HolmesStrategy(topology=topology, **given), len(ORDER)) for name, given in GIVEN.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[float]]]:
+    return launch(len(ORDER), "test_host_order:fit", {}, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_the_order_of_hosts_changes_no_number(name: str, found: list[dict[str, list[float]]]) -> None:
+    plain = train("auto", 1)
+    for of_rank in found:
+        assert of_rank[name] == pytest.approx(plain, rel=1e-5), name
