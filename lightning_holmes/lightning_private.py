@@ -287,21 +287,9 @@ def build_trainers_for_one_cpu() -> None:
     An optimizer node needs this: it runs a script that was written for other hosts."""
 
     class OneCpu(pl.trainer.connectors.accelerator_connector._AcceleratorConnector):
-        def __init__(self, *, precision: Any = None, plugins: Any = None, **_: Any) -> None:
+        def __init__(self, **_: Any) -> None:
             super().__init__(
                 accelerator="cpu", devices=1, plugins=[fabric.plugins.environments.lightning.LightningEnvironment()]
             )
-            given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
-            is_plugin = any(isinstance(plugin, pl.plugins.Precision) for plugin in given)
-            self.declared = (
-                None if is_plugin else fabric.connector._convert_precision_to_unified_args(precision) or "32-true"
-            )
 
     vars(pl.trainer.trainer)["_AcceleratorConnector"] = OneCpu
-
-
-def declared_precision(trainer: "pl.Trainer") -> str | None:
-    """The precision given to a Trainer of :func:`build_trainers_for_one_cpu`, in Lightning's current spelling; None if a plugin defines it."""
-    connector: Any = trainer._accelerator_connector
-    found: str | None = connector.declared
-    return found

@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer import trainer as trainer_module
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -498,7 +498,3 @@ def test_a_trainer_is_built_for_one_cpu_whatever_it_is_told(monkeypatch: pytest.
     assert (
         trainer.world_size == 1 and isinstance(trainer.accelerator, CPUAccelerator) and trainer.precision == "32-true"
     )
-    assert private.declared_precision(trainer) == "16-mixed"
-    assert private.declared_precision(pl.Trainer(precision="bf16", logger=False)) == "bf16-mixed"
-    assert private.declared_precision(pl.Trainer(logger=False)) == "32-true"
-    assert private.declared_precision(pl.Trainer(plugins=HalfPrecision("bf16-true"), logger=False)) is None

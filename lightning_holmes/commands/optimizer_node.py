@@ -19,11 +19,9 @@ from urllib.parse import urlsplit
 
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.lightning_private import build_trainers_for_one_cpu, declared_precision
-from lightning_holmes.optim.node.description import describe_module
+from lightning_holmes.lightning_private import build_trainers_for_one_cpu
 from lightning_holmes.optim.node.node_options import MEMORY, NodeOptions
 from lightning_holmes.optim.node.role import DEFAULT_PORT, PORT, SECRET, join
-from lightning_holmes.strategy.user_hooks import overridden_hooks, users_callbacks
 
 
 def main(args: list[str]) -> None:
@@ -93,19 +91,13 @@ def main(args: list[str]) -> None:
 
     options = NodeOptions.given(given.states, given.memory)
 
-    def serve(trainer: pl.Trainer, module: object) -> NoReturn:
-        expected = None
-        if isinstance(module, pl.LightningModule):
-            callbacks = users_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
-            grows = list(overridden_hooks(module, callbacks, ["setup", "configure_model"]))
-            expected = describe_module(module, is_whole=not grows, precision=declared_precision(trainer))
+    def serve() -> NoReturn:
         code = join(
             [(each.strip(), given.port) for each in address.split(",")],
             -1,
             may_import=False,
             options=options,
             wait_s=given.wait,
-            expected=expected,
         )
         sys.stdout.flush()
         os._exit(code)  # the script does not continue, and threads that serve workers are not joined
@@ -119,9 +111,9 @@ def main(args: list[str]) -> None:
     raise ConfigurationError(f"{script[0]} has ended, and called no Trainer.fit, validate, test or predict")
 
 
-def _serving(own: Any, serve: Callable[[pl.Trainer, object], NoReturn]) -> Any:
+def _serving(own: Any, serve: Callable[[], NoReturn]) -> Any:
     @functools.wraps(own)
-    def never_returns(trainer: pl.Trainer, model: object = None, *_: Any, **__: Any) -> NoReturn:
-        serve(trainer, model)
+    def never_returns(*_: Any, **__: Any) -> NoReturn:
+        serve()
 
     return never_returns

@@ -23,7 +23,7 @@ from lightning_holmes.comm.objects import any_of
 from lightning_holmes.comm.queue import OnRun, Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
-from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
+from lightning_holmes.optim.elementwise import marks_of
 from lightning_holmes.optim.host import OptimizerHost
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
@@ -152,7 +152,7 @@ class RemoteHost(OptimizerHost):
         """The changes that unscaling and clipping make to this window's gradients, in order; see ``Edit`` in node/unit.py."""
         self._stepped = {name for of_group in names for name in of_group}
         self._parameters, self._reducer = parameters, reducer
-        self._group_names = [list(of_group) for of_group in names]
+        self._num_groups = len(names)
         self._groups, self._is_owner = groups, is_owner
         held = parameters.parameters
         first = {n: dict(optimizer.state[held[n]]) for n in self._stepped if optimizer.state.get(held[n])}
@@ -170,54 +170,20 @@ class RemoteHost(OptimizerHost):
     # a step
 
     def prepare(self) -> None:
-        """Before a batch: send parameter groups that were added meanwhile to the nodes; the groups hold no parameters afterwards. All
-        replicas must call.
+        """Before a batch: check that the optimizer's groups are those that the nodes know.
 
         Raises:
-            UnsupportedModuleError: nodes cannot step a new group, or the parameters of an earlier group were changed.
+            UnsupportedModuleError: groups were added, or given parameters.
         """
-        groups, known = self.optimizer.param_groups, len(self._group_names)
-        if len(groups) == known and not any(group["params"] for group in groups):
-            return
-        name_of = {id(p): n for n, p in self._parameters.parameters.items()}
-        held = [[name_of[id(p)] for p in group["params"]] for group in groups]
-        # earlier groups hold no parameters, or the same ones again (compat/finetuning.py)
-        if len(held) < known or any(now not in ([], then) for now, then in zip(held, self._group_names, strict=False)):
+        groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups or any(group["params"] for group in groups):
             raise UnsupportedModuleError(
                 f"the parameter groups of {type(self.optimizer).__name__} were changed while the module trains, and optimizer nodes step "
-                f"those that they know: add groups by add_param_group, or use optimizer_nodes=0"
+                f"those that they know: give it all groups in configure_optimizers, or use optimizer_nodes=0"
             )
-        if held[known:]:
-            self._take_groups(held[known:])
-        for group in groups:
-            _empty(group)
-
-    def _take_groups(self, names: Sequence[list[str]]) -> None:
-        """Send the new groups to the nodes, and wait until these have added them, so that later requests can refer to them."""
-        groups, parameters = self.optimizer.param_groups[len(self._group_names) :], self._parameters.parameters
-        found = test_separability(self.optimizer, torch.device("cpu"), groups)  # nodes step on the CPU
-        kind = type(self.optimizer)
-        reason = refusal_of_groups(groups, found, scales=self._scaler is not None)
-        if kind.add_param_group is not Optimizer.add_param_group:
-            reason = reason or "it overrides add_param_group, which nodes do not call"
-        if reason:
-            raise UnsupportedModuleError(
-                f"{kind.__name__} was given a parameter group while the module trains, which optimizer nodes cannot step: {reason}; use "
-                f"optimizer_nodes=0"
-            )
-        marks = marks_on(parameters, names)
-        options = options_of(self.optimizer)[len(self._group_names) :]
-        message = {"options": options, "names": list(names), "marks": marks}
-        self._parameters.ask(Action.GROUPS, everyone=True, message=message)
-        self._group_names += names
-        self._stepped |= {name for of_group in names for name in of_group}
 
     def _commit(self) -> None:
-        if len(self.optimizer.param_groups) != len(self._group_names):
-            raise UnsupportedModuleError(
-                f"{type(self.optimizer).__name__} was given a parameter group between a batch's beginning and its step, when optimizer nodes "
-                f"may have updated layers already: add it in on_train_batch_start or before, or use optimizer_nodes=0"
-            )
+        self.prepare()
         message = {"edits": list(self._edits), "options": options_of(self.optimizer)}
         self._parameters.perform(
             Action.COMMIT, everyone=True, waits=False, number=self._reducer.window, message=message
@@ -333,22 +299,6 @@ class RemoteHost(OptimizerHost):
         self._hook.remove()
         self.optimizer.register_step_pre_hook(_refuse_step)
         self._parameters.close()
-
-
-def refusal_of_groups(groups: Sequence[Mapping[str, Any]], found: Separability, *, scales: bool) -> str:
-    """Return why optimizer nodes cannot step these groups of an optimizer with the same results; empty if they can.
-
-    Args:
-        found: the result of :func:`test_separability`.
-        scales: whether a GradScaler checks for overflows.
-    """
-    if found.level == "none":
-        return found.reason
-    if any(p.is_complex() for group in groups for p in group["params"]):
-        return "it has complex parameters"
-    if scales and any(group.get("fused") for group in groups):
-        return "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
-    return ""
 
 
 def marks_on(parameters: Mapping[str, nn.Parameter], names: Iterable[Iterable[str]]) -> dict[str, Any]:

@@ -193,10 +193,8 @@ class Fit(Run):
         return self.options.optimizer_nodes > 0 and training is not None and is_new
 
     def _values(self) -> Iterable[tuple[str, Tensor]]:
-        """Return this rank's parameters by name, whole. All ranks must call."""
-        on_nodes = self.has_gradients and self.options.optimizer_nodes
-        shards = self.stage_shards if on_nodes else None  # with other shards, finetuning callbacks are refused
-        return self.pipeline.parameters.items() if shards is None else shards.each_whole()
+        """Return this rank's parameters by name: whole, since finetuning callbacks are refused where they are not."""
+        return self.pipeline.parameters.items()
 
     def absent(self) -> Absent:
         hidden = sharding.hidden_in_hooks(

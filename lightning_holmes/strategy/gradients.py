@@ -234,8 +234,6 @@ def make_remote_gradients(
     state_bytes = step.found.state_bytes * (2 if step.master_weights else 1)
     remote.links = nodes.open(
         {
-            "module": type(pipeline.module).__qualname__,
-            "precision": part.trainer.precision,
             "optimizer": told | {"state_bytes": state_bytes},
             "states": part.options.optimizer_states,
             "share": (remote.tree.place, remote.tree.size),

@@ -17,7 +17,6 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.optim.elementwise import Separability, test_separability
-from lightning_holmes.optim.remote import refusal_of_groups
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.unit import sum_dtype
 from lightning_holmes.pipeline.attributes import attribute_tensors
@@ -180,17 +179,13 @@ def keeps_masters(options: Options, module: torch.nn.Module) -> bool:
     return options.master_weights and low
 
 
-def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", *, lets_finetune: bool = False) -> str:
-    """Return why sharding the optimizer would not give the same numbers; empty if it would.
-
-    Args:
-        lets_finetune: finetuning callbacks are allowed: they may find whole parameters in the optimizer's groups, and add some.
-    """
+def refusal_of(found: Separability, optimizer: Optimizer, trainer: "pl.Trainer") -> str:
+    """Return why sharding the optimizer would not give the same numbers; empty if it would."""
     if found.level == "none":
         return found.reason
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
-        if isinstance(callback, pl.callbacks.BaseFinetuning) and not lets_finetune:
+        if isinstance(callback, pl.callbacks.BaseFinetuning):
             return f"the callback {type(callback).__name__} adds parameters to the optimizer while the module trains"
         if isinstance(callback, pl.callbacks.ModelPruning):
             return f"the callback {type(callback).__name__} gives parameters other memory while the module trains"
@@ -300,14 +295,18 @@ def refusal_of_nodes(
     found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", structure: ModuleStructure | None
 ) -> str:
     """Return why optimizer nodes cannot hold the parameters; empty if they can."""
-    refusal = _refusal_of_steps(optimizer) or refusal_of(found, optimizer, trainer, lets_finetune=True)
+    refusal = _refusal_of_steps(optimizer) or refusal_of(found, optimizer, trainer)
     refusal = refusal or refusal_of_changes(structure)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)):
             refusal = refusal or f"the callback {type(callback).__name__} reads whole parameters between steps"
     scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-    refusal = refusal or refusal_of_groups(optimizer.param_groups, found, scales=scales)
+    if scales and any(group.get("fused") for group in optimizer.param_groups):
+        refusal = (
+            refusal
+            or "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
+        )
     if torch.is_anomaly_enabled():
         refusal = refusal or "detect_anomaly=True looks at reduced gradients, which workers do not have"
     return refusal

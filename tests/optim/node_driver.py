@@ -64,8 +64,6 @@ def told_of(
         for i in range(num_layers)
     }
     return {
-        "module": "Net",
-        "precision": "bf16-mixed",
         "units": units,
         "optimizer": describe_optimizer(twin, [names], {})
         | {"state_bytes": separability_of(twin, torch.device("cpu")).state_bytes},
@@ -81,7 +79,6 @@ class Driver:
         memory: bytes that the node may use beyond the process's present memory; None: no limit.
         room: bytes for sections on a disk beyond the least that works; None: as the limit gives.
         shares: for each worker, what it sends of each unit; see Session.
-        expected: what the node expects of the module.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class Driver:
         memory: int | None = None,
         room: int | None = None,
         shares: list[tuple[int, int]] | None = None,
-        expected: Any = None,
     ) -> None:
         limit = None if memory is None else psutil.Process().memory_info().rss + memory
         self.units = {i: Unit(**unit, device=torch.device("cpu")) for i, unit in told["units"].items()}
@@ -110,7 +106,6 @@ class Driver:
                     number=0,
                     may_import=False,
                     options=NodeOptions(memory_bytes=limit),
-                    expected=expected,
                 )
                 self.session.run()
             except BaseException as error:

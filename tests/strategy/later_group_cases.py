@@ -13,13 +13,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from optimizer_node_cases import Adds, Data, Grows, Unfreezes, make_trainer, state_of, states_in, with_nodes
+from optimizer_node_cases import Data, make_trainer, state_of, states_in, with_nodes
 from sharded_parameter_cases import Thawing, Tied
 
 from lightning_holmes import HolmesStrategy
-
-BEFORE = 3
-"""The last batch before groups are added."""
 
 
 class Overflows(pl.Callback):
@@ -36,25 +33,22 @@ class Overflows(pl.Callback):
         self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[union-attr]
 
 
-SCALED: dict[str, tuple[Any, str, tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
-    "a group after a step that is left out": (Adds, "adamw", (BEFORE,), {}, {"gradient_clip_val": 0.2}),
-    "a group on disk": (Adds, "adamw", (BEFORE, 5), {"optimizer_states": "states"}, {"accumulate_grad_batches": 2}),
-    "thawed in a pipeline's window": (None, "sgd", (1, 3), {"pipeline": 2}, {"accumulate_grad_batches": 2}),
+SCALED: dict[str, tuple[int, tuple[int, ...], dict[str, Any], dict[str, Any]]] = {
+    "at the step": (1, (3,), {}, {"gradient_clip_val": 0.2}),
+    "in a pipeline's window": (2, (1, 3), {"pipeline": 2}, {"accumulate_grad_batches": 2}),
 }
-"""By name: the callback that adds groups (None: the module thaws a layer), the optimizer, the batches that overflow, options
-of the strategy and of the trainer."""
+"""By when a layer thaws: the number of nodes, the batches that overflow, options of the strategy and of the trainer."""
 
 
 def run_scaled(folder: Path, size: int | None = None) -> dict[str, Any]:
     """Return weights, states of a checkpoint, and loss scales of three epochs in 16-mixed precision. ``size``: the number of
     optimizer nodes and of pipeline ranks; None for plain Lightning."""
     found = {}
-    for number, (name, (adds, optimizer, batches, options, of_trainer)) in enumerate(SCALED.items()):
-        if size not in (None, options.get("pipeline", 1)):
+    for number, (name, (nodes, batches, options, of_trainer)) in enumerate(SCALED.items()):
+        if size not in (None, nodes):
             continue
         torch.manual_seed(7)
-        module = (Thawing if adds is None else Grows)(optimizer)
-        options = {k: str(folder / v) if k == "optimizer_states" else v for k, v in options.items()}
+        module = Thawing("sgd")
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, backoff_factor=2.0**-30, growth_interval=3)
         overflows = Overflows(*batches)
         trainer = make_trainer(
@@ -62,7 +56,7 @@ def run_scaled(folder: Path, size: int | None = None) -> dict[str, Any]:
             3,
             strategy=None if size is None else with_nodes(size, 1, **options),
             plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
-            callbacks=[overflows, *([] if adds is None else [adds()])],
+            callbacks=[overflows],
             **of_trainer,
         )
         trainer.fit(module, datamodule=Data())
@@ -74,19 +68,6 @@ def run_scaled(folder: Path, size: int | None = None) -> dict[str, Any]:
             "scales": overflows.scales,
         }
     return found
-
-
-class AddsAgain(Adds):
-    """Adds the group already in on_fit_start when a run is resumed: plain Lightning needs it before it loads the optimizer states."""
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.ckpt_path:
-            added = [p for layer in pl_module.layers[1:3] for p in layer.parameters()]
-            trainer.optimizers[0].add_param_group({"params": added, "lr": 0.03})
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if not trainer.ckpt_path:
-            super().on_train_epoch_start(trainer, pl_module)
 
 
 class Thaws(pl.Callback):
@@ -105,12 +86,6 @@ class Saves(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
-CHANGES: dict[str, type[pl.Callback]] = {
-    "a group": Adds,
-    "a group again": AddsAgain,
-    "finetuning": Unfreezes,
-    "thawed": Thaws,
-}
 WHEN = {"early": 3, "after": 4}
 """By when a checkpoint of a run of two epochs was written: the number of epochs up to which it is resumed."""
 Make = Callable[[Path], HolmesStrategy | None]
@@ -129,54 +104,46 @@ TARGETS: dict[str, Make] = {
 }
 RESUMED = {"plain": ("disk",), "file": ("no node", "plain"), "folder": ("a stage's node each",)}
 """By source of the checkpoint, the layouts in which it is resumed."""
-REFUSED = ("disk", "finetuning", "early")
-"""The target, change and time that are refused. The refusal comes in mid-run, maybe on one worker only, and ends the other
+REFUSED = ("disk", "early")
+"""The target and the time that are refused. The refusal comes in mid-run, maybe on one worker only, and ends the other
 worker, too: it therefore runs in processes of its own."""
 
 
-def build(change: str) -> Tied:
+def build() -> Tied:
     torch.manual_seed(7)
-    return (Tied if change == "thawed" else Grows)("adamw")
+    return Tied("adamw")
 
 
 def save_all(folder: Path, source: str) -> None:
-    """Write checkpoints of runs of two epochs in which something is trained later."""
-    for change, kind in CHANGES.items():
-        saves = Saves(folder / f"{change}-{source}-early.ckpt")
-        trainer = make_trainer(folder, 2, strategy=SOURCES[source](folder), callbacks=[kind(), saves])
-        trainer.fit(build(change), datamodule=Data())
-        trainer.save_checkpoint(folder / f"{change}-{source}-after.ckpt")
+    """Write checkpoints of a run of two epochs in which a layer thaws."""
+    saves = Saves(folder / f"{source}-early.ckpt")
+    trainer = make_trainer(folder, 2, strategy=SOURCES[source](folder), callbacks=[Thaws(), saves])
+    trainer.fit(build(), datamodule=Data())
+    trainer.save_checkpoint(folder / f"{source}-after.ckpt")
 
 
 def resume_all(folder: Path, source: str, target: str) -> dict[str, Any]:
-    """Return weights and states, or the error, by what is trained later and when the checkpoint was saved."""
+    """Return weights and states by when the checkpoint was saved."""
     found: dict[str, Any] = {}
-    for change, kind in CHANGES.items():
-        for when, epochs in WHEN.items():
-            if change == "a group" and when == "after":
-                continue  # refused, too
-            if (target, change, when) == REFUSED:
-                continue
-            module = build(change)
-            trainer = make_trainer(folder, epochs, strategy=TARGETS[target](folder), callbacks=[kind()])
-            try:
-                trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{change}-{source}-{when}.ckpt")
-            except Exception as error:
-                found[f"{change}, {when}"] = f"{type(error).__name__}: {error}"
-                continue
-            file = folder / f"{source}-to-{target}.ckpt"
-            trainer.save_checkpoint(file)
-            states = states_in(file) if trainer.global_rank == 0 else {}
-            found[f"{change}, {when}"] = {"weights": state_of(module), "states": states}
+    for when, epochs in WHEN.items():
+        if (target, when) == REFUSED:
+            continue
+        module = build()
+        trainer = make_trainer(folder, epochs, strategy=TARGETS[target](folder), callbacks=[Thaws()])
+        trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}-{when}.ckpt")
+        file = folder / f"{source}-to-{target}.ckpt"
+        trainer.save_checkpoint(file)
+        states = states_in(file) if trainer.global_rank == 0 else {}
+        found[when] = {"weights": state_of(module), "states": states}
     return found
 
 
 def resume_refused(payload: tuple[str, str]) -> None:
     """Resume what is refused; runs in each of two processes."""
     folder, os.environ["PYTHON_EXEC"] = Path(payload[0]), payload[1]
-    target, change, when = REFUSED
-    trainer = make_trainer(folder, WHEN[when], strategy=TARGETS[target](folder), callbacks=[CHANGES[change]()])
-    trainer.fit(build(change), datamodule=Data(), ckpt_path=folder / f"{change}-plain-{when}.ckpt")
+    target, when = REFUSED
+    trainer = make_trainer(folder, WHEN[when], strategy=TARGETS[target](folder), callbacks=[Thaws()])
+    trainer.fit(build(), datamodule=Data(), ckpt_path=folder / f"plain-{when}.ckpt")
 
 
 def work(payload: tuple[str, str]) -> dict[str, Any]:

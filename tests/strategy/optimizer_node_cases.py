@@ -165,7 +165,6 @@ def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
         found |= run_checkpoints(Path(name)) | run_eager_and_deferred(Path(name))
         found["learning rates"] = find_rates(Path(name), with_nodes(1))
         found["thawed"] = run_thawing(Path(name), with_nodes)
-        found["added"] = run_added(Path(name), with_nodes)
     if size == 1:
         found |= run_refusals(Path(name)) | {"scaled": run_scaled(Path(name), with_nodes)}
         found |= {f"raises in {where}": save_on_exception(Path(name), where, with_nodes(1)) for where in RAISES}
@@ -408,12 +407,8 @@ def _both(*changes: Any) -> Any:
     return change
 
 
-def _adds_the_scale(when: Any) -> Any:
-    def add(module: Any) -> None:
-        if when(module):
-            module.optimizers().add_param_group({"params": [module.scale]})
-
-    return _by_hook("on_train_batch_start", add)
+def _add_the_scale(module: Any) -> None:
+    module.optimizers().add_param_group({"params": [module.scale]})
 
 
 REFUSED: dict[str, Any] = {
@@ -431,14 +426,11 @@ REFUSED: dict[str, Any] = {
     "a class in a function": _with(_local),
     "a tensor as an option": _with(lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1))),
     "two steps": _step_twice,
-    "a group before a step": _by_hook(
-        "on_after_backward", lambda module: module.optimizers().add_param_group({"params": [module.scale]})
+    "a group before a step": _by_hook("on_after_backward", _add_the_scale),
+    "a group in mid-run": _by_hook(
+        "on_train_batch_start", lambda module: module.global_step and _add_the_scale(module)
     ),
-    "a group for an optimizer with a way of its own": _both(
-        _with(lambda parameters: TakesItsOwnWay(parameters, lr=0.1)),
-        _adds_the_scale(lambda module: module.global_step == 1),
-    ),
-    "a group between two batches of a step": _adds_the_scale(lambda module: module.trainer.fit_loop.batch_idx == 1),
+    "finetuning": lambda module, trainer: trainer.callbacks.append(Unfreezes()),
     "thawed in a step": thaw_in_step,
     "a parameter in another group": _by_hook(
         "on_train_batch_start",
@@ -468,10 +460,10 @@ REASONS = {
     "an option that changes in the last step": "training_step of Model changes lr of the optimizer, while optimizer nodes update a layer",
     "thawed on disk": "is trained from now on, but was frozen when its place on disk was taken",
     "thawed without a master": "is trained from now on, but was frozen when optimizer nodes were given it",
-    "a group for an optimizer with a way of its own": "it overrides add_param_group, which nodes do not call",
-    "a group between two batches of a step": "SGD was given a parameter group between batches of one step",
+    "a group in mid-run": "the parameter groups of SGD were changed while the module trains, and optimizer nodes step those",
+    "finetuning": "the callback Unfreezes adds parameters to the optimizer while the module trains",
     "thawed in a step": "scale was frozen when the batch began, and is trained in it: its gradient would be lost",
-    "a group before a step": "SGD was given a parameter group between a batch's beginning and its step",
+    "a group before a step": "the parameter groups of SGD were changed while the module trains, and optimizer nodes step those",
     "a parameter in another group": "a hook has changed which parameters are in a group of SGD while the module trains",
     "two steps": "the optimizer steps twice with the gradients of one batch",
 }
@@ -482,8 +474,7 @@ def run_refusals(folder: Path) -> dict[str, Any]:
     """Return by reason the error that each refused run raises, on one worker."""
     found: dict[str, Any] = {}
     for why, change in REFUSED.items():
-        every = 2 if "between two batches" in why else 1
-        module, trainer = build("sgd"), make_trainer(folder, strategy=with_nodes(1), accumulate_grad_batches=every)
+        module, trainer = build("sgd"), make_trainer(folder, strategy=with_nodes(1))
         change(module, trainer)
         try:
             trainer.fit(module, datamodule=Data())
@@ -504,84 +495,15 @@ def run_thawing(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]
     return found
 
 
-class Adds(pl.Callback):
-    """Adds a group of two layers that no group had before, at the second epoch."""
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == 1:
-            added = [p for layer in pl_module.layers[1:3] for p in layer.parameters()]
-            trainer.optimizers[0].add_param_group({"params": added, "lr": 0.03})
-
-
 class Unfreezes(BaseFinetuning):
-    """Trains first the embedding, then also the upper layers, then all layers."""
+    """Trains first the embedding, then all layers."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.layers)
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.layers[2:], optimizer, lr=0.03)
-        if epoch == 2:
             self.unfreeze_and_add_param_group(pl_module.layers, optimizer)
-
-
-class Scaled(torch.optim.SGD):
-    """Scales each gradient by an attribute of its parameter."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(getattr(parameter, "lr_scale", 1.0))
-        super().step()
-        return loss
-
-
-class TakesItsOwnWay(torch.optim.SGD):
-    def add_param_group(self, param_group: Any) -> None:
-        super().add_param_group(param_group)
-
-
-class Grows(Tied):
-    """Begins with only the embedding in its optimizer."""
-
-    def configure_optimizers(self) -> Any:
-        if self.optimizer == "scaled":
-            for number, parameter in enumerate(self.layers.parameters()):
-                parameter.lr_scale = 0.5 + 0.1 * number  # type: ignore[attr-defined]
-            return Scaled(self.embedding.parameters(), lr=0.01)
-        if self.optimizer == "adamw":
-            return torch.optim.AdamW(self.embedding.parameters(), lr=0.01, eps=1e-4)
-        return torch.optim.SGD(self.embedding.parameters(), lr=0.1, momentum=0.9)
-
-
-ADDED: dict[str, tuple[type[pl.Callback], str, dict[str, Any], dict[str, Any]]] = {
-    "a group": (Adds, "sgd", {}, {}),
-    "a group by what is written on its parameters": (Adds, "scaled", {}, {}),
-    "a group on disk": (Adds, "adamw", {"optimizer_states": "states"}, {"accumulate_grad_batches": 2}),
-    "a group of a pipeline's": (Adds, "adamw", {"pipeline": 2}, {"gradient_clip_val": 0.2}),
-    "finetuning": (Unfreezes, "adamw", {}, {}),
-    "finetuning in a pipeline": (Unfreezes, "sgd", {"pipeline": 2}, {"gradient_clip_val": 0.2}),
-}
-"""By name: the callback that adds groups, the optimizer, and options of the strategy and of the trainer."""
-
-
-def run_added(folder: Path, strategy: Any = None) -> dict[str, Any]:
-    """Return weights, and the states of a checkpoint, after three epochs in which groups are added."""
-    found = {}
-    for number, (name, (adds, optimizer, options, of_trainer)) in enumerate(ADDED.items()):
-        torch.manual_seed(7)
-        module = Grows(optimizer)
-        options = {k: str(folder / v) if k == "optimizer_states" else v for k, v in options.items()}
-        made = None if strategy is None else strategy(2, 2, **options)
-        trainer = make_trainer(folder, 3, strategy=made, callbacks=[adds()], **of_trainer)
-        trainer.fit(module, datamodule=Data())
-        file = folder / f"added-{number}-{made is None}.ckpt"
-        trainer.save_checkpoint(file)
-        found[name] = {"weights": state_of(module), "states": states_in(file) if trainer.global_rank == 0 else {}}
-    return found
 
 
 def run_thawing_in_vain(folder: Path) -> dict[str, Any]:

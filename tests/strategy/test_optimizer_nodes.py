@@ -14,18 +14,15 @@ import torch
 from covering import EXHAUSTIVE
 from launch import forked_executable, forked_python, free_port, launch, launch_raw
 from optimizer_node_cases import (
-    ADDED,
     CASES,
     OPTIONS,
     REASONS,
     RESUMED,
     Case,
     Data,
-    Grows,
     build,
     find_rates,
     make_trainer,
-    run_added,
     run_scaled,
     run_thawing,
     save_on_exception,
@@ -65,12 +62,6 @@ def plain(folder: Path) -> dict[Any, Any]:
     module = build()
     make_trainer(folder, 2).fit(module, datamodule=Data())
     return found | {"two epochs": state_of(module)}
-
-
-@pytest.fixture(scope="module")
-def added(folder: Path) -> dict[str, Any]:
-    """Results of plain Lightning where parameter groups are added."""
-    return run_added(folder)
 
 
 @pytest.fixture(scope="module")
@@ -156,17 +147,6 @@ def test_what_was_frozen_at_first_is_trained(folder: Path, found: Records) -> No
     for name, expected in run_thawing(folder).items():
         for rank in found["thawed"]:
             assert_same(rank[name], expected)
-
-
-@pytest.mark.xdist_group("optimizer_nodes")
-@pytest.mark.parametrize("name", ADDED)
-def test_groups_that_are_added_in_a_run_are_stepped(name: str, added: dict[str, Any], found: Records) -> None:
-    expected, before = added[name], state_of(Grows())
-    assert not torch.equal(expected["weights"]["layers.2.up.weight"], before["layers.2.up.weight"])
-    ranks = [rank[name] for rank in found["added"]]
-    for rank in ranks:
-        assert_same(rank["weights"], expected["weights"])
-    assert_same(ranks[0]["states"], expected["states"])
 
 
 @pytest.mark.xdist_group("optimizer_nodes")

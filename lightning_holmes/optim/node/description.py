@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.errors import ConfigurationError
-from lightning_holmes.optim.unit import Unit
 from lightning_holmes.torch_private import holds_hooks
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -136,41 +135,6 @@ def _source_of(kind: type[Optimizer]) -> str | None:
     except (OSError, TypeError):  # typed into an interpreter
         return None
     return digest.hexdigest()
-
-
-def describe_module(module: nn.Module, *, is_whole: bool, precision: str | None = None) -> dict[str, Any]:
-    """Describe the module for which a node was started.
-
-    Args:
-        is_whole: whether the module has all its parameters, so that no hook adds more.
-        precision: the precision of the Trainer, as the script declares it; None: unknown.
-    """
-    shapes = {name: tuple(value.shape) for name, value in module.named_parameters(remove_duplicate=False)}
-    return {"class": type(module).__qualname__, "shapes": shapes if is_whole else None, "precision": precision}
-
-
-def check_module(expected: Mapping[str, Any], name: str, precision: str, units: Iterable[Unit]) -> None:
-    """Refuse workers whose module, of class ``name``, or precision differs from the node's.
-
-    Raises:
-        ConfigurationError: names the difference.
-    """
-    declared, known = expected["precision"], expected["shapes"]
-    different = []
-    if name != expected["class"]:
-        different.append(f"it is a {expected['class']} there, and a {name} on workers")
-    # 16-mixed is bf16-mixed on workers without a GPU
-    if declared not in (None, precision) and (declared, precision) != ("16-mixed", "bf16-mixed"):
-        different.append(f"its precision is {declared} there, and {precision} on workers")
-    for unit in units if known is not None else ():
-        for parameter, shape in zip(unit.names, map(tuple, unit.shapes), strict=True):
-            if known.get(parameter) != shape:
-                there = f"of shape {known[parameter]}" if parameter in known else "missing"
-                different.append(f"{parameter} is {there} there, and of shape {shape} on workers")
-    if different:
-        raise ConfigurationError(
-            f"this node was started for another module: {different[0]}; give it the script and the arguments of the workers"
-        )
 
 
 def build_optimizer(

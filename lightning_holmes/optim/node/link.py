@@ -39,23 +39,21 @@ class Action(enum.IntEnum):
     """The last batch of window ``number`` begins; every worker sends the options of the optimizer's groups."""
     COMMIT = 3
     """Step with the gradients of window ``number``; every worker sends the options, and what clipping does to the gradients."""
-    GROUPS = 4
-    """Add parameter groups; every worker sends them."""
-    NORM = 5
+    NORM = 4
     """Answer the squared norm of gradients."""
-    FINITE = 6
+    FINITE = 5
     """Answer whether all gradients are finite."""
-    KEEP = 7
+    KEEP = 6
     """Receive the unit's parameters, version ``number``, from the first worker."""
-    VALUES = 8
+    VALUES = 7
     """Send the unit's parameters of version ``number`` to the workers that the message names."""
-    STATES = 9
+    STATES = 8
     """Answer each worker with the states of the parameters that the message names for it, all of the unit."""
-    LOAD = 10
+    LOAD = 9
     """Load states, which are the message."""
-    SETTLE = 11
+    SETTLE = 10
     """Answer when all steps that were committed are complete; ``flag``: the run has ended well, and workers may leave."""
-    ANSWER = 12
+    ANSWER = 11
     """The other end's answer is the message."""
 
 

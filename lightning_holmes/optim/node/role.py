@@ -151,7 +151,6 @@ def join(
     may_import: bool,
     options: NodeOptions,
     wait_s: float,
-    expected: Mapping[str, Any] | None = None,
 ) -> int:
     """Run an optimizer node for the job whose rank 0 listens at one of ``addresses``; returns the exit code.
 
@@ -159,7 +158,6 @@ def join(
         number: the number of this node; -1: the next one that is free.
         may_import: whether to import the module of an optimizer's class if it is not imported yet.
         wait_s: seconds to wait for rank 0, which may be started later.
-        expected: the description of the module for which this node was started; see Session.
 
     Raises:
         ConnectionLostError: rank 0 cannot be reached within ``wait_s``.
@@ -202,7 +200,7 @@ def join(
     cards = {
         address.partition("/")[0]: port.interface for port in ports if port.interface for address in port.addresses
     }
-    return _Node(store, number, cards, may_import=may_import, options=options, expected=expected).serve()
+    return _Node(store, number, cards, may_import=may_import, options=options).serve()
 
 
 def main(arguments: list[str]) -> int:

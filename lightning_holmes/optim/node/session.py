@@ -4,7 +4,7 @@ Two threads send parameters, one receives gradients and performs the other actio
 gradients have come if the workers have said the options at the batch's beginning (eager), or else at the commit, in the order of the
 next forward. Gradients are summed in the order of the workers, whichever comes first, so that runs can be repeated bit for bit.
 
-    session = Session(told, store, number=0, may_import=True, options=NodeOptions(), expected=None)
+    session = Session(told, store, number=0, may_import=True, options=NodeOptions())
     session.run()                                       # until the workers are gone; raises why it cannot go on
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnsupportedModuleError
-from lightning_holmes.optim.node.description import check_module, find_class
+from lightning_holmes.optim.node.description import find_class
 from lightning_holmes.optim.node.link import DATA, FETCHED, FETCHES, Action, Link, Order, Transfer
 from lightning_holmes.optim.node.node_options import NodeOptions, held_dtype, make_storage
 from lightning_holmes.optim.node.unit import HeldUnit
@@ -41,7 +41,6 @@ class Session:
         store: the workers and this node meet in it.
         number: this node's number.
         may_import: whether to import the module of an optimizer's class if it is not imported yet.
-        expected: the result of ``describe_module`` for the module of this node; None if the node has no module.
 
     Raises:
         ConfigurationError: it cannot serve these workers.
@@ -55,7 +54,6 @@ class Session:
         number: int,
         may_import: bool,
         options: NodeOptions,
-        expected: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = f"optimizer node {number}, {told['place']}"
         self.rests = False
@@ -81,8 +79,6 @@ class Session:
                 )
         layouts = {index: Unit(**unit, device=torch.device("cpu")) for index, unit in about["units"].items()}
         kind = find_class(about["optimizer"], may_import=may_import)
-        if expected is not None:
-            check_module(expected, about["module"], about["precision"], layouts.values())
         # the part of each unit that a worker sends and gets: part ``place`` of ``size``
         self._shares: list[tuple[int, int]] = [tuple(other["share"]) for other in given]
         self._storage = make_storage(layouts, about, num_workers=len(given), options=options, name=self.name)
@@ -222,7 +218,7 @@ class Session:
             if repr((other.action, other.number, other.message)) != repr((order.action, order.number, order.message)):
                 raise ConnectionLostError(
                     f"workers 0 and {worker} differ at {order.action.name.lower()} {order.number} and {other.action.name.lower()} {other.number}: "
-                    f"{order.message} and {other.message}; set the optimizer's options, add groups, and clip or scale gradients, alike on all ranks"
+                    f"{order.message} and {other.message}; set the optimizer's options, and clip or scale gradients, alike on all ranks"
                 )
         return order.message
 
@@ -298,12 +294,6 @@ class Session:
 
     def _load(self, order: Order) -> None:
         self.units[order.unit].load(order.message)
-
-    def _groups(self, order: Order) -> None:
-        message = self._told_alike(order)
-        for unit in self.units.values():
-            unit.add_groups(message["options"], message["names"], message["marks"])
-        self._answer(None)
 
     def _keep(self, order: Order) -> None:
         self._wait_until_sent(order.unit)

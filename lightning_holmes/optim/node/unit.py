@@ -37,16 +37,16 @@ class HeldUnit:
     """A unit of an optimizer node; ``version`` counts the versions of its values.
 
     Args:
-        kind, told: the optimizer's class and its description, to which groups may be added later.
+        kind, told: the optimizer's class and its description.
         storage: where values, gradients and, on a disk, states are.
     """
 
     def __init__(self, index: int, layout: Unit, kind: type[Optimizer], told: dict[str, Any], storage: Memory) -> None:
-        self.index, self.layout, self.told = index, layout, told
+        self.index, self.layout = index, layout
         self.version = self.window = 0
         self.ordered_window = self.updated_window = 0
         """The last windows for which an update was ordered, and made."""
-        self._kind, self._storage = kind, storage
+        self._storage = storage
         self._dtype = held_dtype(layout)
         self.stepped = {n for names in told["names"] for n in names if n in layout.names}
         blank = torch.zeros((), dtype=self._dtype)
@@ -230,27 +230,6 @@ class HeldUnit:
                 if view.data_ptr() != value.data_ptr():
                     view.copy_(value)
                 _empty(value)
-
-    def add_groups(
-        self, options: Sequence[Mapping[str, Any]], names: Sequence[Collection[str]], marks: Mapping[str, Any]
-    ) -> None:
-        """Add parameter groups that the workers' optimizer got; ``names`` may include parameters of other units."""
-        for name in marks.keys() & self.parameters.keys():
-            vars(self.parameters[name]).update(marks[name])
-        self.told = self.told | {
-            "marks": self.told["marks"] | marks,
-            "groups": [*self.told["groups"], *options],
-            "names": [*self.told["names"], *names],
-        }
-        groups = [[self.parameters[n] for n in of_group if n in self.parameters] for of_group in names]
-        self.stepped |= {n for of_group in names for n in of_group if n in self.parameters}
-        for parameter in (p for parameters in groups for p in parameters):
-            parameter.requires_grad_()
-        if self.optimizer is None:
-            self.optimizer = build_optimizer(self._kind, self.told, self.parameters)
-            return
-        for given, parameters in zip(options, groups, strict=True):
-            Optimizer.add_param_group(self.optimizer, {**given, "params": parameters})
 
     # checkpoints
 
