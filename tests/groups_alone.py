@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import torch
+
 from lightning_holmes.comm.mesh import ProcessGroups
 
 ALONE = ProcessGroups(
@@ -10,5 +12,5 @@ ALONE = ProcessGroups(
     pipeline=None,
     data_parallel=None,
     p2p=None,
-    builder=SimpleNamespace(rank=0),  # type: ignore[arg-type]
+    builder=SimpleNamespace(rank=0, device=torch.device("cpu")),  # type: ignore[arg-type]
 )

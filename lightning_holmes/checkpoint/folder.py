@@ -17,8 +17,8 @@ from torch import Tensor
 from lightning_holmes.checkpoint.manifest import Manifest, ValueEntry
 from lightning_holmes.checkpoint.parts import Item, Value
 from lightning_holmes.checkpoint.torch_file import load_bytes
+from lightning_holmes.checkpoint.value_file import ValueFile
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
-from lightning_holmes.comm.value_file import ValueFile
 from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
 
 

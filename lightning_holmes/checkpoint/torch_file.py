@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_holmes.comm.value_file import Outlet, save_to
+from lightning_holmes.checkpoint.value_file import Outlet, save_to
 from lightning_holmes.errors import CheckpointError
 
 

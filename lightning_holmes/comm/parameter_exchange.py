@@ -14,19 +14,19 @@ RemoteReducer                 on optimizer nodes      pull; free         push   
 LocalExchange                 in one process          nothing            nothing             there
 """
 
-from typing import Protocol
-
 from torch import Tensor, nn
 
 from lightning_holmes.comm.queue import Work
 
 
-class ParameterExchange(Protocol):
-    """The exchange of one run. Every rank of a stage's replicas must make the same calls in the same order."""
+class ParameterExchange:
+    """The exchange of one run. Every rank of a stage's replicas must make the same calls in the same order. Here each does nothing: the
+    parameters are here, and stay."""
 
     def unshard(self, stage: int) -> Work | None:
         """Start to fetch the parameters of ``stage``. The stage's first computation waits for the work that is
         returned; None: the parameters are here, or the code that reads one waits for it."""
+        return None
 
     def reshard(self, stage: int) -> None:
         """Let go of the parameters of ``stage``: nothing computes with them before the next fetch."""
@@ -44,28 +44,14 @@ class ParameterExchange(Protocol):
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Take the gradient of parameter ``name`` from a split backward, which autograd does not accumulate."""
+        raise AssertionError(f"a split backward of {name} under a schedule that frees stages")
 
 
-class LocalExchange:
+class LocalExchange(ParameterExchange):
     """An exchange for one process that has all of ``module``; gradients stay in ``p.grad``."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-
-    def unshard(self, stage: int) -> None:
-        """Do nothing: the parameters are here."""
-
-    def reshard(self, stage: int) -> None:
-        """Do nothing: the parameters stay."""
-
-    def backward(self, stage: int, *, first: bool, last: bool) -> None:
-        """Do nothing: gradients go to ``p.grad``, and no other process has any."""
-
-    def backward_ended(self, stage: int) -> None:
-        """Do nothing."""
-
-    def reduce(self, stage: int) -> None:
-        """Do nothing: gradients stay in ``p.grad``."""
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Accumulate into ``p.grad`` as autograd does."""

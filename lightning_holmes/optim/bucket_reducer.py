@@ -12,18 +12,21 @@ REDUCE_GRADIENTS, after the sends that the other stages need to come to it.
 The bucket of a parameter that autograd reaches twice in a backward (a module in two segments of reentrant activation checkpointing)
 may be launched too early. Gradients that come later are kept aside and announced to all replicas with the flags of what was reached, and
 summed separately; after that no bucket is launched before the end of the backward.
+
+Nothing is fetched or released: what a sharded optimizer has updated is gathered bucket by bucket, and a read waits for its bucket
+(shard_memory.py). A fetch that waited for a whole stage would overlap less.
 """
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups
-from lightning_holmes.comm.queue import CommQueue, Work
+from lightning_holmes.comm.queue import Work
 from lightning_holmes.optim.reducer import UnitReducer, thawed_late
 from lightning_holmes.optim.replicated import check_replicated
 from lightning_holmes.optim.unit import Unit, side_by_side, sum_dtype
@@ -60,16 +63,12 @@ class BucketReducer(UnitReducer):
         groups: ProcessGroups,
         placement: Placement,
         *,
-        stages: Sequence[int],
         stages_of: Mapping[str, Collection[int]],
         shared: Mapping[tuple[int, ...], Sequence[str]],
-        queue: CommQueue,
-        collective: Collective | None,
         bucket_bytes: int | None = None,
+        **of_unit_reducer: Any,
     ) -> None:
-        super().__init__(
-            parameters, groups, placement, stages=stages, shared=shared, queue=queue, collective=collective
-        )
+        super().__init__(parameters, groups, placement, shared=shared, **of_unit_reducer)
         self.generation = 0
         self.sums_shares = self.keeps_sums = False
         self.overlaps = True
@@ -115,13 +114,6 @@ class BucketReducer(UnitReducer):
             self._missing = {n: set(self._stages_of.get(n, self._stages)) for n in self._gradients}
             self._unready = [len(unit.names) for unit in self.units]
             self._place = {n: index for index, unit in enumerate(self.units) for n in unit.names}
-
-    def unshard(self, stage: int) -> None:
-        """Do nothing: every replica holds the parameters. Those that a sharded optimizer has updated are gathered bucket by bucket, and a
-        read waits for its bucket (shard_memory.py); a fetch that waited for a whole stage would overlap less."""
-
-    def reshard(self, stage: int) -> None:
-        """Do nothing: the parameters stay."""
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
         """Begin a backward through ``stage``: buckets that the ``last`` one of the batch fills are reduced while it still runs."""

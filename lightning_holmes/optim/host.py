@@ -88,7 +88,6 @@ class LocalHost(OptimizerHost):
         self,
         reducer: LocalReducer | BucketReducer | LayeredReducer,
         groups: ProcessGroups,
-        device: torch.device,
         *,
         is_owner: Callable[[str], bool],
         scaler: Any,
@@ -97,11 +96,11 @@ class LocalHost(OptimizerHost):
     ) -> None:
         self._reducer = reducer
         self._groups = groups
-        self._device = device
+        self._device = groups.builder.device
         self._is_owner = is_owner
         self._place = place
         self._over = (groups.pipeline, groups.tensor_parallel, *over)
-        self._scale = None if scaler is None else LossScale(scaler, self._over, device)
+        self._scale = None if scaler is None else LossScale(scaler, self._over, self._device)
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
         """Set ``p.grad``; after the ``last`` batch of a window ranks agree on an overflow, or check for infinities if

@@ -9,13 +9,12 @@ After ``finish``, ``unit.gradient`` is this replica's shard of the sum over repl
 Source: arXiv 2106.02679, section 4. A single replica accumulates the gradients of its microbatches in the same way, without a reduction.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.queue import CommQueue, Work, use_here
 from lightning_holmes.errors import AbsentValueError
@@ -31,7 +30,7 @@ class LayeredReducer(UnitReducer):
 
     Args:
         shards: holds the parameters, whose units are this reducer's.
-        stages: the stages of this rank, ascending.
+        queue: runs the collectives; None: that of the shards.
     """
 
     def __init__(
@@ -39,18 +38,20 @@ class LayeredReducer(UnitReducer):
         shards: StageShards,
         groups: ProcessGroups,
         placement: Placement,
-        device: torch.device,
         *,
-        stages: Sequence[int],
-        shared: Iterable[tuple[int, ...]],
-        queue: CommQueue,
-        collective: Collective | None,
+        queue: CommQueue | None = None,
     ) -> None:
         super().__init__(
-            shards.parameters, groups, placement, stages=stages, shared=shared, queue=queue, collective=collective
+            shards.parameters,
+            groups,
+            placement,
+            stages=shards.stages,
+            shared=shards.shared,
+            queue=queue or shards.queue,
+            collective=shards.collective,
         )
         self.shards = shards
-        self._device = device
+        self._device = groups.builder.device
         self._open: dict[int | None, list[Tensor]] = {}
         self._busy: list[Work | None] = [None] * NUM_BUFFERS
         self._take_trained()
@@ -98,10 +99,6 @@ class LayeredReducer(UnitReducer):
     def reshard(self, stage: int) -> None:
         """Free the parameters of ``stage``."""
         self.shards.reshard(stage)
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Refuse: no schedule that frees stages splits its backwards."""
-        self.shards.add(name, gradient)
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
         """Prepare for a backward of ``stage``: its gradients accumulate in a buffer that is zeroed before the ``first`` one."""

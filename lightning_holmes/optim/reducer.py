@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
-from lightning_holmes.comm.parameter_exchange import LocalExchange
+from lightning_holmes.comm.parameter_exchange import LocalExchange, ParameterExchange
 from lightning_holmes.comm.queue import CommQueue, OnRun, Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.unit import Unit, sum_dtype
@@ -79,7 +79,7 @@ class LocalReducer(LocalExchange):
         self._gradients.clear()
 
 
-class UnitReducer:
+class UnitReducer(ParameterExchange):
     """Accumulates gradients in flat tensors, a unit each, and reduces them in a queue. All ranks must create one, since it creates process
     groups.
 
@@ -194,9 +194,6 @@ class UnitReducer:
 
     def _passed(self, name: str) -> None:
         """Note that a gradient of a parameter has been accumulated."""
-
-    def backward_ended(self, stage: int) -> None:
-        """Do nothing: the schedule's action reduces the stage."""
 
     def _sum_flags(self, *, late: bool = False) -> bool:
         """Find the parameters that got a gradient on any replica, and return whether any has ``late``. All ranks must call.

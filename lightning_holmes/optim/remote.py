@@ -4,7 +4,7 @@ The user's optimizer stays on the worker with its own groups, whose options sche
 its own step does nothing. After it the commit is sent, with these options. Clipping asks the nodes for the norm, and is sent with the
 commit.
 
-    reducer = RemoteReducer(parameters, groups, placement, device, ..., is_eager=True)           # in place of LayeredReducer
+    reducer = RemoteReducer(parameters, groups, placement, is_eager=True)           # in place of LayeredReducer
     host = RemoteHost(optimizer, names, parameters, reducer, groups, ...)                        # in place of ShardedHost
 """
 
@@ -31,6 +31,7 @@ from lightning_holmes.optim.node.description import options_of
 from lightning_holmes.optim.node.link import Action, Link, Transfer
 from lightning_holmes.optim.remote_parameters import RemoteParameters, answer_of
 from lightning_holmes.optim.unit import Unit
+from lightning_holmes.plan.placement import Placement
 
 
 class RemoteReducer(LayeredReducer):
@@ -48,8 +49,10 @@ class RemoteReducer(LayeredReducer):
 
     shards: RemoteParameters
 
-    def __init__(self, shards: RemoteParameters, *args: Any, is_eager: bool, **kwargs: Any) -> None:
-        super().__init__(shards, *args, **kwargs)
+    def __init__(
+        self, shards: RemoteParameters, groups: ProcessGroups, placement: Placement, *, is_eager: bool
+    ) -> None:
+        super().__init__(shards, groups, placement, queue=shards.commands)
         self._host_memory = HostMemory(self._device)  # the queue's
         self.window = 0
         self.is_complete = self.is_half_done = False

@@ -5,7 +5,7 @@ contents of the groups change, to this rank's pieces instead of whole parameters
 parameters for an element-wise optimizer (elementwise.py), or some of the parameters themselves for any other.
 A ShardMemory has the values and gradients of pieces, and distributes what was updated.
 
-    host = ShardedHost(ShardedStep(optimizer=optimizer, ...), memory, reducer, groups, device, ...)
+    host = ShardedHost(ShardedStep(optimizer=optimizer, ...), memory, reducer, groups, ...)
     host.take_gradients(last=True)        # after the reduction: set the gradients of the pieces
     optimizer.step()                      # steps this rank's pieces; updated ones are then distributed
     host.settle()                         # optional: reading a parameter waits for it anyway
@@ -79,12 +79,11 @@ class ShardedHost(LocalHost):
         memory: ShardMemory,
         reducer: BucketReducer | LayeredReducer,
         groups: ProcessGroups,
-        device: torch.device,
         **about: Any,
     ) -> None:
         assert step.found.level != "none"
         optimizer, replicas = step.optimizer, groups.data_parallel
-        super().__init__(reducer, groups, device, over=(replicas,), **about)
+        super().__init__(reducer, groups, over=(replicas,), **about)
         self.optimizer = optimizer
         self.by_elements = step.by_elements
         # without masters an optimizer that is not cut by elements steps parameters themselves

@@ -29,6 +29,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import Absence, Source
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
+from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work, use_here
 from lightning_holmes.optim.shard_memory import ShardMemory
@@ -38,8 +39,8 @@ from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, deal_param
 _SMALL = 1 / 16  # of the largest stage's bytes: the memory that small stages may take beside the buffers
 
 
-class StageShards(ShardMemory):
-    """See ShardMemory; implements ParameterExchange for steps that train nothing, too. All replicas must create one, with equal arguments, and
+class StageShards(ShardMemory, ParameterExchange):
+    """See ShardMemory; the exchange of steps that train nothing, too. All replicas must create one, with equal arguments, and
     call its methods together.
 
     Args:
@@ -81,7 +82,7 @@ class StageShards(ShardMemory):
         self._holders: dict[str, int] = {}
         self._places: dict[str, tuple[Unit, int]] = {}
         self.queue, self.collective = queue, collective
-        self._stages = tuple(stages)
+        self.stages, self.shared = tuple(stages), shared
         self._stages_of = stages_of
         self._ranks_of = {name: ranks for ranks, names in shared.items() for name in names}
         self._of_stage: dict[int | None, list[Unit]] = {}
@@ -151,7 +152,7 @@ class StageShards(ShardMemory):
         return [(stage, ranks, names) for (stage, ranks, *_), names in groups.items()]
 
     def _make_buffers(self) -> None:
-        by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self._stages}
+        by_stage = {stage: _sizes(self._of_stage.get(stage, ())) for stage in self.stages}
         device = next((unit.device for unit in self.units), torch.device("cpu"))
         self._buffers = StageBuffers(by_stage, device)
 
@@ -320,22 +321,6 @@ class StageShards(ShardMemory):
         else:  # the step has ended
             for parameter in self.parameters.values():
                 self._absence.forget(parameter)
-
-    def backward(self, stage: int, *, first: bool, last: bool) -> None:
-        """Refuse: there is no backward."""
-        raise AssertionError(f"a backward of stage {stage} where nothing is trained")
-
-    def backward_ended(self, stage: int) -> None:
-        """Refuse: there is no backward."""
-        raise AssertionError(f"a backward of stage {stage} where nothing is trained")
-
-    def reduce(self, stage: int) -> None:
-        """Refuse: nothing is reduced."""
-        raise AssertionError(f"a reduction of stage {stage} where nothing is trained")
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Refuse: no schedule that frees stages splits its backwards."""
-        raise AssertionError(f"a split backward of {name} under a schedule that frees stages")
 
     def start(self) -> None:
         """Free the gradients: the next fetch gathers the updated shards."""

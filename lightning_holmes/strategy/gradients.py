@@ -102,7 +102,7 @@ def make_gradients(part: TrainedPart) -> Gradients:
     is_sharded = plan.sharding == "optimizer"
     if not is_sharded and not reduced and not (low and plan.placement.world_size > 1):
         local = LocalReducer(pipeline.module, parameters.by_name)
-        return Gradients(reducer=local, host=LocalHost(local, groups, device, **part.about))
+        return Gradients(reducer=local, host=LocalHost(local, groups, **part.about))
     reducer = BucketReducer(
         parameters.by_name,
         groups,
@@ -114,7 +114,7 @@ def make_gradients(part: TrainedPart) -> Gradients:
         collective=part.collective(part.options.compression),
     )
     if not is_sharded:
-        return Gradients(reducer=reducer, host=LocalHost(reducer, groups, device, **part.about))
+        return Gradients(reducer=reducer, host=LocalHost(reducer, groups, **part.about))
     assert part.step is not None
     readers = sharding.gradient_readers(part.trainer)
     step = replace(part.step, whole_gradients=bool(readers))
@@ -128,7 +128,7 @@ def make_gradients(part: TrainedPart) -> Gradients:
         None if groups.gradients is None else groups.gradients.whole,
         lazily=can_gather_lazily(pipeline.module),
     )
-    host = ShardedHost(step, memory, reducer, groups, device, **part.about)
+    host = ShardedHost(step, memory, reducer, groups, **part.about)
     memory.watch(pipeline.module)
     return Gradients(reducer=reducer, host=host)
 
@@ -161,20 +161,11 @@ def make_layered_gradients(part: TrainedPart, present: StageShards | None) -> tu
     if refusal:
         asked, without = part.options.describe_sharding("parameters")
         raise UnsupportedModuleError(f"{asked}: {refusal}; {without}")
-    groups, device = part.job.groups, part.job.connection.device
+    groups = part.job.groups
     shards = make_stage_shards(part) if present is None else present
     shards.lay_out(by_elements=step.by_elements)
-    reducer = LayeredReducer(
-        shards,
-        groups,
-        part.plan.placement,
-        device,
-        stages=part.pipeline.stages,
-        shared=list(part.parameters.shared),
-        queue=shards.queue,
-        collective=shards.collective,
-    )
-    host = ShardedHost(step, shards, reducer, groups, device, **part.about)
+    reducer = LayeredReducer(shards, groups, part.plan.placement)
+    host = ShardedHost(step, shards, reducer, groups, **part.about)
     return Gradients(reducer=reducer, host=host), shards
 
 
@@ -191,13 +182,7 @@ def make_remote_gradients(
     Raises:
         UnsupportedModuleError: nodes cannot hold the parameters, or step the optimizer.
     """
-    job, pipeline, plan, groups, device = (
-        part.job,
-        part.pipeline,
-        part.plan,
-        part.job.groups,
-        part.job.connection.device,
-    )
+    job, pipeline, plan, groups = part.job, part.pipeline, part.plan, part.job.groups
     count, clusters = part.options.optimizer_nodes, part.job.clusters
     step = part.admitted(f"optimizer_nodes={count}")
     refusal = sharding.refusal_of_nodes(step.found, step.optimizer, part.trainer, part.structure)
@@ -223,7 +208,7 @@ def make_remote_gradients(
         shared=parameters.shared,
         num_replicas=len(ranks),
         replica=groups.data_parallel_rank,
-        device=device,
+        device=groups.builder.device,
         num_nodes=len(own),
         tree=Tree(inside, groups.builder.describe),
         absence=pipeline.absence,
@@ -247,17 +232,7 @@ def make_remote_gradients(
     fill(remote)
     if inside is not None and groups.data_parallel_rank == 0:
         print(f"workers sum gradients for the optimizer nodes in {groups.builder.describe(inside)}", flush=True)
-    reducer = RemoteReducer(
-        remote,
-        groups,
-        plan.placement,
-        device,
-        stages=pipeline.stages,
-        shared=list(parameters.shared),
-        queue=remote.commands,
-        collective=None,
-        is_eager=not deferred,
-    )
+    reducer = RemoteReducer(remote, groups, plan.placement, is_eager=not deferred)
     host = RemoteHost(
         step.optimizer, step.names, remote, reducer, groups, is_owner=pipeline.is_owner, scaler=part.scaler
     )

@@ -181,8 +181,7 @@ def divide(
     reducer.lay_out()
     memory = ReplicatedMemory(reducer, world, lazily=True)
     step = ShardedStep(optimizer=optimizer, names=groups, found=found, **options)
-    device = torch.device("cpu")
-    shards = ShardedHost(step, memory, reducer, alone, device, is_owner=lambda name: True, scaler=None, place="")
+    shards = ShardedHost(step, memory, reducer, alone, is_owner=lambda name: True, scaler=None, place="")
     return reducer, shards
 
 

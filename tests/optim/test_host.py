@@ -54,9 +54,9 @@ class Rank:
                 master_weights=True,
             )
             memory = ReplicatedMemory(self.reducer, None, lazily=True)
-            self.host: LocalHost = ShardedHost(step, memory, self.reducer, ALONE, CPU, **about)
+            self.host: LocalHost = ShardedHost(step, memory, self.reducer, ALONE, **about)
         else:
-            self.host = LocalHost(self.reducer, ALONE, CPU, **about)
+            self.host = LocalHost(self.reducer, ALONE, **about)
 
     def batch(self, x: Tensor, *, last: bool, microbatches: int = 3, scale: float = 1.0) -> None:
         """Run a step as GPipe would: the forwards, then the backwards of both stages, with the actions that the
@@ -113,7 +113,7 @@ def test_clipping_is_torchs(rank: Rank, limit: float) -> None:
 def test_a_norm_counts_only_what_this_rank_owns() -> None:
     rank = Rank(flat=True)
     rank.batch(torch.randn(6, 3), last=True)
-    host = LocalHost(rank.reducer, ALONE, CPU, is_owner=lambda name: name == "2.bias", scaler=None, place="")
+    host = LocalHost(rank.reducer, ALONE, is_owner=lambda name: name == "2.bias", scaler=None, place="")
     torch.testing.assert_close(host.norm(rank.module.parameters()), rank.plain[2].bias.grad.norm())
     rank.close()
 

@@ -184,16 +184,7 @@ def test_what_autograd_has_saved_is_still_right_when_another_stage_was_between()
 
 
 def reducer_of(shards: StageShards, queue: InlineQueue) -> LayeredReducer:
-    return LayeredReducer(
-        shards,
-        ALONE,
-        Placement(((0,),)),
-        CPU,
-        stages=(0, 1, 2),
-        shared=[],
-        queue=queue,  # type: ignore[arg-type]
-        collective=None,
-    )
+    return LayeredReducer(shards, ALONE, Placement(((0,),)), queue=queue)  # type: ignore[arg-type]
 
 
 def test_one_replica_adds_its_microbatches_and_its_batches() -> None:

@@ -103,9 +103,7 @@ def reducer_of(pipeline: Any) -> LayeredReducer:
         compiled=pipeline.compiled_parameters,
     )
     shards.lay_out(by_elements=True)
-    return LayeredReducer(
-        shards, ALONE, Placement(((0,),)), CPU, stages=pipeline.stages, shared=[], queue=queue, collective=None
-    )
+    return LayeredReducer(shards, ALONE, Placement(((0,),)))
 
 
 STEPS = [case for case in CASES if case.refused != "manual optimization"]  # which is refused before a step
