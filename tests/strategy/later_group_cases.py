@@ -104,9 +104,6 @@ TARGETS: dict[str, Make] = {
 }
 RESUMED = {"plain": ("disk",), "file": ("no node", "plain"), "folder": ("a stage's node each",)}
 """By source of the checkpoint, the layouts in which it is resumed."""
-REFUSED = ("disk", "early")
-"""The target and the time that are refused. The refusal comes in mid-run, maybe on one worker only, and ends the other
-worker, too: it therefore runs in processes of its own."""
 
 
 def build() -> Tied:
@@ -126,8 +123,6 @@ def resume_all(folder: Path, source: str, target: str) -> dict[str, Any]:
     """Return weights and states by when the checkpoint was saved."""
     found: dict[str, Any] = {}
     for when, epochs in WHEN.items():
-        if (target, when) == REFUSED:
-            continue
         module = build()
         trainer = make_trainer(folder, epochs, strategy=TARGETS[target](folder), callbacks=[Thaws()])
         trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}-{when}.ckpt")
@@ -136,14 +131,6 @@ def resume_all(folder: Path, source: str, target: str) -> dict[str, Any]:
         states = states_in(file) if trainer.global_rank == 0 else {}
         found[when] = {"weights": state_of(module), "states": states}
     return found
-
-
-def resume_refused(payload: tuple[str, str]) -> None:
-    """Resume what is refused; runs in each of two processes."""
-    folder, os.environ["PYTHON_EXEC"] = Path(payload[0]), payload[1]
-    target, when = REFUSED
-    trainer = make_trainer(folder, WHEN[when], strategy=TARGETS[target](folder), callbacks=[Thaws()])
-    trainer.fit(build(), datamodule=Data(), ckpt_path=folder / f"plain-{when}.ckpt")
 
 
 def work(payload: tuple[str, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from later_group_cases import REFUSED, RESUMED, SCALED, WHEN, resume_all, run_scaled, save_all, work
+from later_group_cases import RESUMED, SCALED, WHEN, resume_all, run_scaled, save_all, work
 from launch import forked_executable, launch, launch_raw
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("later_groups")]
@@ -69,20 +69,10 @@ def test_a_checkpoint_after_it_is_resumed_as_by_plain_lightning(
 ) -> None:
     if target == "plain" and f"{source} to plain" not in found:
         found[f"{source} to plain"] = [resume_all(folder, source, target)]
-    if (target, when) == REFUSED:
-        pytest.skip("on disk there is no place then for what comes: the next test")
     expected, ranks = plain["resumed"][when], found[f"{source} to {target}"]
     for rank in ranks:
         assert_same(rank[when]["weights"], expected["weights"])
     assert_same(ranks[0][when]["states"], expected["states"])
-
-
-def test_a_checkpoint_in_which_it_was_frozen_is_refused_on_disk(folder: Path, plain: dict[str, Any]) -> None:
-    payload = (str(folder), forked_executable())
-    workers = launch_raw(2, f"{work.__module__}:resume_refused", payload, timeout_s=60, folder=folder / "refused")
-    said = "\n".join(worker.output for worker in workers)
-    assert all(worker.exit_code == 1 for worker in workers), said
-    assert "is trained from now on, but was frozen when its place on disk was taken" in said
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
