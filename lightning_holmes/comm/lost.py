@@ -26,7 +26,17 @@ _LIBRARIES = (
     *(f"{_PACKAGE}{part}{os.sep}" for part in ("comm", "optim", "pipeline", "checkpoint")),
 )
 """The folders whose code waits for connections."""
-_WORDS = ("Connection", "Socket", "closed by peer", "Broken pipe", "gloo", "NCCL", "Timed out", "timed out")
+_WORDS = (
+    "Connection",
+    "Socket",
+    "closed by peer",
+    "pair closure",
+    "Broken pipe",
+    "gloo",
+    "NCCL",
+    "Timed out",
+    "timed out",
+)
 
 
 def is_lost(exception: BaseException) -> bool:
