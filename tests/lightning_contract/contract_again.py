@@ -3,26 +3,17 @@
 from typing import Any
 
 import pytest
+from comparing import state_of
 from contract import Run, each
-from contract_models import Calls, Lines, Net, batches, same, weights
-from lightning.pytorch.callbacks import ModelCheckpoint
+from contract_models import Net, batches, same
 
 
 def case_a_second_fit_of_a_finished_trainer_trains_no_more(run: Run):
     module = Net()
     trainer = run.fit(module)
-    before = weights(module)
+    before = state_of(module)
     trainer.fit(module, batches(4))
-    assert trainer.global_step == 4 and same(weights(module), before)
-
-
-def case_more_epochs_go_on(run: Run):
-    module = Net()
-    trainer = run.fit(module)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, batches(4), batches(2))
-    assert (trainer.current_epoch, trainer.global_step) == (3, 12)
-    return weights(module)
+    assert trainer.global_step == 4 and same(state_of(module), before)
 
 
 def case_more_steps_go_on(run: Run):
@@ -31,7 +22,7 @@ def case_more_steps_go_on(run: Run):
     trainer.fit_loop.epoch_loop.max_steps = 6
     trainer.fit(module, batches(4))
     assert trainer.global_step == 6
-    return weights(module)
+    return state_of(module)
 
 
 def case_another_module_goes_on_where_the_first_stopped(run: Run):
@@ -40,15 +31,7 @@ def case_another_module_goes_on_where_the_first_stopped(run: Run):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(second, batches(4))
     assert trainer.lightning_module is second and trainer.global_step == 8
-    return weights(first), weights(second)
-
-
-def case_another_trainer_begins_anew(run: Run):
-    module = Net()
-    run.fit(module)
-    trainer = run.fit(module)
-    assert trainer.global_step == 4
-    return weights(module)
+    return state_of(first), state_of(second)
 
 
 def case_a_module_is_free_after_a_fit(run: Run):
@@ -76,14 +59,7 @@ def case_calls_follow_each_other(run: Run, entries: tuple[str, ...]):
         loaders = (batches(2), batches(2)) if entry == "fit" else (batches(2),)
         results.append(getattr(trainer, entry)(module, *loaders))
         assert trainer.state.finished and trainer.state.fn == {"fit": "fit"}.get(entry, entry)
-    return results, weights(module)
-
-
-def case_what_is_validated_after_a_fit_is_what_it_has_logged(run: Run):
-    module = Net()
-    trainer = run.fit(module, batches(4), batches(2))
-    logged = float(trainer.callback_metrics["val_loss"])
-    assert trainer.validate(module, batches(2), verbose=False)[0]["val_loss"] == pytest.approx(logged, rel=1e-5)
+    return results, state_of(module)
 
 
 def case_a_trainer_that_has_failed_fits_again(run: Run):
@@ -98,34 +74,7 @@ def case_a_trainer_that_has_failed_fits_again(run: Run):
     module = Net()
     trainer.fit(module, batches(4))
     assert trainer.state.finished
-    return trainer.global_step, weights(module)
-
-
-def case_hooks_come_with_each_fit(run: Run):
-    calls = Calls("setup", "on_fit_start", "on_train_start", "on_fit_end", "teardown")
-    trainer = run.fit(Net(), callbacks=[calls])
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Net(), batches(4))
-    assert calls.names == ["setup", "on_fit_start", "on_train_start", "on_fit_end", "teardown"] * 2
-
-
-def case_logs_and_checkpoints_go_on(run: Run):
-    lines = Lines()
-    checkpoint = ModelCheckpoint(run.folder / "kept", save_top_k=-1, filename="{step}")
-    module = Net()
-    trainer = run.fit(module, batches(2), callbacks=[checkpoint], logger=lines)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, batches(2))
-    assert [step for step, _ in lines.lines] == [0, 1, 2, 3]
-    assert run.files("kept/*.ckpt") == ["kept/step=2.ckpt", "kept/step=4.ckpt"]
-
-
-def case_loaders_may_change_between_fits(run: Run):
-    module = Net()
-    trainer = run.fit(module, batches(4))
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, batches(2))
-    assert trainer.global_step == 6 and trainer.num_training_batches == 2
+    return trainer.global_step, state_of(module)
 
 
 def case_a_module_inside_another_is_fitted_by_itself(run: Run):
@@ -142,4 +91,4 @@ def case_a_module_inside_another_is_fitted_by_itself(run: Run):
     outer = Outer(inner)
     run.fit(inner)
     run.fit(outer)
-    return weights(inner)
+    return state_of(inner)

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import state_of
 from contract import TWO, Run, each, refused
-from contract_models import Calls, Net, batches, same, weights
-from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, LambdaCallback, WeightAveraging
+from contract_models import Calls, Net, batches, same
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCallback, WeightAveraging
 
 
 def case_the_module_brings_callbacks(run: Run):
@@ -17,15 +18,6 @@ def case_the_module_brings_callbacks(run: Run):
     brought, given = Calls("on_train_end"), LambdaCallback(on_train_end=lambda *_: None)
     trainer = run.fit(Brings(), callbacks=[given])
     assert brought.names == ["on_train_end"] and brought in trainer.callbacks and given in trainer.callbacks
-
-
-def case_the_module_s_callback_takes_the_place_of_the_trainer_s(run: Run):
-    class Brings(Net):
-        def configure_callbacks(self) -> Any:
-            return EarlyStopping("loss", patience=7)
-
-    trainer = run.fit(Brings(), callbacks=[EarlyStopping("val_loss", patience=1)])
-    assert [c.patience for c in trainer.early_stopping_callbacks] == [7]
 
 
 @each(
@@ -54,18 +46,6 @@ def case_batch_hooks_are_given_what_the_step_returned(run: Run, value: Any):
     getattr(run.trainer(callbacks=[callback]), entry)(Returns(), batches(2))
     assert [index for _, index in found] == [0, 1] and found[0][0].shape == (2, 4)
     return found
-
-
-def case_the_loss_is_given_before_the_backward(run: Run):
-    losses: list[float] = []
-
-    class Given(Callback):
-        def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-            losses.append(float(loss))
-
-    run.fit(Net(), callbacks=[Given()])
-    assert len(losses) == 4
-    return losses
 
 
 def case_the_loss_that_is_shown_is_whole_when_accumulating(run: Run):
@@ -132,7 +112,7 @@ def case_a_callback_may_change_weights_between_batches(run: Run):
 
     module = Net()
     run.fit(module, callbacks=[Shrinks()])
-    return weights(module)
+    return state_of(module)
 
 
 def case_a_callback_may_log(run: Run):
@@ -150,12 +130,12 @@ def case_a_callback_may_log(run: Run):
 def case_averages_are_shown_to_a_validation_of_its_own(run: Run, kind: Any):
     module = Net()
     trainer = run.fit(module, batches(4), batches(2), callbacks=[kind()], max_epochs=2)
-    trained = weights(module)
+    trained = state_of(module)
     found = trainer.validate(module, batches(2), verbose=False)
-    assert same(weights(module), trained)
+    assert same(state_of(module), trained)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, batches(4), batches(2))
-    return [list(values.values()) for values in found], weights(module)
+    return [list(values.values()) for values in found], state_of(module)
 
 
 @refused("parameters of Fails have been NaN since a run before has failed", TWO)
@@ -172,4 +152,4 @@ def case_a_module_is_trained_after_a_fit_that_has_failed(run: Run):
         run.fit(module)
     module.fails = False
     run.fit(module)
-    return weights(module)
+    return state_of(module)

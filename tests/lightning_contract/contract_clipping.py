@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import pytest
 import torch
+from comparing import state_of
 from contract import Run, each
-from contract_models import Calls, Net, weights
-from lightning.pytorch.utilities import grad_norm
+from contract_models import Net
 
 
 class Steep(Net):
@@ -31,26 +30,7 @@ class Steep(Net):
 def case_clips(run: Run, options: Any):
     module = Steep()
     run.fit(module, **options)
-    return weights(module)
-
-
-def case_the_norm_is_at_most_the_value(run: Run):
-    """``on_before_optimizer_step`` runs before clipping; the hook ``configure_gradient_clipping`` clips."""
-    before: list[float] = []
-    after: list[float] = []
-
-    class Looks(Steep):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            before.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
-
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **options: Any) -> None:
-            super().configure_gradient_clipping(optimizer, *args, **options)
-            after.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
-
-    run.fit(Looks(), gradient_clip_val=0.5)
-    assert min(before) > 0.5
-    assert all(norm <= 0.501 for norm in after)
-    return before, after
+    return state_of(module)
 
 
 def case_the_hook_is_given_the_trainer_s_values(run: Run):
@@ -65,7 +45,7 @@ def case_the_hook_is_given_the_trainer_s_values(run: Run):
     module = Notes()
     run.fit(module, gradient_clip_val=0.5, gradient_clip_algorithm="value")
     assert module.given == (0.5, "value")
-    return weights(module)
+    return state_of(module)
 
 
 def case_the_hook_may_clip_as_it_likes(run: Run):
@@ -76,38 +56,4 @@ def case_the_hook_may_clip_as_it_likes(run: Run):
 
     module = Own()
     run.fit(module)
-    return weights(module)
-
-
-def case_another_value_in_the_hook_than_the_trainer_s_is_refused(run: Run):
-    class Own(Steep):
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **options: Any) -> None:
-            self.clip_gradients(optimizer, gradient_clip_val=0.1)
-
-    with pytest.raises(Exception, match="gradient_clip_val"):
-        run.fit(Own(), gradient_clip_val=0.5)
-
-
-def case_clipping_comes_once_a_step(run: Run):
-    class Counts(Steep):
-        clipped = 0
-
-        def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
-            self.clipped += 1
-            super().configure_gradient_clipping(*args, **options)
-
-    module, calls = Counts(), Calls("on_before_optimizer_step")
-    run.fit(module, callbacks=[calls], gradient_clip_val=0.5, accumulate_grad_batches=2)
-    assert module.clipped == calls.count("on_before_optimizer_step") == 2
-
-
-def case_norms_of_gradients_are_those_of_the_whole_module(run: Run):
-    norms: list[Any] = []
-
-    class Logs(Steep):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            norms.append({name: float(value) for name, value in grad_norm(self.layers, 2).items()})
-
-    run.fit(Logs())
-    assert len(norms) == 4 and len(norms[0]) == 5
-    return norms
+    return state_of(module)

@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from comparing import state_of
 from contract import Run, each
-from contract_models import Batches, Calls, Net, Rows, batches, weights
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch.utils.data import DataLoader
+from contract_models import Batches, Calls, Net, batches
 
 
 @each(once=(True, 1), twice=(2, 2), off=(False, 4))
@@ -21,16 +19,6 @@ def case_a_fast_dev_run_is_short(run: Run, value: Any):
     assert trainer.max_epochs == 1
 
 
-def case_a_fast_dev_run_leaves_nothing(run: Run):
-    checkpoint = ModelCheckpoint(run.folder / "kept")
-    trainer = run.fit(
-        Net(), callbacks=[checkpoint, EarlyStopping("loss")], fast_dev_run=True, logger=True, max_epochs=5
-    )
-    assert not run.files("**/*.ckpt") and not run.files("lightning_logs/**/*.csv")
-    assert trainer.current_epoch == 1 and trainer.num_sanity_val_steps == 0
-    assert trainer.loggers and not trainer.log_dir
-
-
 @each(a_number=(2, 2), a_share=(0.5, 2), one=(1, 1))
 def case_overfitting_takes_the_same_batches(run: Run, value: Any):
     flag, count = value
@@ -39,7 +27,7 @@ def case_overfitting_takes_the_same_batches(run: Run, value: Any):
     assert trainer.global_step == 2 * count
     assert seen.train == [[0, 1], [2, 3]][:count] * 2
     assert len(seen.validation) == 2 * count
-    return weights(module)
+    return state_of(module)
 
 
 def case_barebones_trains_alike(run: Run):
@@ -49,8 +37,8 @@ def case_barebones_trains_alike(run: Run):
     trainer = run.trainer(barebones=True)
     trainer.fit(bare, batches(4))
     assert trainer.global_step == 4
-    for name, value in weights(module).items():
-        torch.testing.assert_close(weights(bare)[name], value)
+    for name, value in state_of(module).items():
+        torch.testing.assert_close(state_of(bare)[name], value)
     assert not trainer.callback_metrics and not trainer.loggers
 
 
@@ -67,7 +55,7 @@ def case_anomalies_are_detected(run: Run):
 def case_a_sound_fit_has_no_anomalies(run: Run):
     module = Net()
     run.fit(module, detect_anomaly=True)
-    return weights(module)
+    return state_of(module)
 
 
 @each(on=True, warn="warn", off=False)
@@ -79,17 +67,4 @@ def case_determinism_is_torch_s(run: Run, flag: Any):
         assert calls.seen == [{True: 2, "warn": 1, False: 0}[flag]]
     finally:
         torch.use_deterministic_algorithms(False)
-    return weights(module)
-
-
-@each(twice_alike=1, by_another_seed=2)
-def case_a_seed_decides(run: Run, second: int):
-    def fitted(seed: int) -> Any:
-        pl.seed_everything(seed, verbose=False)
-        module = Net()
-        run.fit(module, DataLoader(Rows(8), batch_size=2, shuffle=True))
-        return weights(module)
-
-    first, again = fitted(1), fitted(second)
-    alike = all(torch.allclose(value, again[name]) for name, value in first.items())
-    assert alike == (second == 1)
+    return state_of(module)

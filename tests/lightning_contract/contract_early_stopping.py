@@ -3,9 +3,8 @@
 from typing import Any
 
 from contract import Run, each
-from contract_models import Lines, Net, batches
+from contract_models import Net, batches
 from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
 
 
 class Levels(Net):
@@ -43,21 +42,6 @@ def case_stops(run: Run, value: Any):
     return float(stopping.best_score), stopping.wait_count, stopping.stopping_reason.value
 
 
-@each(
-    patience=({"patience": 1}, FALLS_AND_RISES, EarlyStoppingReason.PATIENCE_EXHAUSTED),
-    threshold=({"stopping_threshold": 1.4}, FALLS_AND_RISES, EarlyStoppingReason.STOPPING_THRESHOLD),
-    divergence=({"divergence_threshold": 4.0}, (3.0, 5.0), EarlyStoppingReason.DIVERGENCE_THRESHOLD),
-    not_finite=({}, (3.0, float("inf")), EarlyStoppingReason.NON_FINITE_METRIC),
-    nothing=({"patience": 9}, FALLS_AND_RISES, EarlyStoppingReason.NOT_STOPPED),
-)
-def case_says_why(run: Run, value: Any):
-    options, levels, reason = value
-    stopping = EarlyStopping("level", **options)
-    run.fit(Levels(*levels), batches(1), batches(1), callbacks=[stopping], max_epochs=len(levels))
-    assert stopping.stopping_reason == reason
-    assert (stopping.stopping_reason_message is None) == (reason == EarlyStoppingReason.NOT_STOPPED)
-
-
 def case_waits_for_min_epochs(run: Run):
     stopping = EarlyStopping("level", patience=1)
     trainer = run.fit(
@@ -66,25 +50,10 @@ def case_waits_for_min_epochs(run: Run):
     assert trainer.current_epoch == 5
 
 
-def case_may_look_at_the_end_of_training_epochs(run: Run):
-    stopping = EarlyStopping("loss", patience=1, stopping_threshold=100.0, check_on_train_epoch_end=True)
-    trainer = run.fit(Net(), callbacks=[stopping], max_epochs=3)
-    assert trainer.current_epoch == 1
-    return float(stopping.best_score)
-
-
 def case_needs_no_validation(run: Run):
     stopping = EarlyStopping("loss", stopping_threshold=100.0)
     trainer = run.fit(Net(), batches(2), callbacks=[stopping], max_epochs=3)
     assert trainer.current_epoch == 1
-
-
-def case_several_stop_at_the_first(run: Run):
-    first, second = EarlyStopping("level", patience=3), EarlyStopping("loss", stopping_threshold=100.0)
-    trainer = run.fit(Levels(*FALLS_AND_RISES), batches(), batches(2), callbacks=[first, second], max_epochs=4)
-    assert trainer.current_epoch == 1
-    assert trainer.early_stopping_callbacks == [first, second]
-    assert trainer.early_stopping_callback is first
 
 
 def case_its_state_goes_through_checkpoints(run: Run):
@@ -102,16 +71,3 @@ def case_its_state_goes_through_checkpoints(run: Run):
     )
     assert (first.wait_count, second.wait_count) == (2, 3)
     assert float(second.best_score) == 1.0
-
-
-def case_what_it_monitors_may_come_once_an_epoch(run: Run):
-    class Late(Net):
-        def on_validation_epoch_end(self) -> None:
-            self.log("late", [2.0, 1.0, 3.0, 3.0][self.current_epoch])
-
-    lines = Lines()
-    trainer = run.fit(
-        Late(), batches(), batches(2), callbacks=[EarlyStopping("late", patience=1)], logger=lines, max_epochs=4
-    )
-    assert trainer.current_epoch == 3
-    assert lines.column("late") == [2.0, 1.0, 3.0]

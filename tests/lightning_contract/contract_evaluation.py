@@ -59,14 +59,6 @@ def case_names_may_be_without_the_loader_s(run: Run):
     assert [list(result) for result in results] == [["loss_0"], ["loss_1"]]
 
 
-def case_a_fit_validates_all_loaders(run: Run):
-    places = Places()
-    trainer = run.fit(Several(), batches(2), [batches(2), batches(1, 50)], callbacks=[places])
-    assert places.places == [(0, 0, 0), (0, 1, 2), (1, 0, 50)]
-    assert {"val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"} <= trainer.callback_metrics.keys()
-    assert trainer.num_val_batches == [2, 1]
-
-
 def case_limits_hold_for_each_loader(run: Run):
     trainer = run.trainer(limit_test_batches=0.5)
     places = Places()
@@ -84,13 +76,6 @@ def case_loaders_may_come_side_by_side(run: Run):
     results = run.trainer().validate(Pairs(), CombinedLoader([batches(2), batches(1, 50)], "min_size"), verbose=False)
     assert list(results[0]) == ["val_loss"]
     return results
-
-
-def case_predictions_of_loaders_are_kept_apart(run: Run):
-    found = run.trainer().predict(Several(), [batches(2), batches(1)])
-    assert [len(part) for part in found] == [2, 1]
-    assert float(found[1][0].min()) > 5 > float(found[0][0].max())
-    return found
 
 
 def case_a_prediction_may_be_anything(run: Run):

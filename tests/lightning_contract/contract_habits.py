@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torchmetrics
+from comparing import state_of
 from contract import PLAIN, TWO, Run, each
-from contract_models import WIDTH, Lines, Rows, same, weights
+from contract_models import WIDTH, Lines, Rows, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -53,7 +54,7 @@ class Classifier(pl.LightningModule):
 def outcome(run: Run, module: Any, *loaders: Any, **options: Any) -> Any:
     lines = Lines()
     trainer = run.fit(module, *(loaders or (labelled(),)), logger=lines, **options)
-    return lines.lines, {k: float(v) for k, v in trainer.callback_metrics.items()}, weights(module)
+    return lines.lines, {k: float(v) for k, v in trainer.callback_metrics.items()}, state_of(module)
 
 
 def case_forward_with_keywords(run: Run):
@@ -98,14 +99,14 @@ def case_hyper_parameters_may_be_the_network(run: Run, folder: bool):
     found = outcome(run, module, labelled(), labelled(2), max_epochs=2, callbacks=[saving], strategy=strategy)
     run.meet()
     again = Keeps.load_from_checkpoint(saving.last_model_path, weights_only=False)
-    assert again.hparams.net is again.net and same(weights(again), weights(module))
+    assert again.hparams.net is again.net and same(state_of(again), state_of(module))
     run.fit(again, labelled())
     run.meet()
     kept = None
     if not folder:
-        kept = weights(torch.load(saving.last_model_path, weights_only=False)["hyper_parameters"]["net"])
-        assert same(kept, weights(module.net))
-    return found, weights(again)
+        kept = state_of(torch.load(saving.last_model_path, weights_only=False)["hyper_parameters"]["net"])
+        assert same(kept, state_of(module.net))
+    return found, state_of(again)
 
 
 @each(all_layers=lambda module: module.net, one_layer=lambda module: module.net.blocks[1])
@@ -117,7 +118,7 @@ def case_a_part_is_saved_by_torch_in_a_hook(run: Run, part: Any):
     module = Saves(Backbone(), nn.CrossEntropyLoss(), functools.partial(torch.optim.SGD, lr=0.05))
     run.fit(module, labelled())
     found = torch.load(f"{'first' if run.is_first else 'second'}.pt", weights_only=False)
-    assert same(weights(found), weights(part(module)))
+    assert same(state_of(found), state_of(part(module)))
     return found(torch.ones(2, WIDTH)).detach()
 
 
@@ -224,26 +225,6 @@ def case_what_microbatches_would_change_is_not_split_unasked(run: Run, make: Any
     return outcome(run, module, strategy=strategy, max_epochs=2)
 
 
-def case_a_transformer_called_whole(run: Run):
-    class Whole(Classifier):
-        def __init__(self):
-            super().__init__()
-            layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True, norm_first=True)
-            del self.layers
-            self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        def forward(self, x, *, labels=None, scale=1.0):
-            mask = nn.Transformer.generate_square_subsequent_mask(3)
-            x = self.encoder(x.unsqueeze(1).expand(-1, 3, -1), mask=mask, is_causal=True).mean(1)
-            logits = self.head(x) * scale
-            return logits if labels is None else (F.cross_entropy(logits, labels), logits)
-
-    return outcome(run, Whole(), labelled(), labelled(2), max_epochs=2)
-
-
 class Texts(Labelled):
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
@@ -333,47 +314,6 @@ def case_frozen_by_a_callback_at_an_epoch(run: Run, name: str):
     return outcome(run, Classifier(), max_epochs=3, callbacks=[Freezes(name)])
 
 
-def case_thawed_in_a_hook_of_the_module(run: Run):
-    class Thaws(Classifier):
-        def __init__(self):
-            super().__init__()
-            self.layers.requires_grad_(False)
-
-        def on_train_epoch_start(self):
-            if self.current_epoch == 1:
-                self.layers[1].requires_grad_(True)
-            if self.current_epoch == 2:
-                self.layers.requires_grad_(True)
-
-    return outcome(run, Thaws(), max_epochs=3)
-
-
-def case_groups_with_a_scheduler_of_ones_own(run: Run):
-    class Own(torch.optim.lr_scheduler.LRScheduler):
-        def get_lr(self):
-            return [base * (0.5 if i else 1.1) ** (self.last_epoch) for i, base in enumerate(self.base_lrs)]
-
-    class Groups(Classifier):
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(
-                [
-                    {"params": self.layers.parameters(), "lr": 0.05, "name": "body"},
-                    {"params": [self.head.weight], "weight_decay": 0.3},
-                    {"params": [self.head.bias], "weight_decay": 0.0},
-                ],
-                lr=0.02,
-            )
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": Own(optimizer), "interval": "step", "frequency": 3, "name": "own"},
-            }
-
-        def lr_scheduler_step(self, scheduler, metric):
-            scheduler.step()
-
-    return outcome(run, Groups(), max_epochs=2, callbacks=[pl.callbacks.LearningRateMonitor("step")])
-
-
 @each(last=1, first=0)
 def case_hooks_keep_activations_for_a_loss(run: Run, layer: int):
     class Hooked(Classifier):
@@ -407,18 +347,6 @@ def case_a_loss_that_learns_its_weights(run: Run):
             return total
 
     return outcome(run, Uncertain(), max_epochs=2)
-
-
-def case_several_training_loaders(run: Run):
-    class Two(Classifier):
-        def training_step(self, batch, batch_idx):
-            (x, y), unlabelled = batch["labelled"], batch["unlabelled"]
-            return self(x, labels=y)[0] + 0.1 * self.head(unlabelled).square().mean()
-
-    loaders = pl.utilities.CombinedLoader(
-        {"labelled": labelled(), "unlabelled": DataLoader(Rows(12), batch_size=4)}, "max_size_cycle"
-    )
-    return outcome(run, Two(), loaders)
 
 
 def case_validation_by_an_averaged_copy(run: Run):

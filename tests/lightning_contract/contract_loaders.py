@@ -5,10 +5,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from comparing import state_of
 from contract import TWO, Run, each, refused
-from contract_models import Batches, Net, Rows, Stream, batches, stream, weights
+from contract_models import Batches, Net, Rows, batches, stream
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 
 @each(
@@ -26,7 +27,7 @@ def case_trains_on(run: Run, make: Any):
     trainer = run.fit(module, make(), make(), callbacks=[seen])
     assert trainer.global_step == len(seen.train) == len(seen.validation) == 2
     assert seen.train == seen.validation
-    return weights(module), seen.train
+    return state_of(module), seen.train
 
 
 class Endless:
@@ -56,7 +57,7 @@ def case_a_shuffled_loader_gives_the_numbers_of_its_seed(run: Run):
     run.fit(module, batches(4, shuffle=True), callbacks=[seen], max_epochs=2)
     assert rows(seen.train[:4]) == rows(seen.train[4:]) == list(range(8))
     assert seen.train[:4] != seen.train[4:]
-    return seen.train, weights(module)
+    return seen.train, state_of(module)
 
 
 @each(
@@ -84,12 +85,6 @@ def case_a_sampler_is_told_each_epoch(run: Run):
     sampler = Epochs(Rows(4))
     run.fit(Net(), DataLoader(Rows(4), batch_size=2, sampler=sampler), max_epochs=3)
     assert list(dict.fromkeys(sampler.told)) == [0, 1, 2]
-
-
-def case_a_batch_sampler_s_sampler_is_told_each_epoch(run: Run):
-    sampler = Epochs(Rows(4))
-    run.fit(Net(), DataLoader(Rows(4), batch_sampler=BatchSampler(sampler, 2, False)), max_epochs=2)
-    assert list(dict.fromkeys(sampler.told)) == [0, 1]
 
 
 # several loaders for training
@@ -127,7 +122,7 @@ def case_several_loaders_train_side_by_side(run: Run, make: Any):
     expected = [[0, 100], [2, 102], [4, 100]]
     assert module.seen == (expected[:2] if shortest else expected)
     assert trainer.num_training_batches == len(module.seen)
-    return weights(module)
+    return state_of(module)
 
 
 # where loaders come from
@@ -164,12 +159,6 @@ def case_the_module_s_own_loader_is_evaluated(run: Run, entry: str):
     assert module.asked == [("validation" if entry == "validate" else entry, 0)]
 
 
-def case_loaders_that_are_given_go_before_the_module_s(run: Run):
-    module = WithLoaders()
-    trainer = run.fit(module, batches(3), batches(3))
-    assert not module.asked and trainer.global_step == 3
-
-
 # data modules
 
 
@@ -202,36 +191,11 @@ class Data(pl.LightningDataModule):
         self.calls.append(("teardown", stage))
 
 
-def case_a_data_module_may_stand_in_the_place_of_loaders(run: Run):
-    data = Data()
-    run.trainer().fit(Net(), data)
-    assert ("setup", "fit") in data.calls
-
-
 def case_a_data_module_of_data_sets_makes_their_loaders(run: Run):
     data = pl.LightningDataModule.from_datasets(train_dataset=Rows(4), val_dataset=Rows(2), batch_size=2, num_workers=0)
     trainer = run.trainer()
     trainer.fit(Net(), datamodule=data)
     assert trainer.global_step == 2 and trainer.num_val_batches == [1]
-
-
-def case_the_module_reaches_its_data_module(run: Run):
-    class Reads(Net):
-        def on_train_start(self) -> None:
-            self.found = self.trainer.datamodule.hparams.count
-
-    module = Reads()
-    run.trainer().fit(module, datamodule=Data(3))
-    assert module.found == 3
-
-
-@each(training_without_length=lambda: (Stream, True), a_random_sampler=lambda: (Rows, False))
-def case_other_samplers_are_left_alone(run: Run, make: Any):
-    kind, streams = make()
-    data = kind(4)
-    loader = DataLoader(data, batch_size=2) if streams else DataLoader(data, 2, sampler=RandomSampler(data))
-    trainer = run.fit(Net(), loader)
-    assert trainer.train_dataloader is loader
 
 
 def case_an_empty_validation_loader_is_passed_over(run: Run):

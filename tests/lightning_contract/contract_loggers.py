@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from contract import TWO, Run, each, refused
 from contract_models import Lines, Net, batches
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -37,13 +36,6 @@ def case_events_are_written(run: Run):
     assert run.files("events/version_0/hparams.yaml")
 
 
-def case_several_loggers_are_given_the_same(run: Run):
-    first, second = Lines(), Lines()
-    trainer = run.fit(Net(), batches(2), logger=[first, second])
-    assert first.lines == second.lines and len(first.lines) == 2
-    assert trainer.logger is first and trainer.loggers == [first, second]
-
-
 def case_hooks_reach_the_logger(run: Run):
     class Uses(Net):
         def on_train_epoch_end(self) -> None:
@@ -53,12 +45,6 @@ def case_hooks_reach_the_logger(run: Run):
     lines = Lines()
     run.fit(Uses(), batches(1), logger=lines)
     assert (7, {"mine": 5.0}) in lines.lines
-
-
-def case_hyper_parameters_are_logged(run: Run):
-    lines = Lines()
-    run.fit(WithSettings(size=4), batches(1), logger=lines)
-    assert lines.hparams == {"size": 4, "word": "one"}
 
 
 @each(success=False, failed=True)
@@ -89,33 +75,6 @@ def case_checkpoints_are_told_to_loggers(run: Run):
     checkpoint = pl.callbacks.ModelCheckpoint(run.folder / "kept")
     run.fit(Net(), batches(1), logger=lines, callbacks=[checkpoint], max_epochs=2)
     assert lines.told == (2 if run.is_first else 0)
-
-
-def case_a_graph_is_logged_where_it_is_asked_for(run: Run):
-    class Graphs(Lines):
-        graphs = 0
-
-        def log_graph(self, model: Any, input_array: Any = None) -> None:
-            self.graphs += 1
-
-    lines = Graphs()
-    module = Net()
-    module.example_input_array = torch.zeros(2, 4)
-    run.fit(module, batches(1), logger=lines)
-    assert lines.graphs == 1
-
-
-def case_an_evaluation_is_logged_too(run: Run):
-    lines = Lines()
-    run.trainer(logger=lines).test(Net(), batches(2), verbose=False)
-    assert len(lines.column("test_loss")) == 1
-    return lines.lines
-
-
-def case_a_prediction_logs_nothing(run: Run):
-    lines = Lines()
-    run.trainer(logger=lines).predict(Net(), batches(2))
-    assert not lines.lines
 
 
 @refused("log_dir", TWO, only=["in_the_step"])

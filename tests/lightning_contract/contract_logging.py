@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from contract import Run, each, whole_batches
 from contract_models import Lines, Net, batches
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -23,25 +22,6 @@ class Logs(Net):
         loss = self.loss(batch)
         self.log("value", batch.mean(), **self.options)
         return loss
-
-
-@each(
-    by_default=({}, {"value"}),
-    each_step=({"on_step": True, "on_epoch": False}, {"value"}),
-    each_epoch=({"on_step": False, "on_epoch": True}, {"value"}),
-    both=({"on_step": True, "on_epoch": True}, {"value_step", "value_epoch"}),
-    neither_to_the_logger=({"logger": False}, set()),
-)
-def case_names_say_when(run: Run, value: Any):
-    options, names = value
-    lines = Lines()
-    trainer = run.fit(Logs(**options), batches(3), logger=lines)
-    found = {name for _, values in lines.lines for name in values} - {"epoch"}
-    assert found == names
-    assert "value" in trainer.callback_metrics
-    both = options.get("on_step") and options.get("on_epoch")
-    assert {"value_step", "value_epoch"} <= trainer.callback_metrics.keys() or not both
-    return lines.lines, trainer.callback_metrics["value"]
 
 
 @whole_batches
@@ -122,37 +102,12 @@ def case_may_come_from(run: Run, hook: str):
     return float(trainer.callback_metrics[hook]), count[0]
 
 
-def case_metrics_are_those_of_the_bar_the_logger_and_callbacks(run: Run):
-    class Where(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
-            self.log("bar", loss, prog_bar=True, logger=False)
-            self.log("logger", loss, prog_bar=False, logger=True)
-            return loss
-
-    trainer = run.fit(Where(), batches(2), logger=Lines())
-    assert trainer.callback_metrics.keys() == {"bar", "logger"}
-    assert trainer.progress_bar_metrics.keys() == {"bar"}
-    assert trainer.logged_metrics.keys() == {"logger"}
-
-
-def case_logged_values_are_detached_copies(run: Run):
-    trainer = run.fit(Net())
-    assert not trainer.callback_metrics["loss"].requires_grad
-
-
 @each(every=(1, [0, 1, 2, 3]), every_second=(2, [1, 3]), never=(0, []))
 def case_the_interval_of_steps_is_kept(run: Run, value: Any):
     interval, steps = value
     lines = Lines()
     run.fit(Net(), batches(4), logger=lines, log_every_n_steps=interval)
     assert [step for step, _ in lines.lines] == steps
-
-
-def case_validation_is_logged_at_the_step_that_was_reached(run: Run):
-    lines = Lines()
-    run.fit(Net(), batches(4), batches(2), logger=lines, val_check_interval=2)
-    assert [step for step, values in lines.lines if "val_loss" in values] == [1, 3]
 
 
 def case_steps_of_an_evaluation_are_counted_from_zero(run: Run):
@@ -163,62 +118,6 @@ def case_steps_of_an_evaluation_are_counted_from_zero(run: Run):
     lines = Lines()
     run.trainer(logger=lines).validate(Steps(), batches(3), verbose=False)
     assert [step for step, _ in lines.lines] == [0, 1, 2]
-
-
-def case_epochs_are_logged_beside(run: Run):
-    lines = Lines()
-    run.fit(Net(), batches(2), logger=lines, max_epochs=2)
-    assert lines.column("epoch") == [0, 0, 1, 1]
-
-
-class Metrics(Net):
-    """Logs metric objects."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.total = torchmetrics.MeanMetric(), torchmetrics.SumMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.mean(batch[:, 0])
-        self.log("mean", self.mean, on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.loss(batch)
-        self.total.update(batch[:, 0])
-        self.log("total", self.total)
-
-
-def case_metric_objects_are_computed_and_reset(run: Run):
-    module = Metrics()
-    trainer = run.fit(module, batches(4), batches(2), max_epochs=2)
-    assert float(trainer.callback_metrics["mean"]) == pytest.approx(0.035)
-    assert float(trainer.callback_metrics["total"]) == pytest.approx(0.06)
-    assert module.mean.update_count == 0
-
-
-def case_what_the_user_computes_at_the_end_of_an_epoch(run: Run):
-    """The steps keep outputs, and the hook uses and then discards them."""
-
-    class Keeps(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outputs: list[Any] = []
-
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            out = self(batch)
-            self.outputs.append(out)
-            return out
-
-        def on_validation_epoch_end(self) -> None:
-            self.log("value", torch.cat(self.outputs).mean())
-            self.log("count", float(len(torch.cat(self.outputs))))
-            self.outputs.clear()
-
-    results = run.trainer().validate(Keeps(), batches(3), verbose=False)
-    assert results[0]["count"] == 6.0
-    return results
 
 
 def case_printing_is_for_the_first_process(run: Run):

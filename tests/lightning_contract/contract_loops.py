@@ -6,8 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from comparing import state_of
 from contract import TWO, Run, each, refused, whole_batches
-from contract_models import Calls, Net, batches, same, weights
+from contract_models import Calls, Net, batches, same
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 
@@ -28,12 +29,12 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerSta
 def case_fit_ends_at_its_limit(run: Run, value: Any):
     options, epochs, steps = value
     module = Net()
-    before = weights(module)
+    before = state_of(module)
     trainer = run.fit(module, **options)
     assert (trainer.current_epoch, trainer.global_step) == (epochs, steps)
-    assert same(weights(module), before) == (steps == 0)
+    assert same(state_of(module), before) == (steps == 0)
     assert trainer.state.finished
-    return weights(module)
+    return state_of(module)
 
 
 @each(
@@ -56,7 +57,7 @@ def case_validation_runs_as_often_as_asked(run: Run, value: Any):
     run.fit(module, batches(), batches(2), callbacks=[calls], **options)
     assert calls.count("on_validation_epoch_start") == calls.count("on_validation_epoch_end") == epochs
     assert calls.count("on_validation_batch_end") == steps
-    return weights(module)
+    return state_of(module)
 
 
 def case_the_sanity_check_says_so_and_logs_nothing(run: Run):
@@ -97,7 +98,7 @@ def case_should_stop_ends_a_fit(run: Run, value: Any):
     trainer = run.fit(module, batches(), batches(2), callbacks=[Stops(hook, after)], max_epochs=3, **options)
     assert trainer.global_step == steps
     assert trainer.state.finished
-    return weights(module)
+    return state_of(module)
 
 
 def case_a_batch_start_hook_may_end_the_epoch(run: Run):
@@ -110,7 +111,7 @@ def case_a_batch_start_hook_may_end_the_epoch(run: Run):
     trainer = run.fit(module, callbacks=[calls], max_epochs=2)
     assert trainer.global_step == 4 and trainer.current_epoch == 2
     assert calls.names == (["on_train_batch_end"] * 2 + ["on_train_epoch_end"]) * 2
-    return weights(module)
+    return state_of(module)
 
 
 @refused("training_step", TWO)
@@ -125,7 +126,7 @@ def case_a_step_may_skip_its_batch(run: Run):
     assert calls.count("on_train_batch_end") == 4
     assert calls.count("on_before_backward") == 3
     assert trainer.global_step == 4
-    return weights(module)
+    return state_of(module)
 
 
 def case_a_step_may_return_a_dict(run: Run):
@@ -208,30 +209,6 @@ def case_submodules_in_evaluation_mode_stay_so(run: Run):
     assert calls.seen == [(True, True, False), (False, False, False)] * 2
 
 
-@each(validate="val_loss", test="test_loss")
-def case_evaluation_gives_a_dict_a_loader(run: Run, logged: str):
-    entry = "validate" if logged == "val_loss" else "test"
-    module = Net()
-    before = weights(module)
-    trainer = run.trainer()
-    results = getattr(trainer, entry)(module, batches(3), verbose=False)
-    assert [list(result) for result in results] == [[logged]]
-    assert trainer.callback_metrics.keys() == {logged}
-    assert same(weights(module), before)
-    assert trainer.global_step == 0
-    return results
-
-
-def case_predict_gives_an_output_a_batch(run: Run):
-    module = Net()
-    found = run.trainer().predict(module, batches(3))
-    assert len(found) == 3
-    for output, batch in zip(found, batches(3), strict=True):
-        torch.testing.assert_close(output, module(batch))
-        assert not output.requires_grad
-    return found
-
-
 @each(validate="limit_val_batches", test="limit_test_batches", predict="limit_predict_batches")
 def case_evaluation_is_limited(run: Run, option: str):
     entry = {"limit_val_batches": "validate", "limit_test_batches": "test", "limit_predict_batches": "predict"}[option]
@@ -293,12 +270,6 @@ def case_the_number_of_steps_is_estimated(run: Run, value: Any):
     module = Asks()
     run.fit(module, **options)
     assert module.estimated == steps
-
-
-def case_global_step_counts_steps_of_the_optimizer(run: Run):
-    calls = Calls("on_train_batch_end", look=lambda trainer, module: (trainer.global_step, module.global_step))
-    run.fit(Net(), callbacks=[calls], accumulate_grad_batches=2)
-    assert calls.seen == [(0, 0), (1, 1), (1, 1), (2, 2)]
 
 
 @each(validate="validate", test="test", predict="predict")

@@ -163,11 +163,6 @@ class Batches(pl.Callback):
         self.predict.append(indices(batch))
 
 
-def weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of all parameters and buffers."""
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
-
-
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     """Return whether two such copies are equal, bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())

@@ -4,8 +4,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from comparing import state_of
 from contract import TWO, Run, each, whole_batches
-from contract_models import WIDTH, Calls, Net, batches, weights
+from contract_models import WIDTH, Calls, Net, batches
 from torch import nn
 
 
@@ -64,7 +65,7 @@ def case_a_step_counts_its_batches(run: Run):
 def case_a_step_may_take(run: Run, step: Any):
     module = type("Takes", (Net,), {"training_step": step})()
     run.fit(module, batches(3))
-    return weights(module)
+    return state_of(module)
 
 
 @each(
@@ -75,17 +76,6 @@ def case_a_validation_step_may_take(run: Run, step: Any):
     module = type("Takes", (Net,), {"validation_step": step})()
     trainer = run.fit(module, batches(1), batches(2))
     assert "val_loss" in trainer.callback_metrics
-
-
-@each(epoch="current_epoch", step="global_step")
-def case_a_step_may_read(run: Run, name: str):
-    class Reads(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) * (1 + getattr(self.trainer, name))
-
-    module = Reads()
-    run.fit(module, batches(2), max_epochs=2)
-    return weights(module)
 
 
 @each(
@@ -122,13 +112,6 @@ def case_buffers_and_their_persistence_are_kept(run: Run):
     module = Buffers()
     run.fit(module)
     assert "kept" in module.state_dict() and "passing" not in module.state_dict()
-
-
-def case_example_inputs_are_summarised(run: Run):
-    module = Net()
-    module.example_input_array = torch.zeros(2, WIDTH)
-    trainer = run.fit(module, batches(2), enable_model_summary=True)
-    assert trainer.global_step == 2
 
 
 @each(

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import state_of
 from contract import Run, each, refused
-from contract_models import Calls, Net, batches, weights
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from contract_models import Net
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 
 class Configured(Net):
@@ -63,52 +64,16 @@ def case_configure_optimizers_may_return(run: Run, value: Any):
     trainer = run.fit(module, max_epochs=2)
     found = trainer.optimizers[0].param_groups[0]["lr"]
     assert rate is None or found == pytest.approx(rate)
-    return weights(module), found
+    return state_of(module), found
 
 
 def case_without_optimizer_nothing_is_trained(run: Run):
     module = Configured(lambda _: None)
-    before = weights(module)
+    before = state_of(module)
     with run.warning("returned `None`"):
         trainer = run.fit(module)
-    assert all(torch.equal(value, before[name]) for name, value in weights(module).items())
+    assert all(torch.equal(value, before[name]) for name, value in state_of(module).items())
     assert trainer.state.finished
-
-
-class Plateau(Net):
-    """Halves its learning rate when the logged "level" has not fallen, which is so after the second epoch."""
-
-    monitor, strict = "level", True
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step(batch, batch_idx)
-        self.log("level", [3.0, 2.0, 2.0, 2.0][self.current_epoch])
-
-    def configure_optimizers(self) -> Any:
-        optimizer = sgd(self)
-        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "monitor": self.monitor, "strict": self.strict},
-        }
-
-
-def case_a_plateau_is_told_what_it_monitors(run: Run):
-    module = Plateau()
-    trainer = run.fit(module, batches(), batches(2), max_epochs=4)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
-    return weights(module)
-
-
-def case_schedulers_of_epochs_step_before_validation_is_over_or_after(run: Run):
-    """Return the learning rate that hooks at the end of an epoch see."""
-    calls = Calls(
-        "on_train_epoch_end",
-        "on_validation_end",
-        look=lambda trainer, module: round(trainer.optimizers[0].param_groups[0]["lr"], 6),
-    )
-    run.fit(Configured(with_scheduler(lambda o, s: ([o], [s]))), callbacks=[calls], max_epochs=2)
-    return calls.names, calls.seen
 
 
 class Asks(Net):
@@ -147,39 +112,7 @@ def case_steps_of_the_optimizer_go_through_its_hook(run: Run):
     module = Warms()
     run.fit(module, max_epochs=2, limit_train_batches=2)
     assert [place[:2] for place in module.given] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    return weights(module)
-
-
-def case_a_hook_may_leave_out_a_step_but_not_the_closure(run: Run):
-    class Skips(Net):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            if batch_idx % 2:
-                optimizer_closure()
-            else:
-                optimizer.step(closure=optimizer_closure)
-
-    module, calls = Skips(), Calls("on_before_backward")
-    run.fit(module, callbacks=[calls])
-    assert calls.count("on_before_backward") == 4
-    return weights(module)
-
-
-def case_schedulers_step_through_their_hook(run: Run):
-    class Steps(Net):
-        told: Any = ()
-
-        def configure_optimizers(self) -> Any:
-            optimizer = sgd(self)
-            return [optimizer], [StepLR(optimizer, 1, 0.5)]
-
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            self.told = [*self.told, (type(scheduler).__name__, metric)]
-            scheduler.step()
-
-    module = Steps()
-    trainer = run.fit(module, max_epochs=2)
-    assert module.told == [("StepLR", None)] * 2
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.025)
+    return state_of(module)
 
 
 def case_gradients_are_emptied_by_hand(run: Run):
@@ -190,7 +123,7 @@ def case_gradients_are_emptied_by_hand(run: Run):
 
     module = Empties()
     run.fit(module)
-    return weights(module)
+    return state_of(module)
 
 
 @refused("optimizer_zero_grad of Keeps was not seen to empty the gradients before batch 0")
@@ -201,7 +134,7 @@ def case_gradients_are_kept_by_their_hook(run: Run):
 
     module = Keeps()
     run.fit(module)
-    return weights(module)
+    return state_of(module)
 
 
 @refused("parameters were changed between the forward and the backward of a step, where Clamps.on_before_")
@@ -215,7 +148,7 @@ def case_parameters_that_are_changed_before_the_backward(run: Run, hook: str):
     setattr(Clamps, hook, Clamps.clamp)
     module = Clamps()
     run.fit(module)
-    return weights(module)
+    return state_of(module)
 
 
 @refused("SGD was given a parameter group between batches of one step")
@@ -230,7 +163,7 @@ def case_a_group_that_is_added_between_batches_of_a_step(run: Run):
 
     module = Adds()
     run.fit(module, accumulate_grad_batches=2)
-    return weights(module)
+    return state_of(module)
 
 
 @refused("this SGD was put into trainer.optimizers")
@@ -242,40 +175,7 @@ def case_another_optimizer_in_the_second_epoch(run: Run):
 
     module = Swaps()
     run.fit(module, max_epochs=2)
-    return weights(module)
-
-
-def case_gradients_are_there_between_backward_and_step(run: Run):
-    seen: list[Any] = []
-
-    class Looks(Net):
-        def on_after_backward(self) -> None:
-            self.look()
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.look()
-
-        def look(self) -> None:
-            mine = [p for p in self.parameters() if p.grad is not None]
-            seen.append(bool(mine) and all(bool(p.grad.abs().sum() > 0) for p in mine))
-
-    run.fit(Looks(), limit_train_batches=2)
-    assert seen == [True] * 4
-
-
-@each(
-    adam=lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
-    adamw_fused=lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
-    rmsprop=lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01),
-    groups=lambda m: torch.optim.SGD(
-        [{"params": m.layers[0].parameters(), "lr": 0.3}, {"params": m.layers[1].parameters()}], lr=0.1
-    ),
-    part_of_the_module=lambda m: torch.optim.SGD(m.layers[1].parameters(), lr=0.1),
-)
-def case_optimizers_train_alike(run: Run, configure: Any):
-    module = Configured(configure)
-    run.fit(module)
-    return weights(module)
+    return state_of(module)
 
 
 class Scaled(torch.optim.Optimizer):
@@ -298,7 +198,7 @@ def case_an_optimizer_of_the_user_s_is_given_a_closure(run: Run):
     module = Configured(lambda m: Scaled(m.parameters(), 0.1))
     trainer = run.fit(module)
     assert trainer.global_step == 4
-    return weights(module)
+    return state_of(module)
 
 
 def case_hooks_of_the_optimizer_are_called(run: Run):
@@ -312,13 +212,3 @@ def case_hooks_of_the_optimizer_are_called(run: Run):
 
     run.fit(Configured(configure), limit_train_batches=2)
     assert count == ["before", "after"] * 2
-
-
-def case_the_step_may_read_the_rate(run: Run):
-    class Reads(Asks):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
-            return super().training_step(batch, batch_idx)
-
-    trainer = run.fit(Reads())
-    assert float(trainer.callback_metrics["lr"]) == pytest.approx(0.1)

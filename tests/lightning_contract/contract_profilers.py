@@ -32,14 +32,3 @@ def case_a_trace_is_written(run: Run):
     profiler = PyTorchProfiler(dirpath=run.folder, filename="trace", export_to_chrome=True)
     run.fit(Net(), batches(2), profiler=profiler, limit_val_batches=0)
     assert run.files("fit-trace*.txt")
-
-
-def case_the_user_may_profile_an_action(run: Run):
-    class Acts(Net):
-        def on_train_batch_end(self, *args: Any) -> None:
-            with self.trainer.profiler.profile("mine"):
-                pass
-
-    profiler = SimpleProfiler()
-    run.fit(Acts(), batches(3), profiler=profiler)
-    assert len(profiler.recorded_durations["mine"]) == 3

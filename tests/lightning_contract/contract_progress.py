@@ -46,17 +46,6 @@ def case_a_bar_is_told_of_each_batch(run: Run):
     assert bar.validation == [(1, True), (1, False), (2, False)]
 
 
-def case_a_bar_shows_what_it_is_logged(run: Run):
-    bar = Counts()
-    run.fit(Shows(), callbacks=[bar], enable_progress_bar=True)
-    assert bar.shown == ["shown"]
-
-
-def case_there_is_a_bar_by_default(run: Run):
-    assert isinstance(run.trainer(enable_progress_bar=True).progress_bar_callback, (TQDMProgressBar, RichProgressBar))
-    assert run.trainer(enable_progress_bar=False).progress_bar_callback is None
-
-
 @each(tqdm=TQDMProgressBar, rich=RichProgressBar)
 def case_a_bar_is_drawn_by_the_first_process(run: Run, kind: Any):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
@@ -73,11 +62,3 @@ def case_bars_of_evaluations_reach_their_end(run: Run, entry: str):
         drawn = {"validate": "val", "test": "test", "predict": "predict"}[entry]
         assert getattr(bar, f"{drawn}_progress_bar").total == 3
         assert getattr(bar, f"{drawn}_progress_bar").n == 3 or not run.is_first
-
-
-def case_bars_of_a_fit_reach_their_end(run: Run):
-    bar = TQDMProgressBar()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        run.fit(Net(), batches(3), batches(2), callbacks=[bar], enable_progress_bar=True, max_epochs=2)
-        assert (bar.train_progress_bar.total, bar.val_progress_bar.total) == (3, 2)
-        assert bar.train_progress_bar.n == 3 or not run.is_first

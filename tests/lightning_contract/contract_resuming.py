@@ -6,9 +6,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from comparing import state_of
 from contract import PLAIN, Run, each
-from contract_models import Batches, Lines, Net, batches, weights
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from contract_models import Batches, Net, batches
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch.optim.lr_scheduler import ExponentialLR
 
@@ -62,15 +63,6 @@ def case_a_checkpoint_holds_the_run(run: Run):
     return found["state_dict"], found["optimizer_states"], found["lr_schedulers"], found["loops"], found["mine"]
 
 
-def case_a_checkpoint_of_weights_alone_holds_no_more(run: Run):
-    trainer = run.fit(Net(), **one_file(run))
-    trainer.save_checkpoint(run.folder / "small.ckpt", weights_only=True)
-    run.meet()
-    found = torch.load(run.folder / "small.ckpt", weights_only=True)
-    assert not found.keys() & {"optimizer_states", "lr_schedulers", "callbacks"}
-    return found["state_dict"]
-
-
 @each(one_file=True, as_by_default=False)
 def case_a_fit_goes_on_where_it_was(run: Run, plain_file: bool):
     """Two epochs in one fit equal one epoch and a second one that is resumed from a checkpoint."""
@@ -86,9 +78,9 @@ def case_a_fit_goes_on_where_it_was(run: Run, plain_file: bool):
     trainer.fit(rest, batches(), batches(2), ckpt_path=run.folder / "half.ckpt")
     assert (trainer.current_epoch, trainer.global_step) == (2, 8)
     assert rest.loaded == [(4.0, 1, 4)] and float(rest.seen) == 8
-    for name, value in weights(whole).items():
-        torch.testing.assert_close(weights(rest)[name], value)
-    return weights(rest), trainer.optimizers[0].param_groups[0]["lr"]
+    for name, value in state_of(whole).items():
+        torch.testing.assert_close(state_of(rest)[name], value)
+    return state_of(rest), trainer.optimizers[0].param_groups[0]["lr"]
 
 
 def case_a_fit_goes_on_within_an_epoch(run: Run):
@@ -99,14 +91,7 @@ def case_a_fit_goes_on_within_an_epoch(run: Run):
     trainer = run.fit(module, callbacks=[seen], ckpt_path=run.folder / "kept" / "step=2.ckpt", max_epochs=1)
     assert trainer.global_step == 4
     assert len(seen.train) == 2
-    return seen.train, weights(module)
-
-
-def case_a_fit_that_was_complete_trains_no_more(run: Run):
-    _, path = fitted(run)
-    module = Full()
-    trainer = run.fit(module, ckpt_path=path, max_epochs=1, **one_file(run))
-    assert trainer.global_step == 4 and float(module.seen) == 4
+    return seen.train, state_of(module)
 
 
 @each(last="last", best="best")
@@ -129,8 +114,8 @@ def case_an_evaluation_takes_the_weights(run: Run, entry: str):
     module, path = fitted(run)
     fresh = Full()
     results = getattr(run.trainer(), entry)(fresh, batches(2), ckpt_path=path)
-    for name, value in weights(module).items():
-        torch.testing.assert_close(weights(fresh)[name], value)
+    for name, value in state_of(module).items():
+        torch.testing.assert_close(state_of(fresh)[name], value)
     return results
 
 
@@ -145,24 +130,7 @@ def case_a_lax_module_takes_what_there_is(run: Run):
     lax = Net()
     lax.strict_loading = False
     run.trainer().validate(lax, batches(1), ckpt_path=path, verbose=False)
-    torch.testing.assert_close(weights(lax)["layers.0.weight"], weights(module)["layers.0.weight"])
-
-
-def case_a_module_is_made_of_its_checkpoint(run: Run):
-    module, path = fitted(run)
-    made = Full.load_from_checkpoint(path, weights_only=True)
-    assert made.hparams == {"size": 3, "word": "one"}
-    assert made.loaded == [(4.0, 1, 4)]
-    for name, value in weights(module).items():
-        torch.testing.assert_close(weights(made)[name], value)
-
-
-def case_a_made_module_can_be_fitted_again(run: Run):
-    _, path = fitted(run)
-    made = Full.load_from_checkpoint(path, weights_only=True)
-    trainer = run.fit(made)
-    assert trainer.global_step == 4 and float(made.seen) == 8
-    return weights(made)
+    torch.testing.assert_close(state_of(lax)["layers.0.weight"], state_of(module)["layers.0.weight"])
 
 
 class Data(pl.LightningDataModule):
@@ -191,25 +159,6 @@ def case_a_data_module_s_state_goes_through(run: Run):
     trainer = run.trainer(max_epochs=2)
     trainer.fit(Net(), datamodule=data, ckpt_path=run.folder / "data.ckpt")
     assert data.word == "kept"
-
-
-class Saves(Callback):
-    """Saves in mid-fit, after the second batch."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            trainer.save_checkpoint(self.path)
-
-
-def case_a_callback_may_save_in_the_midst(run: Run):
-    trainer = run.fit(Full(), callbacks=[Saves(run.folder / "mid.ckpt")], **one_file(run))
-    run.meet()
-    found = torch.load(run.folder / "mid.ckpt", weights_only=True)
-    assert found["global_step"] == 2 and trainer.global_step == 4
-    return found["state_dict"]
 
 
 class Counting(TorchCheckpointIO):
@@ -247,11 +196,3 @@ def case_a_plugin_may_write_in_the_background(run: Run):
     assert run.files("kept/*.ckpt") == ["kept/epoch=0.ckpt"]
     run.meet()
     assert torch.load(run.folder / "kept" / "epoch=0.ckpt", weights_only=True)["global_step"] == 4
-
-
-def case_logs_go_on_at_their_step(run: Run):
-    _, path = fitted(run)
-    lines = Lines()
-    run.fit(Full(), ckpt_path=path, max_epochs=2, logger=lines, **one_file(run))
-    assert sorted({step for step, _ in lines.lines}) == [4, 5, 6, 7]
-    return lines.lines

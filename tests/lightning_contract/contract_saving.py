@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from contract import PLAIN, TWO, Run, each
 from contract_models import Net, batches
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 
 class Levels(Net):
@@ -70,16 +70,6 @@ def case_names_may_hold_folders(run: Run):
     assert run.files("kept/at/*.ckpt") == ["kept/at/epoch=0.ckpt"]
 
 
-def case_a_name_of_the_last_s_own(run: Run):
-    class Named(ModelCheckpoint):
-        CHECKPOINT_NAME_LAST = "{epoch}-last"
-
-    checkpoint = Named(run.folder / "kept", save_top_k=0, save_last=True)
-    run.fit(Net(), callbacks=[checkpoint], enable_checkpointing=True, max_epochs=2)
-    found = run.files("kept/*.ckpt")
-    assert found == ["kept/epoch=2-last.ckpt"]
-
-
 def case_knows_the_best(run: Run):
     checkpoint, _ = saved(run, {"monitor": "level", "save_top_k": 2})
     assert Path(checkpoint.best_model_path).name == "epoch=1-step=4.ckpt"
@@ -95,56 +85,11 @@ def case_knows_the_last(run: Run):
     assert checkpoint.best_model_score is None
 
 
-def case_what_is_not_a_number_is_never_the_best(run: Run):
-    checkpoint, names = saved(run, {"monitor": "level"}, Levels(float("nan"), 2.0, float("nan"), 3.0))
-    assert names == ["epoch=1-step=4"] and float(checkpoint.best_model_score) == 2.0
-
-
-def case_writes_down_the_best(run: Run):
-    checkpoint, _ = saved(run, {"monitor": "level", "save_top_k": 2})
-    if run.is_first:
-        checkpoint.to_yaml(run.folder / "best.yaml")
-        assert len((run.folder / "best.yaml").read_text().splitlines()) == 2
-
-
 def case_leaves_nothing_else(run: Run):
     checkpoint = ModelCheckpoint(run.folder / "kept", save_top_k=2, monitor="level")
     strategy = run.strategy() if run.layout == PLAIN else run.strategy(save_distributed_checkpoint=False)
     run.fit(Levels(), batches(2), batches(1), callbacks=[checkpoint], max_epochs=4, strategy=strategy)
     assert run.files("kept/*") == ["kept/epoch=1-step=4.ckpt", "kept/epoch=2-step=6.ckpt"]
-
-
-@each(
-    by_default=({}, [1, 2, 3]),
-    by_more_validations=({"val_check_interval": 0.5}, [1, 2, 3, 4, 5, 6]),
-    by_fewer_validations=({"check_val_every_n_epoch": 2}, [2]),
-)
-def case_saves_with_validations(run: Run, value: Any):
-    trainer, points = value
-    _, names = saved(run, {"save_top_k": -1, "filename": "{step}", "monitor": "level"}, max_epochs=3, **trainer)
-    steps = sorted(int(name.removeprefix("step=")) for name in names)
-    assert steps == (points if "val_check_interval" in trainer else [2 * point for point in points])
-
-
-@each(at_its_end=True, at_validation=False)
-def case_saves_in_the_epoch(run: Run, at_end: bool):
-    class Late(Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            module.log("level", 7.0)
-
-    checkpoint = ModelCheckpoint(
-        run.folder / "kept", filename="{level:.0f}", monitor="level", save_on_train_epoch_end=at_end
-    )
-    run.fit(Levels(3.0), batches(2), batches(1), callbacks=[Late(), checkpoint])
-    assert run.files("kept/*.ckpt") == [f"kept/level={7 if at_end else 3}.ckpt"]
-
-
-def case_several_save_side_by_side(run: Run):
-    first = ModelCheckpoint(run.folder / "a", monitor="level")
-    second = ModelCheckpoint(run.folder / "b", monitor="loss", mode="max")
-    trainer = run.fit(Levels(), batches(2), batches(1), callbacks=[first, second], max_epochs=2)
-    assert trainer.checkpoint_callbacks == [first, second] and trainer.checkpoint_callback is first
-    assert len(run.files("a/*.ckpt")) == len(run.files("b/*.ckpt")) == 1
 
 
 @each(without_a_logger=(False, "checkpoints"), with_a_logger=(True, "lightning_logs/version_0/checkpoints"))
@@ -153,11 +98,6 @@ def case_finds_its_folder(run: Run, value: Any):
     trainer = run.fit(Net(), batches(1), logger=logger, enable_checkpointing=True)
     assert run.files(f"{folder}/*.ckpt") == [f"{folder}/epoch=0-step=1.ckpt"]
     assert Path(trainer.checkpoint_callback.dirpath) == run.folder / folder
-
-
-def case_saves_nothing_where_it_is_switched_off(run: Run):
-    trainer = run.fit(Net(), enable_checkpointing=False)
-    assert not run.files("**/*.ckpt") and trainer.checkpoint_callback is None
 
 
 def case_a_folder_that_is_not_empty_is_warned_about(run: Run):
@@ -191,8 +131,3 @@ def case_an_exception_s_checkpoint_is_saved(run: Run):
         [] if run.layout == TWO else ["kept/on_exception.ckpt"]
     )  # a stage that has failed cannot be asked for its part
     assert [name for name in found if name.endswith(".ckpt")] == expected
-
-
-def case_an_exception_s_checkpoint_is_not_saved_without_one(run: Run):
-    run.fit(Net(), callbacks=[OnExceptionCheckpoint(run.folder / "kept")])
-    assert not run.files("kept/*")

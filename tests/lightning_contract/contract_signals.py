@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from contract import Run
-from contract_models import Calls, Net, batches
+from contract_models import Net, batches
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -20,16 +20,6 @@ class Sends(Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             os.kill(os.getpid(), self.number)
-
-
-def case_sigterm_ends_a_fit_between_batches(run: Run):
-    calls = Calls("on_train_batch_end", "on_exception", "teardown")
-    trainer = run.trainer(callbacks=[calls, Sends(signal.SIGTERM)])
-    with pytest.raises((SIGTERMException, SystemExit)):
-        trainer.fit(Net(), batches(4))
-    assert calls.count("on_train_batch_end") in (2, 3)
-    assert calls.count("on_exception") == 1
-    assert trainer.received_sigterm
 
 
 def case_sigterm_leaves_a_checkpoint_where_it_is_asked_for(run: Run):
@@ -61,17 +51,3 @@ def case_a_handler_of_the_user_s_is_called_too(run: Run):
         assert told == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def case_an_interrupt_ends_the_program(run: Run):
-    calls = Calls("on_exception")
-
-    class Interrupts(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                raise KeyboardInterrupt
-
-    trainer = run.trainer(callbacks=[calls, Interrupts()])
-    with pytest.raises((SystemExit, KeyboardInterrupt)):
-        trainer.fit(Net(), batches(4))
-    assert trainer.interrupted and calls.names == ["on_exception"]

@@ -4,42 +4,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from comparing import state_of
 from contract import Run, each
-from contract_models import Net, Rows, batches, indices, weights
+from contract_models import Net, Rows, batches
 from torch.utils.data import DataLoader
 
 HOOKS = ["before", "transfer", "after"]
-
-
-class Transfers(Net):
-    """Records calls of its three transfer hooks and the loader's index that they get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.calls.append(("before", dataloader_idx))
-        return batch
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        self.calls.append(("transfer", dataloader_idx))
-        assert isinstance(device, torch.device)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.calls.append(("after", dataloader_idx))
-        return batch
-
-
-def case_hooks_are_told_the_loader(run: Run):
-    class Several(Transfers):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            self.loss(batch)
-
-    module = Several()
-    run.trainer().validate(module, [batches(1), batches(1)], verbose=False)
-    assert module.calls == [(hook, index) for index in (0, 1) for hook in HOOKS]
 
 
 @each(before="on_before_batch_transfer", after="on_after_batch_transfer")
@@ -57,7 +27,7 @@ def case_a_hook_may_change_the_batch(run: Run, hook: str):
     module.on_train_batch_start = notes  # type: ignore[method-assign]
     run.fit(module, batches(2), limit_val_batches=0)
     assert [round(value, 4) for value in seen] == [0.02, 0.06]
-    return weights(module)
+    return state_of(module)
 
 
 class Pair:
@@ -94,7 +64,7 @@ def case_a_batch_of_the_user_s_class_is_moved_by_its_own_method(run: Run):
     loader = DataLoader(Rows(8), batch_size=2, collate_fn=lambda rows: Pair(torch.stack(rows)))
     run.fit(module, loader, callbacks=[Notes()])
     assert moved == [1] * 4
-    return weights(module)
+    return state_of(module)
 
 
 @each(
@@ -117,7 +87,7 @@ def case_batches_keep_their_form(run: Run, form: Any):
     loader = DataLoader(Rows(4), batch_size=2, collate_fn=lambda rows: form(torch.stack(rows)))
     run.fit(module, loader)
     assert found == [type(form(torch.ones(1, 4))).__name__] * 2
-    return weights(module)
+    return state_of(module)
 
 
 class Data(pl.LightningDataModule):
@@ -141,19 +111,4 @@ def case_a_data_module_s_hooks_take_the_place_of_the_module_s(run: Run):
     data, module = Data(), Net()
     run.trainer().fit(module, datamodule=data)
     assert data.calls == ["before", "after"] * 2
-    return weights(module)
-
-
-def case_what_a_loader_gives_is_what_hooks_and_steps_see(run: Run):
-    """Hooks and steps get the same whole batch."""
-    seen: list[Any] = []
-
-    class Sees(Net):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            seen.append(("start", indices(batch)))
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(("end", indices(batch)))
-
-    run.fit(Sees(), batches(2))
-    assert seen == [("start", [0, 1]), ("end", [0, 1]), ("start", [2, 3]), ("end", [2, 3])]
+    return state_of(module)

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
+from comparing import state_of
 from contract import Run, each
-from contract_models import Net, Rows, batches, same, weights
+from contract_models import Net, Rows, batches, same
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
@@ -29,23 +29,10 @@ def case_rates_are_tried(run: Run, mode: str):
 
 def case_the_module_is_as_before(run: Run):
     module = Net()
-    before = weights(module)
+    before = state_of(module)
     trainer, _ = found(run, module)
-    assert same(weights(module), before)
+    assert same(state_of(module), before)
     assert trainer.global_step == 0
-
-
-def case_a_rate_is_suggested_and_taken(run: Run):
-    module = Net()
-    _, finder = found(run, module, num_training=14)
-    assert module.lr == finder.suggestion()
-    return module.lr
-
-
-def case_a_rate_may_be_left_as_it_was(run: Run):
-    module = Net()
-    found(run, module, num_training=14, update_attr=False)
-    assert module.lr == 0.1
 
 
 def case_the_fit_after_it_is_a_whole_one(run: Run):
@@ -53,35 +40,7 @@ def case_the_fit_after_it_is_a_whole_one(run: Run):
     trainer, _ = found(run, module, update_attr=False)
     trainer.fit(module, batches(4))
     assert trainer.global_step == 4
-    return weights(module)
-
-
-def case_a_search_that_diverges_is_stopped(run: Run):
-    _, finder = found(run, Net(), min_lr=1e-3, max_lr=1e9, early_stop_threshold=1.01)
-    return len(finder.results["lr"])
-
-
-class Named(Net):
-    """Keeps its learning rate under another name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.lr
-        self.pace = 0.1
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.pace)
-
-
-def case_the_rate_may_have_another_name(run: Run):
-    module = Named()
-    _, finder = found(run, module, num_training=14, attr_name="pace")
-    assert module.pace == finder.suggestion()
-
-
-def case_a_fast_dev_run_looks_for_nothing(run: Run):
-    trainer = run.trainer(fast_dev_run=True)
-    assert Tuner(trainer).lr_find(Net(), batches(4)) is None
+    return state_of(module)
 
 
 def case_a_callback_finds_the_rate_before_the_fit(run: Run):
@@ -90,7 +49,7 @@ def case_a_callback_finds_the_rate_before_the_fit(run: Run):
     trainer = run.fit(module, batches(16), callbacks=[callback])
     assert module.lr == callback.optimal_lr.suggestion()
     assert trainer.global_step == 16
-    return weights(module), module.lr
+    return state_of(module), module.lr
 
 
 class Sized(Net):
@@ -115,23 +74,9 @@ def case_a_batch_size_is_found(run: Run, mode: str):
     return size
 
 
-def case_a_size_leaves_the_module_as_before(run: Run):
-    module = Sized()
-    before = weights(module)
-    trainer = run.trainer()
-    Tuner(trainer).scale_batch_size(module, max_trials=1, steps_per_trial=1)
-    assert same(weights(module), before) and trainer.global_step == 0
-
-
-def case_a_size_is_found_for_validation(run: Run):
-    module = Sized()
-    size = Tuner(run.trainer()).scale_batch_size(module, method="validate", max_trials=2, steps_per_trial=1)
-    assert size == module.batch_size >= 4
-
-
 def case_a_callback_finds_the_size_before_the_fit(run: Run):
     module = Sized()
     trainer = run.trainer(callbacks=[BatchSizeFinder(steps_per_trial=1, max_trials=2)])
     trainer.fit(module)
     assert trainer.global_step == 32 // module.batch_size
-    return module.batch_size, weights(module)
+    return module.batch_size, state_of(module)

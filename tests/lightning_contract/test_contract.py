@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 import pytest
+from comparing import differences
 from contract import LAYOUTS, PLAIN, Record, collect, run_cases, select
-from strategy_cases import differences
 
 CASES = collect()
 pytestmark = [pytest.mark.xdist_group("lightning_contract"), pytest.mark.timeout(900)]
@@ -44,8 +44,3 @@ def test_holds(layout: str, name: str, records: Any, record_property: Any) -> No
         expected = records(PLAIN, name)[0].result
         errors = [f"differs: {line}" for record in found for line in differences(expected, record.result)]
     assert not errors, "\n".join(errors[:20])
-
-
-def test_there_are_enough_promises() -> None:
-    assert all(len(select(CASES, layout)) >= 250 for layout in LAYOUTS)
-    assert all(case.refused.keys() <= LAYOUTS.keys() - {PLAIN} for case in CASES.values())
