@@ -11,9 +11,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from comparing import state_of
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from optimizer_node_cases import Data, make_trainer, state_of, states_in, with_nodes
+from optimizer_node_cases import Data, make_trainer, states_in, with_nodes
 from sharded_parameter_cases import Thawing, Tied
 
 from lightning_holmes import HolmesStrategy

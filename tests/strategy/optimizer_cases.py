@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from comparing import differences, state_of
 from launch import keep_what_is_left
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from quiet import quiet_trainer
-from strategy_cases import Classifier, Setting, build, differences, outcome, samples, weights
+from strategy_cases import Classifier, Setting, build, outcome, samples
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -153,7 +154,7 @@ def case_averages(setting: Setting) -> Any:
         third = build()
         trainer = setting.trainer(callbacks=[callback()], max_epochs=4)
         trainer.fit(third, *loaders, ckpt_path=keep.last_model_path)
-        found[f"{name}_resumed"] = weights(third)
+        found[f"{name}_resumed"] = state_of(third)
     return found
 
 
@@ -173,7 +174,7 @@ def case_torchs_average(setting: Setting) -> Any:
     module, own = build(), OwnAverage()
     setting.trainer(max_epochs=2, callbacks=[own]).fit(module, setting.loader(samples()))
     averaged = {n: p.detach().clone() for n, p in own.average.module.named_parameters()}
-    return {"weights": weights(module), "local": {n: p for n, p in averaged.items() if not p.isnan().all()}}
+    return {"weights": state_of(module), "local": {n: p for n, p in averaged.items() if not p.isnan().all()}}
 
 
 class Stop(pl.Callback):
@@ -244,15 +245,15 @@ def case_finetuning(setting: Setting) -> Any:
             "groups": module.groups,
             "groups again": again.groups,
             "rates": [group["lr"] for group in optimizer.param_groups],
-            "weights": weights(module),
-            "weights again": weights(again),
+            "weights": state_of(module),
+            "weights again": state_of(again),
         }
         # a checkpoint that is written after an unfreezing can be resumed, too
         late = setting.folder / f"{name}_late.ckpt"
         trainer.save_checkpoint(late)
         last = build(Tuned)
         setting.trainer(callbacks=[callback()], max_epochs=5, gradient_clip_val=0.3).fit(last, loader, ckpt_path=late)
-        found[name]["weights at last"] = weights(last)
+        found[name]["weights at last"] = state_of(last)
     return found
 
 
@@ -280,7 +281,7 @@ def case_added_group(setting: Setting) -> Any:
     trainer = setting.trainer(max_epochs=3, gradient_clip_val=0.3, callbacks=[Adds()])
     trainer.fit(module, setting.loader(samples()))
     trainer.save_checkpoint(setting.folder / "added.ckpt", weights_only=False)
-    return weights(module)
+    return state_of(module)
 
 
 # precision and accidents
@@ -295,7 +296,7 @@ def case_loss_scaling(setting: Setting) -> Any:
         module = build(Chosen, adam)
         trainer = setting.trainer(plugins=[plugin], gradient_clip_val=0.5, max_epochs=6)
         trainer.fit(module, setting.loader(samples()))
-        found[name] = {"weights": weights(module), "scale": scaler.get_scale()}
+        found[name] = {"weights": state_of(module), "scale": scaler.get_scale()}
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from comparing import state_of
 from covering import selected
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -23,7 +24,7 @@ from lightning.pytorch.tuner import Tuner
 from quiet import quiet_trainer
 from sharded_parameter_cases import Data as WholeBatches
 from sharded_parameter_cases import Thawing, Tied, thaw_in_step
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
@@ -144,10 +145,6 @@ def with_nodes(count: int, microbatches: int = 2, pipeline: int = 1, **options: 
         save_distributed_checkpoint=options.pop("save_distributed_checkpoint", False),
         **options,
     )
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def run_given(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:

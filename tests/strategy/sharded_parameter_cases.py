@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from comparing import state_of
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from quiet import quiet_trainer
@@ -193,10 +194,6 @@ def make_trainer(folder: Path, epochs: int = 1, **strategy: Any) -> Trainer:
 
 LAYERED = {"sharding": "parameters", "num_microbatches": 2}
 REPLICATED = {"pipeline_parallel_size": 1, "num_microbatches": 2}
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def run_all(name: str) -> dict[str, Any]:

@@ -5,7 +5,6 @@ plain Lightning returns in one process.
 """
 
 import gc
-import math
 import os
 import traceback
 import warnings
@@ -16,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torchmetrics
+from comparing import state_of
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from quiet import quiet_trainer
@@ -160,17 +160,13 @@ def numbers(metrics: Any) -> dict[str, float]:
     return {k: float(v) for k, v in metrics.items()}
 
 
-def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {k: v.detach().clone() for k, v in module.state_dict().items()}
-
-
 def outcome(setting: Setting, trainer: pl.Trainer, module: nn.Module) -> dict[str, Any]:
     return {
         "lines": list(setting.recorder.lines),
         "callback_metrics": numbers(trainer.callback_metrics),
         "logged_metrics": numbers(trainer.logged_metrics),
         "progress_bar_metrics": numbers(trainer.progress_bar_metrics),
-        "weights": weights(module),
+        "weights": state_of(module),
         "step": trainer.global_step,
     }
 
@@ -749,27 +745,3 @@ def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
             print(results[name]["error"], flush=True)
             break
     return results
-
-
-def differences(plain: Any, staged: Any, path: str = "", relative: float = 1e-5) -> list[str]:
-    """Return where two results differ, as text."""
-    if isinstance(plain, dict) and isinstance(staged, dict):
-        found = [f"{path}.{k}: only in one" for k in plain.keys() ^ staged.keys()]
-        for key in plain.keys() & staged.keys():
-            found += differences(plain[key], staged[key], f"{path}.{key}", relative)
-        return found
-    if isinstance(plain, (list, tuple)) and isinstance(staged, (list, tuple)):
-        if len(plain) != len(staged):
-            return [f"{path}: lengths {len(plain)} and {len(staged)}: {str(plain)[:200]} and {str(staged)[:200]}"]
-        pairs = enumerate(zip(plain, staged, strict=True))
-        return [d for i, (a, b) in pairs for d in differences(a, b, f"{path}[{i}]", relative)]
-    if isinstance(plain, torch.Tensor) and isinstance(staged, torch.Tensor):
-        if plain.shape != staged.shape:
-            return [f"{path}: shapes {tuple(plain.shape)} and {tuple(staged.shape)}"]
-        if torch.allclose(plain.double(), staged.double(), rtol=relative, atol=relative, equal_nan=True):
-            return []
-        return [f"{path}: tensors differ by {float((plain.double() - staged.double()).abs().max()):.2e}"]
-    if isinstance(plain, (int, float)) and isinstance(staged, (int, float)):
-        close = math.isclose(plain, staged, rel_tol=relative, abs_tol=relative)
-        return [] if close or (math.isnan(plain) and math.isnan(staged)) else [f"{path}: {plain} and {staged}"]
-    return [] if plain == staged else [f"{path}: {plain!r} and {staged!r}"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from comparing import assert_same
 from later_group_cases import RESUMED, SCALED, WHEN, resume_all, run_scaled, save_all, work
 from launch import forked_executable, launch, launch_raw
 
@@ -41,12 +41,6 @@ def found(folder: Path, plain: dict[str, Any]) -> Records:
     resumed = {name: [rank[name] for rank in of_two] for name in of_two[0] if name != "scaled"}
     by_ranks = {name: [rank["scaled"][name] for rank in of_two] for name in of_two[0]["scaled"]}
     return resumed | {name: [fit] for name, fit in of_one["scaled"].items()} | by_ranks
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
 
 
 @pytest.mark.parametrize("name", SCALED)

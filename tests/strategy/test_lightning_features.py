@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import differences
 from launch import chosen, launch
-from strategy_cases import CASES, Classifier, Resumable, Setting, build, differences, run_case, samples
+from strategy_cases import CASES, Classifier, Resumable, Setting, build, run_case, samples
 
 # with several microbatches a step runs several times, which the first and the last of these cases would see
 WHOLE_BATCHES = ["collects", "broadcast_batch", "resume", "front_state", "paces"]

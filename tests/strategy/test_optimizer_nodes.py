@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same, state_of
 from covering import EXHAUSTIVE
 from launch import forked_executable, forked_python, free_port, launch, launch_raw
 from optimizer_node_cases import (
@@ -26,7 +27,6 @@ from optimizer_node_cases import (
     run_scaled,
     run_thawing,
     save_on_exception,
-    state_of,
     states_in,
     work,
 )
@@ -85,12 +85,6 @@ def found(folder: Path, plain: dict[Any, Any]) -> Records:
         cases = [] if EXHAUSTIVE else [case for case in CASES if case.world_size == size]
         records |= fits("work", size, cases, folder)
     return records
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
 
 
 def group_of(place: int) -> str:

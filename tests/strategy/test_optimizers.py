@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comparing import differences
 from launch import chosen, launch
-from optimizer_cases import CASES, differences, run_cases
+from optimizer_cases import CASES, run_cases
 
 TOLERANCE = {"loss_scaling": 2e-3}
 REPLICATED = ["averages", "grad_norm", "finetuning"]

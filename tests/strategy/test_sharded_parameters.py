@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same, state_of
 from launch import launch
 from sharded_parameter_cases import (
     OPTIMIZERS,
@@ -19,7 +20,6 @@ from sharded_parameter_cases import (
     run_all,
     run_late,
     run_watched,
-    state_of,
 )
 
 from lightning_holmes.checkpoint import read_state_dict
@@ -56,12 +56,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(plain: dict[str, Any]) -> list[dict[str, Any]]:
     return launch(2, f"{run_all.__module__}:run_all", str(plain["folder"]), timeout_s=240)
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from comparing import assert_same, state_of
 from launch import launch
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from sharded_parameter_cases import LAYERED, Data, Saver, Watching, build, make_trainer, run_late, state_of
+from sharded_parameter_cases import LAYERED, Data, Saver, Watching, build, make_trainer, run_late
 
 from lightning_holmes.checkpoint import read_state_dict
 
@@ -53,12 +54,6 @@ def run(name: str) -> dict[str, Any]:
     (folder / "late").mkdir(exist_ok=True)
     found["late"] = run_late(folder / "late", "adamw", **STAGES)
     return found
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5 * float(value.abs().max() + 1e-3), msg=name)
 
 
 def test_checkpoints_evaluation_averages_and_hooks_are_those_of_plain_lightning(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ The baseline is plain Lightning in one process on the same batches; tolerance 1e
 from typing import Any
 
 import pytest
+from comparing import differences
 from launch import chosen, launch
 from step_state_cases import CASES, run_all
-from strategy_cases import differences
 
 STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 

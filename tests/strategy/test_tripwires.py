@@ -7,8 +7,8 @@ layout run in one launch.
 from typing import Any
 
 import pytest
+from comparing import differences
 from launch import chosen, launch
-from strategy_cases import differences
 from tripwire_cases import CASES, run_cases
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

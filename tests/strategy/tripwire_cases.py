@@ -11,9 +11,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from comparing import state_of
 from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, ModelPruning
 from strategy_cases import Classifier, Setting, build, samples
-from torch import nn
 from tripwire_helpers import TOOLS, clip, largest, norm_by_hand, prune
 
 from lightning_holmes.checkpoint import read_state_dict
@@ -29,10 +29,6 @@ def fit(setting: Setting, cls: Any = Plain, *callbacks: Callback, **options: Any
     trainer = setting.trainer(**{"callbacks": list(callbacks), "max_epochs": 2} | options)
     trainer.fit(module, setting.loader(samples()))
     return trainer, module
-
-
-def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
 class ClipsInHook(Plain):
@@ -141,56 +137,56 @@ class Whitens(Plain):
 
 def case_clips_in_a_helper(setting: Setting) -> Any:
     _, module = fit(setting, ClipsInHook)
-    return {"norms": module.norms, "weights": weights(module)}
+    return {"norms": module.norms, "weights": state_of(module)}
 
 
 def case_clips_groups(setting: Setting) -> Any:
-    return weights(fit(setting, ClipsGroups)[1])
+    return state_of(fit(setting, ClipsGroups)[1])
 
 
 def case_clips_twice(setting: Setting) -> Any:
     _, module = fit(setting, ClipsTwice)
-    return {"norms": module.norms, "weights": weights(module)}
+    return {"norms": module.norms, "weights": state_of(module)}
 
 
 def case_steps_by_what_it_sees(setting: Setting) -> Any:
     _, module = fit(setting, Steps)
-    return {"seen": module.seen, "weights": weights(module)}
+    return {"seen": module.seen, "weights": state_of(module)}
 
 
 def case_forgets_momentum(setting: Setting) -> Any:
-    return weights(fit(setting, Forgets, max_epochs=3)[1])
+    return state_of(fit(setting, Forgets, max_epochs=3)[1])
 
 
 def case_a_callback_that_keeps_the_trainer(setting: Setting) -> Any:
     callback = KeepsTrainer()
     _, module = fit(setting, Plain, callback)
-    return {"norms": callback.norms, "weights": weights(module)}
+    return {"norms": callback.norms, "weights": state_of(module)}
 
 
 def case_reads_on_one_rank(setting: Setting) -> Any:
     callback = Norms()
     _, module = fit(setting, Plain, callback)
-    return {"on rank 0": callback.found, "weights": weights(module)}
+    return {"on rank 0": callback.found, "weights": state_of(module)}
 
 
 def case_averages(setting: Setting) -> Any:
     callback = Average()
     _, module = fit(setting, Plain, callback)
-    return {"average": weights(callback.copy), "state": callback.state, "weights": weights(module)}
+    return {"average": state_of(callback.copy), "state": callback.state, "weights": state_of(module)}
 
 
 def case_clamps_and_prunes(setting: Setting) -> Any:
     trainer, module = fit(setting, Clamps)
     path = Path(str(trainer.default_root_dir)) / "inside.ckpt"
-    return {"seen": module.seen, "saved": dict(read_state_dict(path)), "weights": weights(module)}
+    return {"seen": module.seen, "saved": dict(read_state_dict(path)), "weights": state_of(module)}
 
 
 def case_lambdas(setting: Setting) -> Any:
     found: list[Any] = []
     callback = LambdaCallback(on_train_epoch_end=lambda _, module: found.append(largest(module)))
     _, module = fit(setting, Plain, callback)
-    return {"found": found, "weights": weights(module)}
+    return {"found": found, "weights": state_of(module)}
 
 
 def case_prunes(setting: Setting) -> Any:
@@ -202,7 +198,7 @@ def case_prunes(setting: Setting) -> Any:
         keep = ModelCheckpoint(folder, save_last=True, every_n_epochs=1)
         pruning = ModelPruning("l1_unstructured", amount=0.3, **options)  # type: ignore[arg-type]
         _, module = fit(setting, Plain, pruning, keep, max_epochs=3, enable_checkpointing=True)
-        found[name] = {"weights": weights(module), "saved": dict(read_state_dict(Path(keep.last_model_path)))}
+        found[name] = {"weights": state_of(module), "saved": dict(read_state_dict(Path(keep.last_model_path)))}
     return found
 
 
@@ -210,7 +206,7 @@ def case_company(setting: Setting) -> Any:
     """Train with a loss that depends on which samples are together, and the default number of microbatches."""
     if setting.holmes is not None:
         setting.holmes = {k: v for k, v in setting.holmes.items() if k != "num_microbatches"}
-    return weights(fit(setting, Whitens)[1])
+    return state_of(fit(setting, Whitens)[1])
 
 
 CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
