@@ -107,7 +107,7 @@ class StagedTrial(Trial):
                     loss = loss_of(output, self._request.step_name)
                     gradients = gradients_of(twin.parameters_of(current.stage).values(), loss)
             except Exception:
-                if current.stage < twin.num_stages - 1 or not twin.is_past_layers:
+                if not twin.is_past_layers:
                     raise
                 return _FAILED, [], {}
             return (
