@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from covering import selected
 from node_driver import OPTIMIZERS, Driver, told_of
 
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
+from lightning_holmes.optim.node import description
 from lightning_holmes.optim.node.description import (
     check_plain,
     find_class,
@@ -297,6 +299,34 @@ def test_a_class_that_the_script_has_not_imported_is_refused() -> None:
         find_class({"module": "antigravity", "name": "Mine"}, may_import=False)
     with pytest.raises(ConfigurationError, match="is not known"):
         find_class({"module": "os", "name": "system"}, may_import=False)
+
+
+def test_sessions_that_import_the_module_of_a_class_at_the_same_time_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(threading, "import_of_a_test", (reached, goes_on), raising=False)
+    (tmp_path / "slow_to_import.py").write_text(
+        "import threading, torch\n"
+        "reached, goes_on = threading.import_of_a_test\n"
+        "reached.set(), goes_on.wait(30)\n"
+        "class Mine(torch.optim.SGD):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    told = {"module": "slow_to_import", "name": "Mine", "source": None}
+    monkeypatch.setattr(description, "_source_of", lambda kind: None)
+    with ThreadPoolExecutor(2) as sessions:
+        first = sessions.submit(find_class, told, may_import=True)
+        assert reached.wait(30)
+        second = sessions.submit(find_class, told, may_import=True)
+        wait([second], timeout=0.2)  # long enough to see an unfinished module
+        goes_on.set()
+        assert first.result(30) is second.result(30)
+
+
+def test_why_the_module_of_a_class_cannot_be_imported_is_said() -> None:
+    with pytest.raises(ConfigurationError, match=r"not_here.Mine is not known .*No module named 'not_here'"):
+        find_class({"module": "not_here", "name": "Mine"}, may_import=True)
 
 
 @pytest.mark.parametrize("value", [object(), {"a": [torch.nn.Identity()]}, lambda: None])

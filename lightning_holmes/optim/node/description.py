@@ -102,13 +102,13 @@ def find_class(told: Mapping[str, Any], *, may_import: bool) -> type[Optimizer]:
     Raises:
         ConfigurationError: this process does not have the class, or has another version of its source.
     """
-    module = sys.modules.get(told["module"])
-    if module is None and may_import and told["module"] != "__main__":
+    found: Any = sys.modules.get(told["module"])
+    cause: ImportError | None = None
+    if may_import and told["module"] != "__main__":
         try:
-            module = importlib.import_module(told["module"])
-        except ImportError:
-            module = None
-    found: Any = module
+            found = importlib.import_module(told["module"])  # waits for a session that is importing it
+        except ImportError as error:
+            cause = error
     for part in told["name"].split("."):
         found = getattr(found, part, None)
     if isinstance(found, type) and issubclass(found, Optimizer):
@@ -119,9 +119,9 @@ def find_class(told: Mapping[str, Any], *, may_import: bool) -> type[Optimizer]:
             )
         return found
     raise ConfigurationError(
-        f"the optimizer's class {told['module']}.{told['name']} is not known on the optimizer node; define it in a module of its "
-        f"own, which the script imports"
-    )
+        f"the optimizer's class {told['module']}.{told['name']} is not known on the optimizer node"
+        f"{'' if cause is None else f' ({cause})'}; define it in a module of its own, which the script imports"
+    ) from cause
 
 
 def _source_of(kind: type[Optimizer]) -> str | None:
