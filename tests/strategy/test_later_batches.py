@@ -312,6 +312,29 @@ def test_parameters_that_are_one_object_or_lie_side_by_side_are_exact_in_shards(
     exact(lambda: Tied(how), tmp_path, SHARDS)
 
 
+class OfTypes(nn.Module):
+    """A layer whose parameters have two, four and eight bytes an element, in numbers that leave the next ones unaligned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+        self.wide = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight * (1 + self.wide).float() + self.narrow.float().sum()
+
+
+class Mixed(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OfTypes() for _ in range(4))
+
+
+def test_parameters_of_unlike_types_are_exact_in_shards(tmp_path: Path) -> None:
+    exact(Mixed, tmp_path, SHARDS | {"num_microbatches": 1})
+
+
 class Failing(pl.Callback):
     """Raises in the second epoch."""
 

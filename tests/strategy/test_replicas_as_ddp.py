@@ -15,16 +15,26 @@ from lightning_holmes import HolmesStrategy
 
 
 class Codes(pl.LightningModule):
-    """Batch normalisation in each layer, and a codebook that follows the samples and is a target of the next steps."""
+    """Batch normalisation in each layer, a codebook that follows the samples and is a target of the next steps, and buffers
+    of other dtypes and layouts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(3)))
         self.head = nn.Linear(4, 4)
         self.register_buffer("codes", torch.randn(3, 4))
+        for name, kind in (
+            ("narrow", torch.bfloat16),
+            ("counts", torch.int64),
+            ("flags", torch.bool),
+            ("none", torch.half),
+        ):
+            self.register_buffer(name, torch.zeros(0 if name == "none" else 4, 2, dtype=kind).t())
         self.seen: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for buffer in (self.narrow, self.counts, self.flags):
+            buffer.copy_(4 * batch[0][:2] > 1 if buffer.dtype == torch.bool else 4 * batch[0][:2])
         out = self.head(self.layers(batch[0]))
         nearest = torch.cdist(out.detach(), self.codes).argmin(1)
         loss = (out - self.codes[nearest]).square().mean() + (out - batch[0]).square().mean()
