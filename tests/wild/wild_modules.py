@@ -6,6 +6,7 @@ with a reason that names the cause. Run this file to print the table for docs/ex
     python tests/wild/wild_modules.py
 """
 
+import copy
 import dataclasses
 import math
 import random
@@ -89,19 +90,32 @@ def mlp(width: int = WIDTH, depth: int = 4) -> nn.ModuleList:
 
 
 class WithLayers(Wild):
-    """Has a list of layers, which the step runs one by one."""
+    """Runs ``layers`` one by one: four of class ``Layer``, or small blocks. The loss is the mean square of what comes out."""
+
+    Layer: Any = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
+        self.layers = mlp() if self.Layer is None else nn.ModuleList(self.Layer() for _ in range(4))
+
+    def run(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch, batch_idx):
+        return self.run(batch[0]).pow(2).mean()
 
 
 class WithNet(Wild):
-    """Has a Sequential, which the step calls whole."""
+    """Has a Sequential, which the step calls whole; its loss is the distance to the input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.net(batch[0]), batch[0])
 
 
 class Block(nn.Module):
@@ -117,6 +131,37 @@ class Block(nn.Module):
         h = self.norm1(x)
         x = x + self.attention(h, h, h, attn_mask=mask, need_weights=False)[0]
         return x + self.mlp(self.norm2(x))
+
+
+class Embedded(WithLayers):
+    """Runs its layers on an embedding of tokens."""
+
+    max_norm: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH, max_norm=self.max_norm)
+
+    def training_step(self, batch, batch_idx):
+        return self.run(self.embed(batch)).pow(2).mean()
+
+
+class OfTexts(Wild):
+    """Transformer blocks on an embedding, whose weight is that of the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def embedded(self, batch):
+        return self.embed(batch)
+
+    def training_step(self, batch, batch_idx):
+        x = self.embedded(batch)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(x.flatten(0, 1) @ self.embed.weight.T, batch.flatten())
 
 
 # ---------------------------------------------------------------- plain networks
@@ -217,13 +262,11 @@ class OuterResidual(Wild):
 
 
 @case("x += pos before, x *= scale between the layers, in place", batch=tokens)
-class InPlaceLoop(Wild):
+class InPlaceLoop(OfTexts):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
         self.pos = nn.Parameter(torch.randn(LENGTH, WIDTH))
         self.scales = nn.Parameter(torch.ones(4) + 0.1 * torch.randn(4))
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, TOKENS)
 
     def training_step(self, batch, batch_idx):
@@ -342,30 +385,24 @@ class LSTMPassingState(Wild):
 
 
 @case("truncated backpropagation: self.state is kept for the next step", batch=tokens, refused="next step")
-class StatefulRNN(Wild):
+class StatefulRNN(Embedded):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = mlp()
-        self.head = nn.Linear(WIDTH, TOKENS)
         self.memory = None
 
     def training_step(self, batch, batch_idx):
         x = self.embed(batch)
         if self.memory is not None:
             x = x + self.memory
-        for block in self.blocks:
-            x = block(x)
+        x = self.run(x)
         self.memory = x.mean((0, 1)).detach()
-        return F.cross_entropy(self.head(x).flatten(0, 1), batch.flatten())
+        return x.pow(2).mean()
 
 
 @case("nn.MultiheadAttention blocks, head tied to the embedding", batch=tokens)
-class TiedGPT(Wild):
+class TiedGPT(OfTexts):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("mask", torch.triu(torch.full((LENGTH, LENGTH), -math.inf), 1))
@@ -380,33 +417,17 @@ class TiedGPT(Wild):
 
 
 @case("ALBERT: one block, passed through four times", batch=tokens, refused="twice")
-class Albert(Wild):
+class Albert(Embedded):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        block = Block()
-        self.blocks = nn.ModuleList([block] * 4)
-
-    def training_step(self, batch, batch_idx):
-        x = self.embed(batch)
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean()
+        self.layers = nn.ModuleList([Block()] * 4)
 
 
 @case("weights tied between layers: blocks[3].mlp is blocks[0].mlp", batch=tokens)
-class TiedAcrossLayers(Wild):
+class TiedAcrossLayers(OfTexts):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.blocks[3].mlp = self.blocks[0].mlp
-
-    def training_step(self, batch, batch_idx):
-        x = self.embed(batch)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(x.flatten(0, 1) @ self.embed.weight.T, batch.flatten())
 
 
 @case("U-Net skips between down and up path in one list", refused="output 0 of layer 0, read in layer")
@@ -487,8 +508,8 @@ class Diffusion(Wild):
 
 
 @case("LayerDrop inside the layers, by Python's random and NumPy's", random=True, options={"num_microbatches": 7})
-class PythonRandom(Wild):
-    class Drop(nn.Module):
+class PythonRandom(WithLayers):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
@@ -501,18 +522,14 @@ class PythonRandom(Wild):
     def __init__(self) -> None:
         super().__init__()
         self.inp = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(self.Drop() for _ in range(4))
 
     def training_step(self, batch, batch_idx):
-        x = self.inp(batch[0]) + float(np.random.randn())
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean()
+        return self.run(self.inp(batch[0]) + float(np.random.randn())).pow(2).mean()
 
 
 @case("sparse experts, most of which no token chooses when the module is traced", batch=tokens)
-class UnusedExperts(Wild):
-    class Experts(nn.Module):
+class UnusedExperts(Embedded):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(TOKENS))
@@ -523,11 +540,6 @@ class UnusedExperts(Wild):
                 out[ids == i] += self.experts[i](x[ids == i])
             return out
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(self.Experts() for _ in range(4))
-
     def training_step(self, batch, batch_idx):
         x = self.embed(batch)
         for layer in self.layers:
@@ -536,10 +548,8 @@ class UnusedExperts(Wild):
 
 
 @case("dropout around the layers inside of activation checkpoints", random=True)
-class CheckpointedDropout(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.wrap = mlp(), True
+class CheckpointedDropout(WithLayers):
+    wrap = True
 
     def training_step(self, batch, batch_idx):
         x = batch[0]
@@ -553,31 +563,23 @@ class CheckpointedDropout(Wild):
 
 
 @case("LayerDrop in the loop: some layers are not called", random=True, refused="layer")
-class LayerDropLoop(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = mlp(depth=6)
-
+class LayerDropLoop(WithLayers):
     def training_step(self, batch, batch_idx):
         x = batch[0]
-        for block in self.blocks:
+        for layer in self.layers:
             if random.random() > 0.5:
-                x = block(x)
+                x = layer(x)
         return x.pow(2).mean()
 
 
 @case("a torch.Generator of its own", refused="self.generator, a generator of its own")
-class OwnGenerator(Wild):
+class OwnGenerator(WithLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = mlp()
         self.generator = torch.Generator().manual_seed(3)
 
     def training_step(self, batch, batch_idx):
-        x = batch[0] + torch.randn(batch[0].shape, generator=self.generator)
-        for block in self.blocks:
-            x = block(x)
-        return x.pow(2).mean()
+        return self.run(batch[0] + torch.randn(batch[0].shape, generator=self.generator)).pow(2).mean()
 
 
 @case("the same with one microbatch", options={"num_microbatches": 1})
@@ -586,13 +588,9 @@ class OwnGeneratorWhole(OwnGenerator):
 
 
 @case("SimCLR: both views go through the encoder in turn", refused="twice")
-class TwoViews(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
-
+class TwoViews(WithNet):
     def training_step(self, batch, batch_idx):
-        a, b = self.encoder(batch[0]), self.encoder(batch[0] + 0.1)
+        a, b = self.net(batch[0]), self.net(batch[0] + 0.1)
         return -F.cosine_similarity(a, b).mean()
 
 
@@ -600,13 +598,9 @@ class TwoViews(Wild):
 
 
 @case("Siamese: both sides joined into one batch inside of the step")
-class SiameseJoined(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
-
+class SiameseJoined(WithNet):
     def training_step(self, batch, batch_idx):
-        a, b = self.encoder(torch.cat([batch[0], batch[0].flip(-1)])).chunk(2)
+        a, b = self.net(torch.cat([batch[0], batch[0].flip(-1)])).chunk(2)
         return F.triplet_margin_loss(a, b, a.roll(1, 0).detach())
 
 
@@ -631,8 +625,8 @@ class GAN(Wild):
 
 
 @case("MoE: a balancing loss kept on each layer as an attribute, summed later", batch=tokens, refused="inside layer 0")
-class MoEAttribute(Wild):
-    class Moe(nn.Module):
+class MoEAttribute(Embedded):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.gate = nn.Linear(WIDTH, 2)
@@ -644,21 +638,13 @@ class MoEAttribute(Wild):
             self.aux_loss = p.mean((0, 1)).pow(2).sum()
             return x + sum(p[..., i : i + 1] * e(x) for i, e in enumerate(self.experts))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(self.Moe() for _ in range(4))
-
     def training_step(self, batch, batch_idx):
-        x = self.embed(batch)
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean() + sum(layer.aux_loss for layer in self.layers)
+        return super().training_step(batch, batch_idx) + sum(layer.aux_loss for layer in self.layers)
 
 
 @case("MoE: sparse routing with index_add, the balancing loss handed on beside the hidden state", batch=tokens)
-class MoERunningLoss(Wild):
-    class Moe(nn.Module):
+class MoERunningLoss(Embedded):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.gate = nn.Linear(WIDTH, 2)
@@ -676,11 +662,6 @@ class MoERunningLoss(Wild):
                 out.index_add_(0, rows, expert(flat[rows]) * best[rows, None])
             return x + out.view_as(x), aux + p.mean(0).pow(2).sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(self.Moe() for _ in range(4))
-
     def training_step(self, batch, batch_idx):
         x, aux = self.embed(batch), torch.zeros(())
         for layer in self.layers:
@@ -690,8 +671,8 @@ class MoERunningLoss(Wild):
 
 
 @case("layers keep a Python number from .item(); the step logs their sum", refused="density")
-class LayerStatistics(Wild):
-    class Sparse(nn.Module):
+class LayerStatistics(WithLayers):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear, self.density = nn.Linear(WIDTH, WIDTH), 0.0
@@ -701,14 +682,8 @@ class LayerStatistics(Wild):
             self.density = (x > 0).float().mean().item()
             return x
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Sparse() for _ in range(4))
-
     def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
+        x = self.run(batch[0])
         self.log("density", sum(layer.density for layer in self.layers) / 4)
         return x.pow(2).mean()
 
@@ -716,40 +691,27 @@ class LayerStatistics(Wild):
 @case("the loss penalises all parameters of the module")
 class PenaltyOnAllWeights(WithNet):
     def training_step(self, batch, batch_idx):
-        penalty = sum(p.pow(2).sum() for p in self.parameters())
-        return F.mse_loss(self.net(batch[0]), batch[0]) + 1e-2 * penalty
+        return super().training_step(batch, batch_idx) + 1e-2 * sum(p.pow(2).sum() for p in self.parameters())
 
 
 @case("gradient penalty by torch.autograd.grad inside of the step", refused="autograd.grad")
-class GradientPenalty(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
-
+class GradientPenalty(WithNet):
     def training_step(self, batch, batch_idx):
         x = batch[0].clone().requires_grad_()
-        score = self.net(x)
+        score = self.net(x).tanh().sum(-1)
         (g,) = torch.autograd.grad(score.sum(), x, create_graph=True)
         return score.mean() + (g.norm(dim=-1) - 1).pow(2).mean()
 
 
 @case("torch.func.functional_call with masked weights (pruning)")
-class FunctionalCall(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, WIDTH))
-
+class FunctionalCall(WithNet):
     def training_step(self, batch, batch_idx):
         weights = {k: p * (p.detach().abs() > 0.05) for k, p in self.net.named_parameters()}
         return F.mse_loss(torch.func.functional_call(self.net, weights, (batch[0],)), batch[0])
 
 
 @case("the step calls loss.backward() on an auxiliary loss itself", refused="backward")
-class OwnBackward(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
-
+class OwnBackward(WithNet):
     def training_step(self, batch, batch_idx):
         out = self.net(batch[0])
         out.abs().mean().backward(retain_graph=True)
@@ -757,24 +719,20 @@ class OwnBackward(Wild):
 
 
 @case("reads p.grad of the step before, to log a gradient norm", refused=".grad")
-class LogsOldGradients(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
-
+class LogsOldGradients(WithNet):
     def training_step(self, batch, batch_idx):
         norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
         if norms:
             self.log("grad_norm", torch.stack(norms).norm())
-        return F.mse_loss(self.net(batch[0]), batch[0])
+        return super().training_step(batch, batch_idx)
 
 
 # ---------------------------------------------------------------- state
 
 
 @case("each layer counts its calls and keeps a running mean in a buffer")
-class CountingLayers(Wild):
-    class Counting(nn.Module):
+class CountingLayers(WithLayers):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
@@ -786,33 +744,18 @@ class CountingLayers(Wild):
             self.running.lerp_(x.detach().mean(0), 0.1)
             return x - self.running
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Counting() for _ in range(4))
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
-
 
 @case(
     "a counter raised before the layers; 2 chunks a rank",
     refused="samples_seen",
     options={"schedule": "interleaved_1f1b", "num_chunks": 2},
 )
-class CounterInterleaved(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.samples_seen = mlp(), 0
+class CounterInterleaved(WithLayers):
+    samples_seen = 0
 
     def training_step(self, batch, batch_idx):
         self.samples_seen += len(batch[0])
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
+        return super().training_step(batch, batch_idx)
 
 
 @case("the same counter, one chunk a rank")
@@ -825,28 +768,21 @@ class CounterBefore(CounterInterleaved):
     refused="input_norm.running_mean",
     options={"schedule": "interleaved_1f1b", "num_chunks": 2},
 )
-class StemNormInterleaved(Wild):
+class StemNormInterleaved(WithLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.input_norm, self.layers = nn.BatchNorm1d(WIDTH), mlp()
+        self.input_norm = nn.BatchNorm1d(WIDTH)
 
     def training_step(self, batch, batch_idx):
-        x = self.input_norm(batch[0])
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
+        return self.run(self.input_norm(batch[0])).pow(2).mean()
 
 
 @case("a warm-up counter raised at the end of the step and read at its start", refused="num_steps")
-class CounterAfter(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.num_steps = mlp(), 0
+class CounterAfter(WithLayers):
+    num_steps = 0
 
     def training_step(self, batch, batch_idx):
-        x = batch[0] * min(1.0, 0.1 * self.num_steps)
-        for layer in self.layers:
-            x = layer(x)
+        x = self.run(batch[0] * min(1.0, 0.1 * self.num_steps))
         self.num_steps += 1
         return x.pow(2).mean()
 
@@ -856,8 +792,7 @@ class MeanTeacher(Wild):
     def __init__(self) -> None:
         super().__init__()
         self.student = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, CLASSES))
-        self.teacher = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, CLASSES))
-        self.teacher.requires_grad_(False)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
 
     def training_step(self, batch, batch_idx):
         with torch.no_grad():
@@ -885,12 +820,7 @@ _ROPE: dict[tuple[int, int], Tensor] = {}
 
 
 @case("position encodings in a cache at module level", batch=tokens)
-class GlobalCache(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
+class GlobalCache(OfTexts):
     @staticmethod
     def encoding(length: int, width: int) -> Tensor:
         if (length, width) not in _ROPE:
@@ -898,33 +828,26 @@ class GlobalCache(Wild):
             _ROPE[length, width] = angle.sin()
         return _ROPE[length, width]
 
-    def training_step(self, batch, batch_idx):
-        x = self.embed(batch) + self.encoding(batch.shape[1], WIDTH)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(x.flatten(0, 1) @ self.embed.weight.T, batch.flatten())
+    def embedded(self, batch):
+        return self.embed(batch) + self.encoding(batch.shape[1], WIDTH)
 
 
 @case("forward hooks collect every layer's features, a loss uses them", refused="read after the last layer")
-class FeatureHooks(Wild):
+class FeatureHooks(WithLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.features = mlp(), {}
+        self.features = {}
         for i, layer in enumerate(self.layers):
             layer.register_forward_hook(lambda m, a, out, i=i: self.features.__setitem__(i, out))
 
     def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean() + self.features[1].abs().mean()
+        return super().training_step(batch, batch_idx) + self.features[1].abs().mean()
 
 
 @case("forward hooks change the outputs of layers")
-class ChangingHooks(Wild):
+class ChangingHooks(WithLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         self.gain = nn.Parameter(torch.tensor([0.5, 2.0, 1.5, 1.1]))
         for i, layer in enumerate(self.layers):
             layer.register_forward_hook(self.scaled(i))
@@ -951,8 +874,8 @@ class PopsLabels(WithNet):
 
 
 @case("EEGNet: layers clamp the norm of their own weight in place before using it")
-class MaxNorm(Wild):
-    class Renorm(nn.Module):
+class MaxNorm(WithLayers):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
@@ -960,30 +883,12 @@ class MaxNorm(Wild):
         def forward(self, x):
             self.linear.weight.data.renorm_(2, 0, 0.3)
             self.linear.bias.data = self.linear.bias.data.clamp(-0.1, 0.1)
-            return self.linear(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Renorm() for _ in range(4))
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x.pow(2).mean()
+            return self.linear(x).tanh()
 
 
 @case("nn.Embedding(max_norm=...), which changes its weight in the forward", batch=tokens, refused="in place")
-class EmbeddingMaxNorm(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Embedding(TOKENS, WIDTH, max_norm=1.0), mlp()
-
-    def training_step(self, batch, batch_idx):
-        x = self.embed(batch)
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
+class EmbeddingMaxNorm(Embedded):
+    max_norm = 1.0
 
 
 @case("VQ-VAE: a codebook in the middle, moved in place by its layer, losses handed on")
@@ -1038,16 +943,11 @@ class ViewLayers(Wild):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
-class LoggingNet(pl.LightningModule):
+class LoggingNet(WithLayers):
     """A LightningModule that is a part of another module and logs on its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
+        x = self.run(x)
         self.log("hidden", x.norm())
         return x
 
@@ -1103,10 +1003,10 @@ class LastValue(torchmetrics.Metric):
 @case(
     "a torchmetrics object updated with the hidden state from between the layers", refused="read after the last layer"
 )
-class MetricBetween(Wild):
+class MetricBetween(WithLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.mean_norm = mlp(), LastValue()
+        self.mean_norm = LastValue()
 
     def training_step(self, batch, batch_idx):
         x = batch[0]
@@ -1129,11 +1029,7 @@ class EarlyExit(WithLayers):
 
 
 @case("a branch on .item() of the embedded input before the layers", batch=tokens)
-class BranchBefore(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Embedding(TOKENS, WIDTH), mlp()
-
+class BranchBefore(Embedded):
     def training_step(self, batch, batch_idx):
         x = self.embed(batch)
         if x.mean().item() > 0:
@@ -1145,11 +1041,7 @@ class BranchBefore(Wild):
 
 
 @case("a count by nonzero() of an early layer divides the loss", refused="read")
-class CountBetween(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
+class CountBetween(WithLayers):
     def training_step(self, batch, batch_idx):
         x, active = batch[0], 1
         for layer in self.layers:
@@ -1159,11 +1051,7 @@ class CountBetween(Wild):
 
 
 @case("activations pass through NumPy between two layers", refused="read")
-class NumpyBetween(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
+class NumpyBetween(WithLayers):
     def training_step(self, batch, batch_idx):
         x = batch[0]
         for layer in self.layers:
@@ -1195,38 +1083,30 @@ class CatchesAll(WithNet):
 
 
 @case("a frozen backbone under no_grad, a trained head")
-class FrozenBackbone(Wild):
+class FrozenBackbone(WithNet):
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def training_step(self, batch, batch_idx):
-        self.backbone.eval()
+        self.net.eval()
         with torch.no_grad():
-            features = self.backbone(batch[0])
+            features = self.net(batch[0])
         return F.cross_entropy(self.head(features), batch[1])
 
 
 @case("a backbone under inference_mode, a trained head")
-class InferenceBackbone(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
+class InferenceBackbone(FrozenBackbone):
     def training_step(self, batch, batch_idx):
         with torch.inference_mode():
-            features = self.backbone(batch[0])
+            features = self.net(batch[0])
         return F.cross_entropy(self.head(features.clone()), batch[1])
 
 
 @case("self.logger.experiment used in the step", refused="self.logger directly")
 class UsesLogger(WithLayers):
     def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
+        x = self.run(batch[0])
         self.logger.experiment.add_histogram("hidden", x, 0)
         return x.pow(2).mean()
 
@@ -1236,9 +1116,11 @@ class UsesLogger(WithLayers):
 
 @case("checkpoint_sequential in two segments, which are the stages")
 class CheckpointSequential(Wild):
+    depth = 4
+
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.net = nn.Sequential(*mlp(depth=self.depth))
 
     def training_step(self, batch, batch_idx):
         return checkpoint_sequential(self.net, 2, batch[0], use_reentrant=False).pow(2).mean()
@@ -1248,20 +1130,15 @@ class CheckpointSequential(Wild):
     "checkpoint_sequential whose segments cross the split points",
     options={"pipeline_parallel_size": 3, "partition": [1, 2, 3]},
 )
-class CheckpointAcross(Wild):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
-
-    def training_step(self, batch, batch_idx):
-        return checkpoint_sequential(self.net, 2, batch[0], use_reentrant=False).pow(2).mean()
+class CheckpointAcross(CheckpointSequential):
+    depth = 6
 
 
 # ---------------------------------------------------------------- parametrised and unusual layers
 
 
 @case("weight_norm and spectral_norm on the layers themselves, as hooks (old) and parametrisations")
-class Normed(Wild):
+class Normed(WithNet):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(
@@ -1272,24 +1149,16 @@ class Normed(Wild):
             torch.nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
         )
 
-    def training_step(self, batch, batch_idx):
-        return F.mse_loss(self.net(batch[0]), batch[0])
-
 
 @case("complex numbers: FNet mixing by FFT, a complex weight", batch=tokens)
-class Fourier(Wild):
-    class Mix(nn.Module):
+class Fourier(Embedded):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.cfloat) * 0.1 + 1)
 
         def forward(self, x):
             return torch.fft.fft(x) * self.weight
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(self.Mix() for _ in range(4))
 
     def training_step(self, batch, batch_idx):
         x = self.embed(batch).to(torch.cfloat)
@@ -1309,29 +1178,23 @@ class LayerState:
 
 
 @case("layers return a dataclass with tensors, a number and None")
-class DataclassLayers(Wild):
+class DataclassLayers(WithLayers):
     class Layer(nn.Module):
-        def __init__(self, index):
+        def __init__(self):
             super().__init__()
-            self.linear, self.index = nn.Linear(WIDTH, WIDTH), index
+            self.linear = nn.Linear(WIDTH, WIDTH)
 
         def forward(self, state):
             h = self.linear(state.hidden).tanh()
             return LayerState(h * state.gate, h.mean(-1, keepdim=True), state.depth + 1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Layer(i) for i in range(4))
-
     def training_step(self, batch, batch_idx):
-        state = LayerState(batch[0], torch.ones(len(batch[0]), 1), 0)
-        for layer in self.layers:
-            state = layer(state)
+        state = self.run(LayerState(batch[0], torch.ones(len(batch[0]), 1), 0))
         return state.hidden.pow(2).mean() * state.depth
 
 
 @case("layers return (hidden, None, dict), taken by keyword")
-class TupleLayers(Wild):
+class TupleLayers(WithLayers):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1339,10 +1202,6 @@ class TupleLayers(Wild):
 
         def forward(self, hidden, *, cache=None, info=None):
             return self.linear(hidden).sin(), cache, {"mean": hidden.mean(), "kind": "plain"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
 
     def training_step(self, batch, batch_idx):
         x, cache, info = batch[0], None, None
@@ -1359,7 +1218,7 @@ class Tally:
 
 
 @case("layers hand on an object of a class of their own, and count in it", refused="changes Python values")
-class ObjectLayers(Wild):
+class ObjectLayers(WithLayers):
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -1369,10 +1228,6 @@ class ObjectLayers(Wild):
             tally.depth += 1
             return self.linear(x) / tally.depth, tally
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
-
     def training_step(self, batch, batch_idx):
         x, tally = batch[0], Tally()
         for layer in self.layers:
@@ -1381,12 +1236,11 @@ class ObjectLayers(Wild):
 
 
 @case("T5: the first layer computes a position bias, later ones reuse it", batch=tokens)
-class PositionBias(Wild):
+class PositionBias(Embedded):
     class Layer(nn.Module):
-        def __init__(self, first):
+        def __init__(self):
             super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-            self.bias = nn.Embedding(2 * LENGTH, 1) if first else None
+            self.linear, self.bias = nn.Linear(WIDTH, WIDTH), None
 
         def forward(self, x, bias=None):
             if bias is None:
@@ -1397,8 +1251,7 @@ class PositionBias(Wild):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.layers = nn.ModuleList(self.Layer(i == 0) for i in range(4))
+        self.layers[0].bias = nn.Embedding(2 * LENGTH, 1)
 
     def training_step(self, batch, batch_idx):
         x, bias = self.embed(batch), None
@@ -1408,31 +1261,18 @@ class PositionBias(Wild):
 
 
 @case("TorchScript layers", refused="TorchScript")
-class Scripted(Wild):
+class Scripted(WithLayers):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(4))
 
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
-
 
 @case("layers compiled one by one (eager backend)")
-class CompiledLayers(Wild):
+class CompiledLayers(WithLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = mlp()
         for layer in self.layers:
             layer.compile(backend="eager")
-
-    def training_step(self, batch, batch_idx):
-        x = batch[0]
-        for layer in self.layers:
-            x = layer(x)
-        return x.pow(2).mean()
 
 
 class _Net(nn.Module):
@@ -1460,14 +1300,11 @@ class CompiledNet(Wild):
 
 
 @case("self.model.compile() around the layer list (eager backend)")
-class CompiledInPlace(Wild):
+class CompiledInPlace(CompiledNet):
     def __init__(self) -> None:
         super().__init__()
         self.model = _Net()
         self.model.compile(backend="eager")
-
-    def training_step(self, batch, batch_idx):
-        return self.model(batch[0]).pow(2).mean()
 
 
 # ---------------------------------------------------------------- batches
@@ -1480,18 +1317,14 @@ def detection_batch() -> tuple[list[Tensor], list[dict[str, Tensor]]]:
 
 
 @case("detection: lists of images of unlike sizes and dicts of boxes", batch=detection_batch)
-class Detection(Wild):
+class Detection(WithLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.layers = nn.Conv2d(3, WIDTH, 1), mlp()
-        self.head = nn.Linear(WIDTH, 4)
+        self.stem, self.head = nn.Conv2d(3, WIDTH, 1), nn.Linear(WIDTH, 4)
 
     def training_step(self, batch, batch_idx):
         pictures, targets = batch
-        x = torch.stack([self.stem(p).mean((1, 2)) for p in pictures])
-        for layer in self.layers:
-            x = layer(x)
-        boxes = self.head(x)
+        boxes = self.head(self.run(torch.stack([self.stem(p).mean((1, 2)) for p in pictures])))
         return torch.stack([(b - t["boxes"].mean(0)).abs().mean() for b, t in zip(boxes, targets, strict=True)]).mean()
 
 
@@ -1500,8 +1333,8 @@ def graph_batch() -> dict[str, Tensor]:
     return {"x": torch.randn(SAMPLES, WIDTH), "edge_index": torch.randint(SAMPLES, (2, 10))}
 
 
-class GraphNet(Wild):
-    class Convolution(nn.Module):
+class GraphNet(WithLayers):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
@@ -1509,14 +1342,10 @@ class GraphNet(Wild):
         def forward(self, x, edge_index):
             return self.linear(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])).relu()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(self.Convolution() for _ in range(4))
-
     def training_step(self, batch, batch_idx):
         x = batch["x"]
-        for conv in self.convs:
-            x = conv(x, batch["edge_index"])
+        for layer in self.layers:
+            x = layer(x, batch["edge_index"])
         return F.mse_loss(x, batch["x"])
 
 
@@ -1530,27 +1359,29 @@ class GraphWhole(GraphNet):
     pass
 
 
+def bags() -> tuple[Tensor, Tensor, Tensor]:
+    """Return seven bags of tokens, where each begins, and targets."""
+    return torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)
+
+
 @case(
     "nn.EmbeddingBag with offsets",
-    batch=lambda: (torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)),
+    batch=bags,
     refused="split_batch",
 )
-class Bags(Wild):
+class Bags(WithLayers):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layers = nn.EmbeddingBag(TOKENS, WIDTH), mlp()
+        self.embed = nn.EmbeddingBag(TOKENS, WIDTH)
 
     def training_step(self, batch, batch_idx):
         ids, offsets, target = batch
-        x = self.embed(ids, offsets)
-        for layer in self.layers:
-            x = layer(x)
-        return F.mse_loss(x, target)
+        return F.mse_loss(self.run(self.embed(ids, offsets)), target)
 
 
 @case(
     "the same, with its own split_batch",
-    batch=lambda: (torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)),
+    batch=bags,
 )
 class BagsSplit(Bags):
     def split_batch(self, batch, num_microbatches):
@@ -1563,7 +1394,7 @@ class BagsSplit(Bags):
 
 @case(
     "its own split_batch, but nothing says what its parts weigh",
-    batch=lambda: (torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)),
+    batch=bags,
     refused="microbatch_weight",
 )
 class BagsUnweighted(Bags):
