@@ -6,14 +6,10 @@ put into a separate stream. They run in the order in which they were started, on
     work = queue.start(lambda: collective.sum(bucket))
     ...
     work.wait()                # on CUDA: later work of the current stream waits
-
-Work that is started with a name is reported to ``on_run``, if a function was put there, for a monitored run.
 """
 
-import functools
 import queue
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -31,22 +27,17 @@ class Work(Protocol):
 
 
 WorkKind = Literal["bucket_reduce", "bucket_gather"]
-OnRun = Callable[[WorkKind, Any, Any], None]
 
 
 class CommQueue(Protocol):
     """Runs functions in the order in which they are started."""
 
-    on_run: OnRun | None
-    """Called with the name, and the begin and end of the work: readings of ``time.perf_counter``; on CUDA events, which
-    may lie in the future. Called from any thread."""
-
     def start(self, function: Callable[[], None], name: WorkKind | None = None, *, of: str = "") -> Work:
         """Run ``function`` after what was started before.
 
         Args:
-            name: the kind of work, for ``on_run``.
-            of: what it is done for, a stage or parameters, for its label in profiles.
+            name: the kind of work, for its label in profiles.
+            of: what it is done for, a stage or parameters, for the label, too.
         """
 
     def close(self) -> None:
@@ -73,13 +64,11 @@ class _StreamOrder:
         self._stream = stream
         self._home = torch.cuda.current_stream(stream.device)
         self._ready = self._home.record_event()
-        self.began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self.ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def run(self, function: Callable[[], None]) -> None:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
-            self.began.record(self._stream)
             function()
             self.ended.record(self._stream)
 
@@ -96,21 +85,15 @@ def _hold_back(home: Any, ended: Any) -> None:
 
 
 class _ThreadWork:
-    def __init__(
-        self,
-        function: Callable[[], None],
-        told: Callable[[Any, Any], None] | None = None,
-        order: _StreamOrder | None = None,
-    ) -> None:
+    def __init__(self, function: Callable[[], None], order: _StreamOrder | None = None) -> None:
         self._function: Callable[[], None] | None = function
-        self._told, self._order = told, order
+        self._order = order
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def run(self) -> None:
         function, self._function = self._function, None
         assert function is not None
-        began = time.perf_counter()
         try:
             if self._order is None:
                 function()
@@ -118,11 +101,6 @@ class _ThreadWork:
                 self._order.run(function)
         except BaseException as error:  # raised by wait()
             self._error = error
-        ended = time.perf_counter()
-        if self._told is not None and self._order is None:
-            self._told(began, ended)
-        elif self._told is not None and self._order is not None and self._error is None:
-            self._told(self._order.began, self._order.ended)
         self._done.set()
 
     def wait(self) -> None:
@@ -142,7 +120,6 @@ class ThreadQueue:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.on_run: OnRun | None = None
         on_cuda = device is not None and device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._works: queue.SimpleQueue[_ThreadWork | None] = queue.SimpleQueue()
@@ -152,10 +129,8 @@ class ThreadQueue:
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._works,), name="holmes_comm", daemon=True)
             self._thread.start()
-        told = None if self.on_run is None or name is None else functools.partial(self.on_run, name)
-        work = _ThreadWork(
-            _labelled(function, name, of), told, None if self._stream is None else _StreamOrder(self._stream)
-        )
+        order = None if self._stream is None else _StreamOrder(self._stream)
+        work = _ThreadWork(_labelled(function, name, of), order)
         self._works.put(work)
         return work
 
@@ -205,7 +180,6 @@ class StreamQueue:
     """Runs functions in a CUDA stream beside the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_run: OnRun | None = None
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -213,13 +187,9 @@ class StreamQueue:
         home = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(home)
         with torch.cuda.stream(self._stream):
-            began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            began.record()
+            ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             _labelled(function, name, of)()
             ended.record()
-        if self.on_run is not None and name is not None:
-            self.on_run(name, began, ended)
         return _StreamWork(ended, home)
 
     def close(self) -> None:

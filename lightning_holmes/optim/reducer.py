@@ -22,7 +22,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.mesh import ProcessGroups, join_shared
 from lightning_holmes.comm.parameter_exchange import LocalExchange, ParameterExchange
-from lightning_holmes.comm.queue import CommQueue, OnRun, Work
+from lightning_holmes.comm.queue import CommQueue, Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.unit import Unit, sum_dtype
 from lightning_holmes.plan.placement import Placement
@@ -70,9 +70,6 @@ class LocalReducer(LocalExchange):
             parameter.grad = self._gradients[name] if name in names else None
         if self._is_new:
             self._gradients = {}
-
-    def watch(self, on_run: OnRun | None) -> None:
-        """Do nothing: nothing is reduced."""
 
     def close(self) -> None:
         """Forget the gradients."""
@@ -213,10 +210,6 @@ class UnitReducer(ParameterExchange):
             self.queue.start(lambda: dist.all_reduce(flags, group=sync.host)).wait()
         self._reached = frozenset(name for name, flag in zip(names, flags[:-1].tolist(), strict=True) if flag)
         return bool(flags[-1])
-
-    def watch(self, on_run: OnRun | None) -> None:
-        """Report when each unit's gradients were summed, and its parameters gathered; see CommQueue.on_run."""
-        self.queue.on_run = on_run
 
     def close(self) -> None:
         """Free memory, remove hooks and close the queue."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.objects import any_of
-from lightning_holmes.comm.queue import OnRun, Work
+from lightning_holmes.comm.queue import Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import marks_of
@@ -118,10 +118,6 @@ class RemoteReducer(LayeredReducer):
             return
         self._works.clear()
         self._is_new = self.is_complete = True
-
-    def watch(self, on_run: OnRun | None) -> None:
-        super().watch(on_run)
-        self.shards.queue.on_run = on_run
 
     def close(self) -> None:
         super().close()

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.pipeline.replay import LogCall
-from lightning_holmes.pipeline.step_clock import UNOBSERVED, StepObserver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,6 @@ class StepRequest:
     loss_scales: Callable[[Sequence[float]], Callable[[], Sequence[float | Tensor]]] | None = None
     may_skip: bool = False
     exchange: ParameterExchange | None = None
-    observer: StepObserver = UNOBSERVED
 
     @property
     def trains(self) -> bool:

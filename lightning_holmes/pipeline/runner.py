@@ -85,9 +85,8 @@ class PipelineRunner:
                     error.add_note(self._describe_failure(actions, place))
                     raise
         if self.p2p is not None:
-            start = request.observer.mark()
-            self.p2p.finish()
-            request.observer.add("wait", start)
+            with labelled(lambda: "holmes: wait for what was sent to arrive"):
+                self.p2p.finish()
         self.current_action = None
         self._note_memory((request.step_name, request.trains), before)
 
@@ -148,7 +147,6 @@ class Batch:
         self.settings, self.fixed, self.divisors, self.after_forwards = settings, fixed, divisors, after_forwards
         self.outputs: list[Any] = [None] * len(parts)
         self.step = getattr(runner.module, request.step_name)
-        self.observer = request.observer
         self.exchange = request.exchange or LocalExchange(runner.module)
         self.last_stage = schedule.num_stages - 1
         # by microbatch, what decides the shapes of activations and whether they need gradients
@@ -181,9 +179,8 @@ class Batch:
         """Wait for the parameters of ``stage``, if a fetch of them has been started."""
         work = self.fetches.pop(stage, None)
         if work is not None:
-            start = self.observer.mark()
-            work.wait()
-            self.observer.add("wait", start)
+            with labelled(lambda: "holmes: wait for parameters"):
+                work.wait()
 
     def _reshard(self, action: Action) -> None:
         self.exchange.reshard(action.stage)
@@ -194,9 +191,8 @@ class Batch:
     # computing
 
     def _forward(self, action: Action) -> None:
-        stage, microbatch, observer = action.stage, action.microbatch, self.observer
+        stage, microbatch = action.stage, action.microbatch
         self._await_parameters(stage)
-        start = observer.mark()
         run = StageRun(stage=stage, step_name=self.request.step_name, seed=self.seeds[microbatch])
         if stage > 0 and self._is_here(stage - 1):
             run.received = self._handed_over(stage - 1, microbatch)
@@ -205,14 +201,12 @@ class Batch:
             tensors = self._arrived(arrival)
             for tensor, spec in zip(tensors, self._activation_specs(arrival) or (), strict=True):
                 run.received.append(tensor.requires_grad_() if spec.requires_grad else tensor)
-            start = observer.add("wait_activation", start, stage, microbatch)
         kept = self.kept[microbatch]
         run.beside = {key: _leaf(kept[key]) for key in self.pipeline.reads_beside.get(stage, ()) if key in kept}
         with self._checking_split(run, microbatch), self._around_step(run, microbatch) as part:
             output = self.pipeline.forward_step(run, self.step, part, *self.request.arguments)
             if stage == self.last_stage:
                 self.outputs[microbatch] = self._taken(output, microbatch)
-        observer.add("forward", start, stage, microbatch)
         kept |= run.kept
         if stage == self.last_stage:
             kept.clear()
@@ -264,15 +258,14 @@ class Batch:
         return output
 
     def _backward(self, action: Action) -> None:
-        stage, microbatch, observer = action.stage, action.microbatch, self.observer
+        stage, microbatch = action.stage, action.microbatch
         self._await_parameters(stage)
-        start = observer.mark()
         run = self.runs[stage, microbatch]
         if stage == self.last_stage:
             if self.scales is None:
                 assert self.start_scales is not None, "only the last stage has losses"
-                self.scales = self.start_scales()
-                start = observer.add("wait", start)  # waited for the replicas' weights
+                with labelled(lambda: "holmes: wait for the replicas' weights"):
+                    self.scales = self.start_scales()
             outputs = self.outputs
             roots, gradients = [], []
             if not self._skips():
@@ -293,7 +286,6 @@ class Batch:
                 gradients = _input_gradients(self.runs.pop((stage + 1, microbatch)))
             else:
                 gradients = self._arrived(Action(Op.RECV_GRADIENT, stage, microbatch))
-            start = observer.add("wait_gradient", start, stage, microbatch)
             run.payload = None
             if self._skips():
                 roots, gradients = [], []
@@ -317,7 +309,6 @@ class Batch:
         run.beside.clear()
         if not splits:
             self._end_backward(stage)
-        observer.add("backward_input" if splits else "backward", start, stage, microbatch)
         if stage == 0:
             del self.runs[stage, microbatch]
 
@@ -336,12 +327,10 @@ class Batch:
         return self.request.may_skip and all(output is None for output in self.outputs)
 
     def _backward_weight(self, action: Action) -> None:
-        start = self.observer.mark()
         half = self.halves.pop((action.stage, action.microbatch))
         self._count_backward(action.stage)
         half.weight(self.exchange.add)
         self._end_backward(action.stage)
-        self.observer.add("backward_weight", start, action.stage, action.microbatch)
 
     def _count_backward(self, stage: int) -> None:
         """Tell the exchange that a backward of ``stage`` begins (of a split one, the weight part), and whether it is
@@ -385,7 +374,6 @@ class Batch:
     # sending
 
     def _send_activation(self, action: Action) -> None:
-        start = self.observer.mark()
         run = self.runs[action.stage, action.microbatch]
         assert run.payload is not None and self.runner.p2p is not None
         destination = self.schedule.rank_of(action.stage + 1)
@@ -404,14 +392,11 @@ class Batch:
         self.runner.p2p.send(destination, run.payload)
         if not self.request.trains:
             del self.runs[action.stage, action.microbatch]
-        self.observer.add("send_activation", start, action.stage, action.microbatch)
 
     def _send_gradient(self, action: Action) -> None:
-        start = self.observer.mark()
         run = self.runs.pop((action.stage, action.microbatch))
         assert self.runner.p2p is not None
         self.runner.p2p.send(self.schedule.rank_of(action.stage - 1), _input_gradients(run))
-        self.observer.add("send_gradient", start, action.stage, action.microbatch)
 
     # receiving
 
@@ -465,6 +450,10 @@ class Batch:
 
     def _arrived(self, action: Action) -> list[Tensor]:
         """Wait for a receive. If the shapes were unknown, first post it and the receives before it."""
+        with labelled(lambda: "holmes: wait for tensors of another stage"):
+            return self._received(action)
+
+    def _received(self, action: Action) -> list[Tensor]:
         p2p = self.runner.p2p
         assert p2p is not None
         source = self._source(action)

@@ -21,7 +21,6 @@ from lightning_holmes.pipeline.replay import LogCall, MetricValue
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.step_clock import UNOBSERVED
 from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.trial import (
     GRADIENT_TOLERANCE,
@@ -49,9 +48,7 @@ class StagedTrial(Trial):
     def __init__(self, driver: StepDriver, request: StepRequest) -> None:
         super().__init__(driver.module, request.step_name, request.arguments, request.context)
         self._driver = driver
-        self._request = replace(
-            request, num_microbatches=1, loss_scales=None, observer=UNOBSERVED, broadcasts=False, may_skip=True
-        )
+        self._request = replace(request, num_microbatches=1, loss_scales=None, broadcasts=False, may_skip=True)
 
     def lengths(self, batch: Any) -> Lengths:
         """None: the trial of the first batch has told."""

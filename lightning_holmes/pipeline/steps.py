@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_holmes.comm.label import labelled
 from lightning_holmes.comm.p2p import P2P, TensorSpec
 from lightning_holmes.errors import ConfigurationError, UnevenDataError, UnsupportedModuleError
 from lightning_holmes.lightning_private import trainer_of
@@ -117,13 +118,11 @@ class StepDriver:
 
     def run(self, request: StepRequest) -> StepResult:
         """Run one batch; every rank of the pipeline must call, with the same request apart from the batch."""
-        observer = request.observer
-        start = observer.mark()
         place = f"{type(self.module).__name__}.{request.step_name}"
         if self._generators:
             self._generators = find_generators(self.module)  # a hook may have put others in their place
-        whole, unseen = self._agree_on(request)
-        observer.add("wait", start)
+        with labelled(lambda: "holmes: wait for the ranks to agree on the batch"):
+            whole, unseen = self._agree_on(request)
         splits = request.num_microbatches > 1
         count = min(request.num_microbatches, self._num_samples(whole) or request.num_microbatches) if splits else 1
         parts = self._split(whole, count)
@@ -176,15 +175,13 @@ class StepDriver:
                 self.runner.run(batch)
         finally:
             self.is_inside_part, self.pipeline.draws = False, None
-        start = observer.mark()
         for each in unseen:
             self._compare_values(*each)
         if divisors is not None and self.has_last_stage:
             self._compare_divisors(request, divisors, weights)
         changed = changed_settings(trainer, settings) if settings is not None and self._is_staged else None
-        result = self._share(batch, sizes, weights, window, changed, draws)
-        observer.add("wait", start)
-        return result
+        with labelled(lambda: "holmes: wait for the last stage's output"):
+            return self._share(batch, sizes, weights, window, changed, draws)
 
     def agree(self, request: StepRequest) -> Any:
         """The batch that all ranks of the pipeline run for ``request``; all of them must call."""

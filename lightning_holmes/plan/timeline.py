@@ -1,6 +1,6 @@
 """Timeline: the spans of work of each pipeline rank in one step. Plain data, predicted or measured.
 
-The simulator makes one from a plan; a monitored run makes one from its own clocks. Both are drawn by the same plot.
+The simulator makes one from a plan; a monitored run makes one from the labels in its traces. Both are drawn by the same plot.
 
     timeline.step_s, timeline.bubble_share, timeline.exposed_s["data_parallel"], timeline.peak_memory_bytes[0]
 """
@@ -22,19 +22,18 @@ SpanKind = Literal[
     "bucket_reduce",
     "bucket_gather",
     "wait",
-    "other",
 ]
 BESIDE_KINDS = ("transfer", "bucket_reduce", "bucket_gather")
 """Kinds that run concurrently with a rank's own work."""
-COMPUTE_KINDS = ("forward", "backward", "backward_input", "backward_weight", "update", "other")
+COMPUTE_KINDS = ("forward", "backward", "backward_input", "backward_weight", "update")
 
 
 class Span(NamedTuple):
     """Work of one kind on a rank from start_s to end_s, in seconds since the step's start.
 
     A transfer belongs to the sender. stage is -1 for work that belongs to no stage, microbatch for work that belongs to none. Only
-    measured timelines have wait (for another rank), other (a rank's own work outside of the microbatches), and the collectives
-    of single buckets that run during computation (bucket_reduce, bucket_gather); there, reduce is the time the rank waited.
+    measured timelines have wait (for another rank), and the collectives of single buckets that run during computation (bucket_reduce,
+    bucket_gather); there, reduce is the time the rank waited.
     """
 
     kind: SpanKind
@@ -83,7 +82,7 @@ class Timeline:
         return max(0.0, (total - busy - waited) / total)
 
     def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON; from_data reads it back."""
+        """Plain data for JSON."""
         return {
             "step_s": self.step_s,
             "bubble_share": self.bubble_share,
@@ -92,14 +91,3 @@ class Timeline:
             "source": self.source,
             "spans": [[list(span) for span in row] for row in self.spans],
         }
-
-    @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Timeline:
-        """Read what to_data wrote."""
-        return cls(
-            spans=tuple(tuple(Span(*span) for span in row) for row in data["spans"]),
-            step_s=data["step_s"],
-            exposed_s=dict(data["exposed_s"]),
-            peak_memory_bytes=tuple(data["peak_memory_bytes"]),
-            source=data["source"],
-        )

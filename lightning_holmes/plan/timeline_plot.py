@@ -29,7 +29,6 @@ COLOURS = {
     "gather": "#CC79A7",
     "bucket_reduce": "#7A3600",
     "bucket_gather": "#6E3156",
-    "other": "#999999",
     "wait": "#F7F3D0",
     "idle": "#EEEEEE",
 }
@@ -160,5 +159,5 @@ def _legend(timelines: Sequence[Timeline]) -> list[Any]:
     names = {"reduce": "gradient reduction", "gather": "parameter gathering", "update": "optimizer"}
     names |= {"backward_input": "input backward", "backward_weight": "weight backward"}
     names |= {"bucket_reduce": "a bucket's reduction", "bucket_gather": "a bucket's gathering"}
-    names |= {"wait": "waiting", "other": "other work"}
+    names |= {"wait": "waiting"}
     return [Patch(color=colour, label=names.get(kind, kind)) for kind, colour in COLOURS.items() if kind in present]

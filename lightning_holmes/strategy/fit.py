@@ -8,7 +8,7 @@ The optimizer's names and shards stay readable after a fit has ended, for Traine
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.staged_trial import LaterTrials, StagedTrial
-from lightning_holmes.pipeline.step_clock import UNOBSERVED, StepClock
+from lightning_holmes.plan.measured import SUMS
 from lightning_holmes.strategy import admission, sharding
 from lightning_holmes.strategy.compat.averaging import WeightAverages
 from lightning_holmes.strategy.compat.before_backward import UnchangedParameters, held_values
@@ -82,7 +82,6 @@ class Fit(Run):
         groups, source = self.job.groups, self.job.place_of_rank_0[1]
         self._buffers = ReplicaBuffers(groups.data_parallel, groups.replicas_on_host, source=source)
         self._aligns_buffers = self._buffers.has_others
-        self._clock: StepClock | None = None
         self._trials = LaterTrials()
         self.gradients: Gradients
         self.has_gradients = False
@@ -172,8 +171,6 @@ class Fit(Run):
             self.module, callbacks, lambda: held_values(self.pipeline, self.stage_shards)
         )
         self.context.loaded_state.put_optimizers(self.load_optimizer, self.parameter_groups.names_of)
-        if self._clock is not None:
-            self.gradients.reducer.watch(self._clock.add_beside)
 
     def part(self) -> TrainedPart:
         if self._found is None:
@@ -276,7 +273,6 @@ class Fit(Run):
             request = replace(
                 self.request(sample, self.plan.num_microbatches, self._place),
                 loss_scales=self._start_loss_scales,
-                observer=self._clock or UNOBSERVED,
             )
             output = self.step(request)
             # DDP broadcasts buffers before the steps that follow one that has reduced gradients
@@ -309,8 +305,6 @@ class Fit(Run):
             self._lockstep.begin_step()
         if self.plan.num_microbatches > 1 and not self.known.dependence and self._trials.are_due(trainer):
             self._ask_again(sample)
-        if self._clock is not None:
-            self._clock.begin_step(self._place[1])
         in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
         for optimizer in trainer.strategy.optimizers:
             self.parameter_groups.take_added(optimizer, in_window=in_window)
@@ -322,8 +316,6 @@ class Fit(Run):
         """Ask on the module's present state whether this batch may be split; if not, it and all later ones run whole, or, with a number that
         the user has set, a warning says why. All ranks must call."""
         self.gradients.host.settle()
-        if self._clock is not None:
-            self._clock.interrupt()
         request = self.request(sample, self.plan.num_microbatches, self._place)
         batch = self.driver.agree(request) if request.broadcasts else sample.batch
         with self._learning(), preserved_trainer(self.trainer):
@@ -377,17 +369,14 @@ class Fit(Run):
     def evaluation_step(self, step_name: str, batch: Any, *arguments: Any) -> Any:
         if self.has_gradients:  # some torch modules evaluate on another code path while parameters are watched
             self.gradients.host.settle()
-        if self._clock is not None:
-            self._clock.interrupt()
         return super().evaluation_step(step_name, batch, *arguments)
 
     def hand_over(self, *, skipped: bool = False) -> None:
         """Set ``p.grad`` to the gradients that the pipeline has accumulated, reduced unless more batches are to come; ``skipped``: this batch
         had no backward."""
         self._is_partial = self.accumulates and not isinstance(self.gradients.reducer, LocalReducer)
-        noting = nullcontext() if self._clock is None else self._clock.noting("reduce")
-        with self.job.explaining(self.job.groups.data_parallel), noting:
-            with labelled(lambda: "holmes: wait for the sums of gradients"):
+        with self.job.explaining(self.job.groups.data_parallel):
+            with labelled(lambda: f"holmes: wait for {SUMS}"):
                 self.gradients.reducer.finish(last=not self.accumulates)
             with labelled(lambda: "holmes: give gradients to the optimizer"):
                 self.gradients.host.take_gradients(last=not self.accumulates, skipped=skipped)
@@ -396,25 +385,3 @@ class Fit(Run):
         """Take over changes that hooks after the backward have made to ``p.grad``."""
         if not self.accumulates:
             self.gradients.host.absorb()
-
-    # monitoring
-
-    def start_monitoring(self) -> StepClock:
-        """Record from now on when this rank computes, waits and communicates."""
-        self._clock = StepClock(self.job.connection.device, self.job.groups.pipeline_rank)
-        if self.has_gradients:
-            self.gradients.reducer.watch(self._clock.add_beside)
-        return self._clock
-
-    def stop_monitoring(self) -> None:
-        """Stop recording."""
-        self._clock = None
-        if self.has_gradients:
-            self.gradients.reducer.watch(None)
-
-    def noting_wait(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._clock is None else self._clock.noting("wait")
-
-    def noting_update(self, closure: Callable[[], Any]) -> AbstractContextManager[Callable[[], Any]]:
-        """Return a context that yields the closure for the optimizer's step; a monitored run records the time of the update inside."""
-        return nullcontext(closure) if self._clock is None else self._clock.noting_update(closure)

@@ -390,7 +390,7 @@ class Run:
             self._signals = undo.enter_context(BatchSignals(trainer, job.connection.watch, self.context.snapshots))
             host, watch = job.groups.everyone_on_host, job.connection.watch
             self._lockstep = undo.enter_context(
-                Lockstep(trainer, self._signals, host, job.explaining, self.noting_wait, watch, self.context.snapshots)
+                Lockstep(trainer, self._signals, host, job.explaining, watch, self.context.snapshots)
             )
             if watch is not None:
                 undo.callback(setattr, watch.heartbeat, "where", watch.heartbeat.where)
@@ -459,10 +459,6 @@ class Run:
     def ends_together(self) -> bool:
         """Whether a signal has ended the run on all ranks at the same place, and no rank has failed."""
         return self.is_open and self._signals is not None and self._signals.ends_together
-
-    def noting_wait(self) -> AbstractContextManager[None]:
-        """Return a context whose time a monitored run records as waiting."""
-        return nullcontext()
 
     def _end(self) -> None:
         """Give every rank the whole trained module again, unless the run has failed."""

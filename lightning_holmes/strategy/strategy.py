@@ -33,7 +33,6 @@ from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.lightning_package import fabric, introduce, pl, refuse_other_trainer
 from lightning_holmes.lightning_private import BEFORE_FIT, reset_optimizers, set_device_mesh
 from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.pipeline.step_clock import StepClock
 from lightning_holmes.plan.asked import Asked, AskedSharding
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.prediction import Prediction
@@ -105,7 +104,7 @@ class HolmesStrategy(ReplicaCollectives):
             "breadth_first".
         optimizer_states: where optimizer nodes keep parameters and states: "memory", or a folder on the nodes' hosts.
         master_weights: with precision="bf16-true", let the optimizer step fp32 weights, from which parameters are rounded.
-        monitor: record when each rank computes, waits and communicates; at the end of fit the timeline of a step is written
+        monitor: record when each rank computes, waits and communicates in the third step; a Chrome trace and a picture of it are written
             into the run's folder (see ``lightning_holmes.callbacks.timeline_monitor``). A number: also every so many steps.
         timeout: how long ranks wait for each other in collectives and transfers.
 
@@ -546,10 +545,9 @@ class HolmesStrategy(ReplicaCollectives):
         return closure_loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Step as Lightning does; on return, the module has the state that other ranks' steps left on it. A monitored run records the time
-        from the gradients to the end of the optimizer's step."""
-        with self._training.lifted(), self._training.noting_update(closure) as noted:
-            output = super().optimizer_step(optimizer, noted, model, **kwargs)
+        """Step as Lightning does; on return, the module has the state that other ranks' steps left on it."""
+        with self._training.lifted():
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
             self._training.receive_module_state()  # schedulers may read it
             return output
 
@@ -559,15 +557,6 @@ class HolmesStrategy(ReplicaCollectives):
         parameters = list(parameters)
         with self._lifted(), labelled(lambda: "holmes: norm of gradients"):
             return self._training.gradients.host.norm(parameters)
-
-    def start_monitoring(self) -> StepClock:
-        """Record from now on when this rank computes, waits and communicates."""
-        return self._training.start_monitoring()
-
-    def stop_monitoring(self) -> None:
-        """Stop recording."""
-        if self._fit is not None:
-            self._fit.stop_monitoring()
 
     def barrier(self, name: str | None = None) -> None:
         if self._snapshots is not None and name == BEFORE_FIT:

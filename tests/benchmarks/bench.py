@@ -4,7 +4,7 @@
     python tests/benchmarks/bench.py --network three-clusters --contenders floor ddp holmes
     python tests/benchmarks/bench.py --network one-cluster --microbatches 4 --contenders floor fsdp2 \
         'holmes:{"pipeline_parallel_size": 1, "num_microbatches": 4}'
-    python tests/benchmarks/bench.py --contenders floor 'holmes:{"monitor": true}'      # timeline.json and timeline.png, too
+    python tests/benchmarks/bench.py --contenders floor 'holmes:{"monitor": true}'      # traces and timeline.png, too
 
 Every contender is started by torchrun on every host, with the nodes numbered at random. The floor (training without
 communication) is measured first and last, and all its steps count. Needs root for the testbed; nothing else may run on the machine.

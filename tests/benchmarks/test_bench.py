@@ -43,7 +43,7 @@ def test_a_small_benchmark_measures_steps_and_bytes(
     assert 2000 < holmes["ethernet_bytes"] < ddp["ethernet_bytes"] and holmes["fast_bytes"] < 2000
     assert floor["plans"] == ddp["plans"] == [] and len(holmes["plans"]) == 1
     assert "microbatches, layers 1, 1; " in holmes["plans"][0] and holmes["plans"][0] in shown
-    assert (tmp_path / "timeline.json").is_file()
+    assert (tmp_path / "timeline.png").is_file()
     if importlib.util.find_spec("deepspeed") is None:
         assert deepspeed["step_s"] is None and "deepspeed is not installed" in deepspeed["problem"]
 

@@ -23,8 +23,6 @@ ALONE_WITH_A_TWIN = dataclasses.replace(ALONE, gradients=SimpleNamespace(host="r
 class NotedQueue:
     """A queue that runs everything at once."""
 
-    on_run = None
-
     def start(self, function: Callable[[], None], name: str | None = None, *, of: str = "") -> "NotedQueue":
         function()
         return self

@@ -59,7 +59,6 @@ class Lockstep(Replacements):
         signals: the signals that rank 0 has received, which are sent with the message before each batch.
         group: a process group of all ranks for CPU tensors, so that no device is waited for; None: WORLD is such a group.
         explaining: returns a context that turns a lost connection into an error that names the group.
-        waiting: returns a context whose time a monitored run records as waiting.
         watch: reports to the other ranks that this rank has skipped a batch; None after a failure.
         snapshots: taken before a batch when rank 0 says so; None: never.
     """
@@ -70,7 +69,6 @@ class Lockstep(Replacements):
         signals: BatchSignals,
         group: dist.ProcessGroup | None,
         explaining: Callable[[], AbstractContextManager[None]] = nullcontext,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
         watch: FailureWatch | None = None,
         snapshots: Snapshots | None = None,
     ) -> None:
@@ -79,7 +77,6 @@ class Lockstep(Replacements):
         self._signals = signals
         self._group = group
         self._explaining = explaining
-        self._waiting = waiting
         self._watch = watch
         self._snapshots = snapshots
         # the number of announced batches, and the last of them whose step this rank has begun
@@ -132,8 +129,7 @@ class Lockstep(Replacements):
         mine = [int(place), progress.total.ready, int(trainer.should_stop), int(progress.is_last_batch)]
         message = torch.tensor([wanted, *mine])
         try:
-            with self._waiting():
-                dist.broadcast(message, src=0, group=self._group)
+            dist.broadcast(message, src=0, group=self._group)
         except Exception as error:
             if left or "imed out" in str(error):  # else the batch would wait for the timeout once more
                 with self._explaining():
