@@ -231,12 +231,13 @@ class RemoteParameters(StageShards):
         return self.perform(action, then=answer_of, **arguments)
 
     def settle(self, *, rests: bool = False) -> None:
-        """Wait until the nodes have finished the last commit: layers may have been updated before it. ``rests``: the run has ended well.
+        """Wait until the nodes have finished the last commit: layers may have been updated before it. ``rests``: the run has ended well, and
+        also until all workers have got what they fetched, since a node ends its session when the first of them leaves.
 
         Raises:
             HolmesError: the commit, or the step, is invalid.
         """
-        self.ask(Action.SETTLE, flag=rests)
+        self.ask(Action.SETTLE, flag=rests, everyone=rests)
 
     # values
 
@@ -316,11 +317,11 @@ class RemoteParameters(StageShards):
         self.stays &= not has_failed
         try:
             if not has_failed:
-                self.settle(rests=True)
+                self.settle()
             for unit in () if self.stays or (has_failed and not alone) else self.units:
                 for name, view in (self._values(unit, {0}) if has_failed else self._whole(unit)).items():
                     dtensor.replace_local(self.parameters[name], view.to(unit.device, copy=True))
-            if has_failed and alone:
+            if alone or not has_failed:
                 self.settle(rests=True)
         except HolmesError:
             if not has_failed:

@@ -240,7 +240,8 @@ class Driver:
 
     def close(self) -> None:
         """End the session well."""
-        self.first.order(Action.SETTLE, flag=True).wait()
+        for link in self.links:
+            link.order(Action.SETTLE, flag=True).wait()
         for link in self.links:
             link.hear()
         for link in self.links:

@@ -237,6 +237,30 @@ def test_workers_of_clusters_send_shares() -> None:
     driver.close()
 
 
+def test_a_node_lets_workers_leave_when_all_have_what_they_fetched() -> None:
+    driver = Driver(told_of("adamw", num_layers=1, shape=(2048, 2048), states="memory"), num_workers=2)
+    (unit,) = driver.units
+    events, named = list[str](), threading.Event()
+
+    def near() -> None:
+        driver.fetch(0, unit, 1)
+        order = driver.first.order(Action.SETTLE, flag=True)
+        named.set()
+        driver.first.hear()
+        order.wait()
+        events.append("the first worker may leave")
+
+    thread = threading.Thread(target=near, daemon=True)
+    thread.start()
+    assert named.wait(60)
+    driver.fetch(1, unit, 1)
+    events.append("the second worker has all")
+    driver.links[1].order(Action.SETTLE, flag=True).wait()
+    driver.links[1].hear()
+    thread.join(60)
+    assert events == ["the second worker has all", "the first worker may leave"]
+
+
 def test_a_worker_that_has_reached_nothing_sends_nothing() -> None:
     driver = Driver(small(), num_workers=2)
     before, _ = driver.read(0, 1)

@@ -52,7 +52,7 @@ class Action(enum.IntEnum):
     LOAD = 9
     """Load states, which are the message."""
     SETTLE = 10
-    """Answer when all steps that were committed are complete; ``flag``: the run has ended well, and workers may leave."""
+    """Answer when all steps that were committed are complete; ``flag``: every worker says that the run has ended well, and may then leave."""
     ANSWER = 11
     """The other end's answer is the message."""
 

@@ -312,8 +312,9 @@ class Session:
                 self._links[worker].answer({name: dict(found[name]) for name in names if name in found})
 
     def _settle(self, order: Order) -> None:
-        self.rests |= order.flag
         if order.flag:
+            self._told_alike(order)
+            self.rests = True
             self._storage.rest()
         self._answer(None)
 
