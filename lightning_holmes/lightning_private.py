@@ -213,15 +213,6 @@ def average_model(callback: Any) -> Any:
     return callback._average_model
 
 
-def averaging_functions(callback: Any) -> list[tuple[Any, bool]]:
-    """The functions by which such a callback averages, each with whether it takes lists of tensors. Empty: it uses torch's default."""
-    average = callback._average_model
-    if hasattr(callback, "_avg_fn"):
-        return [(callback._avg_fn, False)]
-    found = [(average.avg_fn, False), (average.multi_avg_fn, True)]
-    return [(function, is_multiple) for function, is_multiple in found if function is not None]
-
-
 def has_experiment(logger: Any) -> bool:
     """Whether a WandbLogger has begun its run."""
     return logger._experiment is not None

@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.plugins.io import torch_io
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
@@ -424,14 +424,6 @@ def test_averages_are_kept_where_they_are_looked_for(tmp_path: Path) -> None:
         average = private.average_model(callback)
         assert isinstance(average, torch.nn.Module) and average is not module
         assert isinstance(callback, StochasticWeightAveraging) or isinstance(average.module, BoringModel)
-        functions = private.averaging_functions(callback)
-        assert functions == (
-            [] if isinstance(callback, WeightAveraging) else [(StochasticWeightAveraging.avg_fn, False)]
-        )
-    ema = EMAWeightAveraging()
-    ema.setup(trainer_for(tmp_path, callbacks=[ema]), module, "fit")
-    ((function, is_multiple),) = private.averaging_functions(ema)
-    assert not is_multiple and float(function(torch.tensor(2.0), torch.tensor(3.0), 1)) == pytest.approx(2.001)
 
 
 def test_a_wandb_logger_that_has_not_begun_can_be_kept_offline(tmp_path: Path) -> None:

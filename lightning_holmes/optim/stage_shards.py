@@ -20,7 +20,6 @@ Source: arXiv 2106.02679, section 4; the ring of buffers follows Fast-LLM by the
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +79,6 @@ class StageShards(ShardMemory, ParameterExchange):
         """Whether parameters stay sharded after :meth:`close`."""
         self._pieces: list[Piece] = []
         self._holders: dict[str, int] = {}
-        self._places: dict[str, tuple[Unit, int]] = {}
         self.queue, self.collective = queue, collective
         self.stages, self.shared = tuple(stages), shared
         self._stages_of = stages_of
@@ -120,7 +118,7 @@ class StageShards(ShardMemory, ParameterExchange):
         if self.units:
             bring = functools.partial(self.bring_into, self.parameters, units=list(self.units))
         self.by_elements = by_elements
-        self._pieces, self.units, self._places, self._of_stage, self._holders = [], [], {}, {}, {}
+        self._pieces, self.units, self._of_stage, self._holders = [], [], {}, {}
         for stage, ranks, names in self.grouped():
             unit = self._cut(names, stage, ranks)
             same = None if former is None else next((own for own in former.units if unit.is_like(own)), None)
@@ -186,7 +184,6 @@ class StageShards(ShardMemory, ParameterExchange):
     def _add(self, unit: Unit, *, is_new: bool = True) -> None:
         self.units.append(unit)
         self._of_stage.setdefault(unit.stage, []).append(unit)
-        self._places |= {name: (unit, start) for name, start in zip(unit.names, unit.starts, strict=True)}
         if is_new:
             self._keep(unit)
 
@@ -204,35 +201,6 @@ class StageShards(ShardMemory, ParameterExchange):
                 for name, view in self._whole(unit).items():
                     if name in wanted:
                         dtensor.replace_local(parameters[name], view)
-
-    def twin(self, parameters: Mapping[str, nn.Parameter]) -> "StageShards":
-        """Return shards for other values of the same parameters, such as their average: with the same layout, each replica's shard on
-        its device. No step fetches them.
-
-        Args:
-            parameters: by the same names.
-        """
-        found = StageShards(
-            {name: parameters[name] for name in self.parameters},
-            stages=(),
-            stages_of={},
-            shared={},
-            size=self.size,
-            rank=self.rank,
-            queue=self.queue,
-            collective=self.collective,
-        )
-        for unit in self.units:
-            (dtype,) = {parameters[name].dtype for name in unit.names}
-            shard = torch.zeros(unit.numel // self.size, dtype=dtype, device=unit.device)
-            found._add(replace(unit, dtype=dtype, values=shard, gradient=None))
-        return found
-
-    def own(self, name: str) -> Tensor:
-        """Return this replica's elements of a parameter, 1-D, possibly empty; a view of the shard."""
-        unit, start = self._places[name]
-        start -= self.rank * unit.values.numel()
-        return unit.values[max(start, 0) : max(start + self.parameters[name].numel(), 0)]
 
     def _keep(self, unit: Unit) -> None:
         """Copy this replica's elements of a unit whose parameters are whole into its shard, and free the whole parameters."""
@@ -386,7 +354,6 @@ class StageShards(ShardMemory, ParameterExchange):
                 dtensor.replace_local(self.parameters[name], view.clone())
             unit.values = torch.zeros(0)
         self.units.clear()
-        self._places.clear()
         self._of_stage.clear()
 
 

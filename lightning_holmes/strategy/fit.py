@@ -91,9 +91,8 @@ class Fit(Run):
         self._make_optimizers()
         self._averages: WeightAverages | None = None
         self._is_partial = False
-        if groups.pipeline is not None or self.may_shard:
-            averages = WeightAverages(trainer, self.pipeline, groups.p2p, groups.data_parallel, first_replica=source)
-            self._averages = context.undo.enter_context(averages)
+        if groups.p2p is not None:
+            self._averages = context.undo.enter_context(WeightAverages(trainer, self.pipeline, groups.p2p))
         self._begin(self.parameter_groups)
 
     def _make_optimizers(self) -> None:
@@ -159,8 +158,6 @@ class Fit(Run):
         if isinstance(self.shards, RemoteHost):
             self.shards.optimizer.state = StateOnNodes(self.shards.optimizer)  # type: ignore[assignment]
         undo.callback(self._close_gradients)
-        if self._averages is not None and self.stage_shards is not None and not options.optimizer_nodes:
-            self._averages.shard(self.stage_shards)
         if scaler is not None and isinstance(self.gradients.host, RemoteHost):
             undo.enter_context(unscaling_on_nodes(scaler, self.gradients.host.unscale, self.job.connection.device))
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
@@ -207,7 +204,7 @@ class Fit(Run):
         if self.job.connection.failed:
             self.abandon()
             self._tell_lost_values()
-        if self._averages is not None:
+        elif self._averages is not None:
             self._averages.close()
         self.gradients.close()
         self.exchange, self.has_gradients = None, False
@@ -246,8 +243,6 @@ class Fit(Run):
         """Stop waiting for other ranks, after the run has failed."""
         if self.has_gradients:
             self.gradients.host.abandon()
-        if self._averages is not None:
-            self._averages.abandon()
 
     def load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         """Load this rank's part of a saved state into one of the optimizers; all ranks must call."""

@@ -298,9 +298,7 @@ def refusal_of_nodes(
     refusal = _refusal_of_steps(optimizer) or refusal_of(found, optimizer, trainer)
     refusal = refusal or refusal_of_changes(structure)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, (pl.callbacks.StochasticWeightAveraging, pl.callbacks.WeightAveraging)):
-            refusal = refusal or f"the callback {type(callback).__name__} reads whole parameters between steps"
+    refusal = refusal or refusal_of_averages(callbacks)
     scales = getattr(trainer.precision_plugin, "scaler", None) is not None
     if scales and any(group.get("fused") for group in optimizer.param_groups):
         refusal = (

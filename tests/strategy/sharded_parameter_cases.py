@@ -311,22 +311,8 @@ class Saver(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def _by_norm(averaged: Tensor, current: Tensor, count: Tensor) -> Tensor:
-    return averaged + (current - averaged) / current.norm()
-
-
 def _average(module: pl.LightningModule, trainer: Trainer) -> None:
-    trainer.callbacks.append(WeightAveraging(avg_fn=_by_norm))  # type: ignore[attr-defined]
-
-
-class Watched(WeightAveraging):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        super().on_train_batch_end(trainer, pl_module, *rest)
-        self.norm = sum(p.norm() for p in pl_module.parameters())
-
-
-def _watch(module: pl.LightningModule, trainer: Trainer) -> None:
-    trainer.callbacks.append(Watched())  # type: ignore[attr-defined]
+    trainer.callbacks.append(WeightAveraging())  # type: ignore[attr-defined]
 
 
 def thaw_in_step(module: Any, trainer: Trainer) -> None:
@@ -380,8 +366,7 @@ class Watching(pl.Callback):
 
 
 REFUSED = {
-    "an average by norms": _average,
-    "an average that is watched": _watch,
+    "an average of weights": _average,
     "thawed in a step": thaw_in_step,
     "a gradient is read": _use_gradient(lambda weight: weight.grad),
     "a gradient is written": _use_gradient(lambda weight: setattr(weight, "grad", None)),

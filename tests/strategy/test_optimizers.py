@@ -18,7 +18,7 @@ STAGED = {"pipeline_parallel_size": 2, "num_microbatches": 1, "schedule": "1f1b"
 """The schedule is given where there are replicas, so that no batch is spent on choosing one."""
 SHARDED = [name for name in CASES if name != "finetuning"]  # finetuning is refused
 
-IN_SHARDS = [name for name in CASES if name not in ("finetuning", "grad_norm")]  # these are refused
+IN_SHARDS = [name for name in CASES if name not in ("averages", "finetuning", "grad_norm")]  # these are refused
 
 
 @pytest.fixture(scope="module")

@@ -171,8 +171,7 @@ def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: 
 @pytest.mark.parametrize(
     ("why", "reason"),
     [
-        ("an average by norms", "the average of WeightAveraging treats elements of a parameter unlike"),
-        ("an average that is watched", "Watched.on_train_batch_end is not Lightning's, and may read whole parameters"),
+        ("an average of weights", 'sharding="parameters": the callback WeightAveraging reads whole parameters'),
         ("thawed in a step", "scale was frozen when the batch began, and is trained in it: its gradient would be lost"),
         (
             "a gradient is read",

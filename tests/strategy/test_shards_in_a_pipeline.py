@@ -10,7 +10,6 @@ import pytest
 import torch
 from comparing import assert_same, state_of
 from launch import launch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from sharded_parameter_cases import LAYERED, Data, Saver, Watching, build, make_trainer, run_late
 
 from lightning_holmes.checkpoint import read_state_dict
@@ -26,11 +25,10 @@ class Reading(Watching):
         """Do not sample: a rank can run the layers of its own stages only."""
 
 
-def averaged(folder: Path, epochs: int, **strategy: Any) -> Any:
-    """Train with EMA weight averaging and a callback that reads and changes weights; return the averaged weights, the norms
-    that the callback read, and the validation loss."""
+def watched(folder: Path, epochs: int, **strategy: Any) -> Any:
+    """Train with a callback that reads and changes weights; return the weights, the norms that the callback read, and the validation loss."""
     module, trainer, reading = build(), make_trainer(folder, epochs, **strategy), Reading()
-    trainer.callbacks += [reading, EMAWeightAveraging(decay=0.7)]  # type: ignore[attr-defined]
+    trainer.callbacks.append(reading)  # type: ignore[attr-defined]
     trainer.fit(module, datamodule=Data())
     return state_of(module), reading.norms, float(trainer.callback_metrics["val_loss"])
 
@@ -50,20 +48,20 @@ def run(name: str) -> dict[str, Any]:
             module, trainer = build(), make_trainer(folder, 2, **layout)
             trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
             found[f"{source} to {kind}"] = state_of(module)
-    found["averaged"] = averaged(folder, 2, **STAGES)
+    found["watched"] = watched(folder, 2, **STAGES)
     (folder / "late").mkdir(exist_ok=True)
     found["late"] = run_late(folder / "late", "adamw", **STAGES)
     return found
 
 
-def test_checkpoints_evaluation_averages_and_hooks_are_those_of_plain_lightning(tmp_path: Path) -> None:
+def test_checkpoints_evaluation_and_hooks_are_those_of_plain_lightning(tmp_path: Path) -> None:
     module, trainer = build(), make_trainer(tmp_path)
     trainer.fit(module, datamodule=Data())
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     fit, loss = state_of(module), trainer.validate(module, datamodule=Data(), verbose=False)[0]["val_loss"]
     module = build()
     make_trainer(tmp_path, 2).fit(module, datamodule=Data())
-    two_epochs, (state, norms, averaged_loss) = state_of(module), averaged(tmp_path, 2)
+    two_epochs, (state, norms, watched_loss) = state_of(module), watched(tmp_path, 2)
     alone = tmp_path / "alone"
     alone.mkdir()
     late = run_late(alone, "adamw", num_microbatches=2)
@@ -76,9 +74,9 @@ def test_checkpoints_evaluation_averages_and_hooks_are_those_of_plain_lightning(
         for name in rank:
             if " to " in name:
                 assert_same(rank[name], two_epochs)
-        assert_same(rank["averaged"][0], state)
-        assert rank["averaged"][1] == pytest.approx(norms, rel=1e-5)
-        assert rank["averaged"][2] == pytest.approx(averaged_loss, rel=1e-5)
+        assert_same(rank["watched"][0], state)
+        assert rank["watched"][1] == pytest.approx(norms, rel=1e-5)
+        assert rank["watched"][2] == pytest.approx(watched_loss, rel=1e-5)
         assert rank["late"].pop("blank") == len(list(build().parameters())), "no rank has a parameter after the fit"
         values = {name: value for name, value in late.items() if "predicted" not in name}
         assert {name: rank["late"][name] for name in values} == pytest.approx(values, rel=1e-5)
