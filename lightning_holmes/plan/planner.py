@@ -26,12 +26,13 @@ from lightning_holmes.plan.partition import Partition, make_partition, make_unif
 from lightning_holmes.plan.placement import Placement, clusters_of, layout_of
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 from lightning_holmes.plan.prediction import Prediction
-from lightning_holmes.plan.search.candidates import space_of
+from lightning_holmes.plan.search.candidates import SearchSpace, space_of
 from lightning_holmes.plan.search.notes import describe_result
 from lightning_holmes.plan.search.shard_search import search_with_sharding
 from lightning_holmes.plan.self_adapting import Balance, NothingFitsError, solve
 
 _MICROBATCHES_PER_RANK = 4
+_LENGTH_GAIN = 0.9  # of a step: another length of the pipeline is worth a note
 _LAYERED_CHUNKS = 4  # chunks of a breadth-first pipeline whose costs are not known
 
 
@@ -261,7 +262,26 @@ def _by_costs(known: Known, asked: Asked, costs: CostModel) -> Plan:
     )
     result = search_with_sharding(costs, space, asked.sharding, why_not=known.why_not_sharded)
     notes = describe_result(result, costs, asked, not_interleaved=known.not_interleaved, described=known.described)
+    if asked.pipeline_parallel_size == "auto" and (faster := _faster_length(known, asked, costs, space, result.best)):
+        notes = (*notes, faster)
     return plan_of_prediction(known, asked, result.best, notes)
+
+
+def _faster_length(known: Known, asked: Asked, costs: CostModel, space: SearchSpace, best: Prediction) -> str | None:
+    """Say which other length of the pipeline is predicted to be faster for as many samples; None: none is, by a share that predictions can tell.
+    It is not chosen: it would change how many replicas share the data, and so the batch of a step, by what was measured at the start."""
+    lengths = replace(space, layout=None, tensor=(known.placement.tensor_parallel_size,))
+    try:
+        other = search_with_sharding(costs, lengths, asked.sharding, why_not=known.why_not_sharded).best
+    except ConfigurationError:  # no other length is possible
+        return None
+    layout = other.run.layout
+    if layout.pipeline == known.placement.pipeline_parallel_size or other.step_s > _LENGTH_GAIN * best.step_s:
+        return None
+    return (
+        f"pipeline_parallel_size={layout.pipeline} would take {other.step_s / best.step_s:.2f} of this time for as many samples a step, by "
+        f"prediction; set it to have that: the data is then dealt to {layout.data} instead of {known.placement.data_parallel_size} replicas"
+    )
 
 
 def _even(num_layers: int, size: int, chunks: int, forbidden_cuts: Sequence[int]) -> Partition:

@@ -106,6 +106,18 @@ def test_interleaving_is_chosen_where_it_pays_and_the_module_allows_it() -> None
     assert few.num_chunks == 1 and not any("interleav" in note for note in few.notes)
 
 
+def test_a_run_says_which_other_length_of_the_pipeline_is_faster_and_keeps_its_own() -> None:
+    """Two clusters, for which "auto" takes two stages. Activations are large beside the parameters: data parallelism pays."""
+    large = costs(bandwidth=2e4, batch=64)
+    found = chosen(Asked(), large)
+    assert found.pipeline_parallel_size == 2
+    (note,) = (note for note in found.notes if note.startswith("pipeline_parallel_size=1 would take 0."))
+    assert note.endswith("set it to have that: the data is then dealt to 2 instead of 1 replicas")
+    few_activations = chosen(Asked(), costs(bandwidth=2e5))
+    for plan in (chosen(Asked(pipeline_parallel_size=2), large), few_activations):
+        assert not any("would take" in note and "samples a step" in note for note in plan.notes), plan.notes
+
+
 def test_a_longer_warm_up_is_chosen_where_it_hides_transfers() -> None:
     options = Asked(num_microbatches=8, num_chunks=1)
     slow = chosen(options, costs(bandwidth=2e5), may_split=False)
