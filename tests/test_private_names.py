@@ -23,7 +23,6 @@ OVERRIDDEN = {
     ("cli.py", "_prepare_subcommand_parser"),
     ("cli.py", "_run_subcommand"),
     ("models/hf.py", "_apply"),
-    ("models/lora.py", "_build"),  # overrides the method of HFCausalLM
 }
 # Names of other libraries: a named tuple's public methods, documented names of os, and names of argparse,
 # jsonargparse and transformers' models.

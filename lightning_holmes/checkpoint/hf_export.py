@@ -1,7 +1,6 @@
 """Export a checkpoint of HFCausalLM as a folder for Hugging Face's from_pretrained: config.json and safetensors.
 
-transformers builds the model from its configuration and writes it; peft merges LoRACausalLM's adapters into the weights before, so that
-the folder is read without peft. The model's weights are in memory, and nothing else of the checkpoint.
+transformers builds the model from its configuration and writes it. The model's weights are in memory, and nothing else of the checkpoint.
 """
 
 import shutil
@@ -31,8 +30,8 @@ def write_pretrained(source: Source, target: Path, *, max_shard_bytes: int = MAX
     """Write ``target``, a folder for from_pretrained.
 
     Raises:
-        CheckpointError: the checkpoint is not one of HFCausalLM or LoRACausalLM, or the folder that its model came from cannot be read.
-        ConfigurationError: transformers or peft is not installed.
+        CheckpointError: the checkpoint is not one of HFCausalLM, or the folder that its model came from cannot be read.
+        ConfigurationError: transformers is not installed.
     """
     with needs_extra("exporting safetensors", "hf"):
         import transformers
@@ -43,11 +42,7 @@ def write_pretrained(source: Source, target: Path, *, max_shard_bytes: int = MAX
     with torch.device("meta"):
         made_by: Any = transformers.AutoModelForCausalLM
         model = made_by.from_config(config, trust_remote_code=False)
-    state = _state(source)
-    if any(_ADAPTER in name for name in state):
-        model = _with_adapters(model, given, state)
-    else:
-        _load(model, state)
+    _load(model, _state(source))
     model.tie_weights()
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic.writing(target) as folder:
@@ -83,6 +78,11 @@ def _config(transformers: Any, given: Mapping[str, Any]) -> Any:
 def _state(source: Source) -> dict[str, Tensor]:
     """The model's tensors without HFCausalLM's prefix."""
     state = source.weights()
+    if any(_ADAPTER in name for name in state):
+        raise CheckpointError(
+            "the checkpoint has LoRA adapters: convert it to a plain file, save the adapters in peft's format (recipes/lora.py: "
+            "save_adapter), and merge them by PeftModel.from_pretrained(model, folder).merge_and_unload()"
+        )
     for name in state:
         if not name.startswith(_PREFIX):
             raise CheckpointError(
@@ -90,19 +90,6 @@ def _state(source: Source) -> dict[str, Tensor]:
                 f"for HFCausalLM; convert others to a plain file"
             )
     return {name.removeprefix(_PREFIX): value for name, value in state.items()}
-
-
-def _with_adapters(model: Any, given: Mapping[str, Any], state: dict[str, Tensor]) -> Any:
-    """``model`` with the weights of ``state``, and its adapters merged into them."""
-    with needs_extra("exporting LoRA adapters", "lora"):
-        import peft
-    config = peft.LoraConfig(
-        r=given["rank"], lora_alpha=given["alpha"], target_modules=given["target_modules"], task_type="CAUSAL_LM"
-    )
-    with torch.device("meta"):
-        tuned: Any = peft.LoraModel(model, config, "default")
-    _load(model, state)
-    return tuned.merge_and_unload()
 
 
 def _load(model: Any, state: dict[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """lightning-holmes convert IN OUT: writes a checkpoint in another format, one tensor at a time.
 
 A checkpoint folder becomes a single plain Lightning file, and a file becomes a folder. ``--format safetensors`` writes a folder that
-Hugging Face's from_pretrained reads, for HFCausalLM and LoRACausalLM (adapters are merged into the weights).
+Hugging Face's from_pretrained reads, for HFCausalLM.
 """
 
 import argparse

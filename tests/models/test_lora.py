@@ -7,13 +7,13 @@ from quiet import quiet_trainer
 from torch.utils.data import DataLoader
 
 from lightning_holmes.commands.convert import main as convert
-from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.errors import CheckpointError, ConfigurationError
 
 peft = pytest.importorskip("peft", reason="needs the extra: pip install lightning-holmes[lora]")
 
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
-from lightning_holmes.models import LoRACausalLM  # noqa: E402
+from recipes.lora import LoRACausalLM  # noqa: E402
 
 
 @pytest.fixture
@@ -53,15 +53,10 @@ def test_adapters_learn_and_peft_reads_them(folder, tmp_path):
     assert not torch.allclose(logits, base(ids).logits)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_exported_for_somebody_without_peft(kind, tmp_path):
-    """Adapters are merged into the weights, also GPT-2's transposed ones; in fp32, although the folder says bfloat16."""
+def test_adapters_are_merged_by_peft_and_refused_by_convert(tmp_path):
+    """As recipes/finetune_lora/README.md says, also GPT-2's transposed matrices."""
     torch.manual_seed(0)
-    shapes = {
-        "llama": {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-        "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
-    }
-    config = AutoConfig.for_model(kind, vocab_size=23, dtype="bfloat16", **shapes[kind])
+    config = AutoConfig.for_model("gpt2", vocab_size=23, n_embd=16, n_layer=2, n_head=2, n_positions=16)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     module = LoRACausalLM(pretrained=str(tmp_path / "base"), rank=2, alpha=6.0).eval()
     for name, parameter in module.named_parameters():
@@ -69,13 +64,17 @@ def test_exported_for_somebody_without_peft(kind, tmp_path):
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(tmp_path / "lora.ckpt")
-    convert([str(tmp_path / "lora.ckpt"), str(tmp_path / "tuned"), "--format=safetensors"])
-    read, notes = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned", output_loading_info=True)
-    assert not any(notes.values()) and read.dtype == torch.float32
+    with pytest.raises(CheckpointError, match="merge_and_unload"):
+        convert([str(tmp_path / "lora.ckpt"), str(tmp_path / "tuned"), "--format=safetensors"])
+    LoRACausalLM.load_from_checkpoint(tmp_path / "lora.ckpt", weights_only=True).save_adapter(str(tmp_path / "adapter"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged.save_pretrained(tmp_path / "tuned")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
     ids = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(read.eval()(ids).logits, module(input_ids=ids), rtol=1e-4, atol=1e-5)
-        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
         assert not torch.allclose(read(ids).logits, base(ids).logits, atol=1e-2)
 
 

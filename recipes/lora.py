@@ -4,7 +4,7 @@ This module decides where the adapters go and how they are saved. The adapters a
 matrix W is added B A, scaled by alpha / rank; B is initialised to zero. Needs the extra: `pip install lightning-holmes[lora]`.
 
     LoRACausalLM(pretrained="models/llama", rank=8)
-    LoRACausalLM.load_from_checkpoint("plain.ckpt").save_adapter("adapter")     # PeftModel.from_pretrained reads it
+    LoRACausalLM.load_from_checkpoint("plain.ckpt").save_adapter("adapter")     # PeftModel.from_pretrained reads and merges it
 """
 
 from __future__ import annotations
