@@ -1,11 +1,61 @@
-"""A Trainer, a module or a process that is used more than once."""
+"""A Trainer, a module or a process that is used more than once, and copies of modules that have run."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
+import torch
+import torchmetrics
 from comparing import state_of
 from contract import Run, each
 from contract_models import Net, batches, same
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+COPIES = {"pickle": pickled, "deepcopy": copy.deepcopy}
+
+
+@each(**COPIES)
+def case_a_module_is_copied_after_a_fit(run: Run, make: Any):
+    module = Net()
+    run.fit(module)
+    other = make(module)
+    assert same(state_of(other), state_of(module))
+    run.fit(other)
+    assert not same(state_of(other), state_of(module))
+    return state_of(other)
+
+
+class WithMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.mean(batch[:, 0])
+        self.log("mean", self.mean, on_epoch=True, on_step=False)
+        return self.loss(batch)
+
+
+def case_metrics_are_pickled_with_their_module(run: Run):
+    module = WithMetric()
+    run.fit(module)
+    other = pickled(module)
+    other.mean.update(1.0)
+    assert float(other.mean.compute()) == 1.0
+
+
+def case_a_state_dict_goes_into_a_module_of_plain_torch(run: Run):
+    module = Net()
+    run.fit(module)
+    plain = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    plain.load_state_dict({name.removeprefix("layers."): value for name, value in module.state_dict().items()})
+    rows = next(iter(batches(1)))
+    torch.testing.assert_close(torch.tanh(plain[1](torch.tanh(plain[0](rows)))), module(rows))
 
 
 def case_a_second_fit_of_a_finished_trainer_trains_no_more(run: Run):
@@ -42,24 +92,6 @@ def case_a_module_is_free_after_a_fit(run: Run):
     out.sum().backward()
     assert all(p.is_leaf and p.grad is not None for p in module.parameters())
     return out.detach()
-
-
-@each(
-    validate_and_fit=("validate", "fit"),
-    fit_and_test=("fit", "test"),
-    fit_and_predict=("fit", "predict"),
-    test_and_predict=("test", "predict"),
-    predict_and_validate=("predict", "validate"),
-    test_fit_and_test=("test", "fit", "test"),
-)
-def case_calls_follow_each_other(run: Run, entries: tuple[str, ...]):
-    module, trainer = Net(), run.trainer()
-    results = []
-    for entry in entries:
-        loaders = (batches(2), batches(2)) if entry == "fit" else (batches(2),)
-        results.append(getattr(trainer, entry)(module, *loaders))
-        assert trainer.state.finished and trainer.state.fn == {"fit": "fit"}.get(entry, entry)
-    return results, state_of(module)
 
 
 def case_a_trainer_that_has_failed_fits_again(run: Run):

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from comparing import state_of
 from contract import TWO, Run, each, refused
 from contract_models import Calls, Net, batches, same
@@ -66,13 +65,9 @@ def case_the_loss_that_is_shown_is_whole_when_accumulating(run: Run):
 class Keeps(Callback):
     """Counts batches, keeps the count in checkpoints, and records the hooks about checkpoints."""
 
-    def __init__(self, name: str = "keeps") -> None:
-        self.name, self.count = name, 0
+    def __init__(self) -> None:
+        self.count = 0
         self.told: list[str] = []
-
-    @property
-    def state_key(self) -> str:
-        return self.name
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.count += 1
@@ -84,7 +79,7 @@ class Keeps(Callback):
         self.count = state["count"]
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-        checkpoint["extra"] = self.name
+        checkpoint["extra"] = "keeps"
         self.told.append("save")
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
@@ -99,20 +94,6 @@ def case_state_of_callbacks_goes_through_checkpoints(run: Run):
     assert first.count == 4 and first.told == ["save"]
     run.fit(Net(), callbacks=[second], ckpt_path=run.folder / "kept.ckpt", max_epochs=2)
     assert second.count == 8 and second.told == ["load keeps"]
-
-
-def case_a_callback_may_change_weights_between_batches(run: Run):
-    """All processes change the weights alike."""
-
-    class Shrinks(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter *= 0.9
-
-    module = Net()
-    run.fit(module, callbacks=[Shrinks()])
-    return state_of(module)
 
 
 def case_a_callback_may_log(run: Run):

@@ -301,19 +301,6 @@ def case_a_schedule_in_the_step(run: Run):
     return outcome(run, Anneals(), max_epochs=3)
 
 
-class Freezes(pl.Callback):
-    def __init__(self, name):
-        self.name = name
-
-    def on_train_epoch_start(self, trainer, module):
-        module.get_submodule(self.name).requires_grad_(trainer.current_epoch != 1)
-
-
-@each(first="layers.0", second="layers.1", head="head")
-def case_frozen_by_a_callback_at_an_epoch(run: Run, name: str):
-    return outcome(run, Classifier(), max_epochs=3, callbacks=[Freezes(name)])
-
-
 @each(last=1, first=0)
 def case_hooks_keep_activations_for_a_loss(run: Run, layer: int):
     class Hooked(Classifier):

@@ -98,13 +98,13 @@ class Several(Net):
         self.seen: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        parts = batch.values() if isinstance(batch, dict) else batch
-        return self.loss(torch.cat([part for part in parts if part is not None]))
+        return self.loss(torch.cat([part for part in self.parts(batch) if part is not None]))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.seen.append([None if part is None else round(float(part[0, 0]) * 100) for part in self.parts(batch)])
 
-    def parts(self, batch: Any) -> list[Any]:
+    @staticmethod
+    def parts(batch: Any) -> list[Any]:
         return list(batch.values()) if isinstance(batch, dict) else list(batch)
 
 
@@ -128,67 +128,20 @@ def case_several_loaders_train_side_by_side(run: Run, make: Any):
 # where loaders come from
 
 
-class WithLoaders(Net):
-    """Has loaders of its own, and records each request for them with its epoch."""
+@each(validate="val", test="test", predict="predict")
+def case_the_module_s_own_loader_is_evaluated(run: Run, name: str):
+    asked: list[int] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[Any] = []
-
-    def train_dataloader(self) -> Any:
-        self.asked.append(("train", self.current_epoch))
-        return batches(2)
-
-    def val_dataloader(self) -> Any:
-        self.asked.append(("validation", self.current_epoch))
+    def loader(self: Net) -> Any:
+        asked.append(self.current_epoch)
         return batches(1)
 
-    def test_dataloader(self) -> Any:
-        self.asked.append(("test", self.current_epoch))
-        return batches(1)
-
-    def predict_dataloader(self) -> Any:
-        self.asked.append(("predict", self.current_epoch))
-        return batches(1)
-
-
-@each(validate="validate", test="test", predict="predict")
-def case_the_module_s_own_loader_is_evaluated(run: Run, entry: str):
-    module = WithLoaders()
-    getattr(run.trainer(), entry)(module)
-    assert module.asked == [("validation" if entry == "validate" else entry, 0)]
+    module = type("WithLoader", (Net,), {f"{name}_dataloader": loader})()
+    getattr(run.trainer(), "validate" if name == "val" else name)(module)
+    assert asked == [0]
 
 
 # data modules
-
-
-class Data(pl.LightningDataModule):
-    """Records which of its hooks are called."""
-
-    def __init__(self, count: int = 2) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.calls: list[Any] = []
-
-    def prepare_data(self) -> None:
-        self.calls.append("prepare_data")
-
-    def setup(self, stage: str) -> None:
-        self.calls.append(("setup", stage))
-        self.rows = Rows(2 * self.hparams.count)
-
-    def train_dataloader(self) -> Any:
-        self.calls.append("train_dataloader")
-        return DataLoader(self.rows, batch_size=2)
-
-    def val_dataloader(self) -> Any:
-        self.calls.append("val_dataloader")
-        return DataLoader(self.rows, batch_size=2)
-
-    test_dataloader = predict_dataloader = val_dataloader
-
-    def teardown(self, stage: str) -> None:
-        self.calls.append(("teardown", stage))
 
 
 def case_a_data_module_of_data_sets_makes_their_loaders(run: Run):

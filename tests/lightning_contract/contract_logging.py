@@ -73,18 +73,9 @@ def case_refuses(run: Run, make: Any):
 
 
 HOOKS = (
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_before_zero_grad",
-    "on_after_backward",
-    "on_before_optimizer_step",
+    *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end"),
+    *("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"),
 )
 
 

@@ -113,12 +113,11 @@ class Calls(pl.Callback):
 
 
 class Lines(Logger):
-    """A logger that keeps its input on every process: ``lines`` of (step, values), and ``hparams``."""
+    """A logger that keeps ``lines`` of (step, values) on every process."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[tuple[Any, dict[str, float]]] = []
-        self.hparams: dict[str, Any] = {}
         self.ended: list[str] = []
 
     name, version = "lines", 0
@@ -131,7 +130,7 @@ class Lines(Logger):
         self.lines.append((step, dict(metrics)))
 
     def log_hyperparams(self, params: Any, *rest: Any, **more: Any) -> None:
-        self.hparams |= dict(params)
+        pass
 
     def finalize(self, status: str) -> None:
         self.ended.append(status)
@@ -142,25 +141,17 @@ class Lines(Logger):
 
 
 class Batches(pl.Callback):
-    """Records the row indices of each batch, by stage: ``train``, ``validation``, ``test``, ``predict``."""
+    """Records the row indices of each batch of ``train`` and ``validation``."""
 
     def __init__(self) -> None:
         self.train: list[list[int]] = []
         self.validation: list[list[int]] = []
-        self.test: list[list[int]] = []
-        self.predict: list[list[int]] = []
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Tensor, batch_idx: int) -> None:
         self.train.append(indices(batch))
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Tensor, *rest: Any) -> None:
         self.validation.append(indices(batch))
-
-    def on_test_batch_start(self, trainer: Any, module: Any, batch: Tensor, *rest: Any) -> None:
-        self.test.append(indices(batch))
-
-    def on_predict_batch_start(self, trainer: Any, module: Any, batch: Tensor, *rest: Any) -> None:
-        self.predict.append(indices(batch))
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -6,8 +6,35 @@ import pytest
 import torch
 from comparing import state_of
 from contract import Run, each, refused
-from contract_models import Net
+from contract_models import Calls, Net, batches, stream
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+
+
+def case_without_a_length_the_last_batch_steps_too(run: Run):
+    module = Net()
+    trainer = run.fit(module, stream(3), accumulate_grad_batches=2)
+    assert trainer.global_step == 2
+    return state_of(module)
+
+
+@each(by_epoch=({0: 1, 1: 2, 2: 4}, [4, 2, 1]), from_a_later_epoch=({2: 2}, [4, 4, 2]))
+def case_a_scheduler_changes_the_number(run: Run, value: Any):
+    scheduling, steps = value
+    calls = Calls(
+        "on_train_epoch_end", look=lambda trainer, module: (trainer.global_step, trainer.accumulate_grad_batches)
+    )
+    module = Net()
+    run.fit(module, callbacks=[GradientAccumulationScheduler(scheduling), calls], max_epochs=3)
+    done = [step for step, _ in calls.seen]
+    assert [b - a for a, b in zip([0, *done], done, strict=False)] == steps
+    return state_of(module)
+
+
+def case_validation_waits_for_batches_not_for_steps(run: Run):
+    calls = Calls("on_validation_start", look=lambda trainer, module: trainer.global_step)
+    run.fit(Net(), batches(), batches(2), callbacks=[calls], accumulate_grad_batches=2, val_check_interval=2)
+    assert calls.seen == [1, 2]
 
 
 class Configured(Net):
@@ -212,3 +239,18 @@ def case_hooks_of_the_optimizer_are_called(run: Run):
 
     run.fit(Configured(configure), limit_train_batches=2)
     assert count == ["before", "after"] * 2
+
+
+def case_the_hook_that_clips_is_given_the_trainer_s_values(run: Run):
+    class Notes(Net):
+        given: Any = None
+
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            self.given = (gradient_clip_val, str(gradient_clip_algorithm.value))
+
+    module = Notes()
+    run.fit(module, gradient_clip_val=0.5, gradient_clip_algorithm="value")
+    assert module.given == (0.5, "value")
+    return state_of(module)
