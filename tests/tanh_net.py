@@ -1,24 +1,38 @@
-"""Small LightningModules of four layers, for fits that are compared with plain Lightning."""
+"""Small LightningModules for fits that are compared with plain Lightning, and their data."""
 
+import itertools
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
 class TanhNet(pl.LightningModule):
-    """Four layers; the loss is the mean square of their output."""
+    """Layers of these widths; the loss is the mean square of their output. A batch is a tensor, or begins with one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *sizes: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
+        widths = itertools.pairwise(sizes or (4,) * 5)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in widths))
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.layers(batch if isinstance(batch, Tensor) else batch[0])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.layers(batch[0]).square().mean()
+        return self(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def dealt(data: Dataset[Any], batch_size: int, trainer: pl.Trainer) -> DataLoader[Any]:
+    """Return a loader of the samples in their order, of which each replica has its part: Lightning's own sampler would shuffle
+    them. ``batch_size`` counts the samples of all replicas."""
+    place: Any = trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    sampler: Any = DistributedSampler(data, shuffle=False, **place)
+    return DataLoader(data, batch_size // place["num_replicas"], sampler=sampler)
 
 
 class KeepsLosses(TanhNet):

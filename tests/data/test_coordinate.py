@@ -5,12 +5,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from launch import launch
 from quiet import quiet_trainer
-from torch import Tensor, nn
+from tanh_net import TanhNet
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_holmes import HolmesStrategy
@@ -40,24 +40,14 @@ class Shards(IterableDataset[Any]):
         yield from samples()[part::parts]
 
 
-class Stack(pl.LightningModule):
+class Stack(TanhNet):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(1)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        super().__init__(*(8,) * 5)
         self.seen: list[Tensor] = []
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.seen.append(batch)
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        hidden = batch
-        for layer in self.layers:
-            hidden = layer(hidden).tanh()
-        return hidden.square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def train(by: str, num_workers: int) -> Any:
@@ -115,7 +105,7 @@ def test_stages_agree_and_replicas_share_the_samples(trained, num_workers):
     optimizer = module.configure_optimizers()
     for batch in both:
         optimizer.zero_grad()
-        module.training_step(batch).backward()
+        module.training_step(batch, 0).backward()
         optimizer.step()
     for results, after, _ in trained:
         assert after is None

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from tanh_net import TanhNet
+from torch import Tensor
 from torch.profiler import profile
 
 from lightning_holmes.checking import first_step, simulated_pipeline
@@ -25,17 +25,6 @@ from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, Op
 from lightning_holmes.torch_private import profiling_all_threads
 
 NUM_MICROBATCHES = 3
-
-
-class Net(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for layer in self.layers:
-            batch = layer(batch).tanh()
-        return batch.square().mean()
 
 
 class Recorder(PipelineRunner):
@@ -80,9 +69,9 @@ class Exchange(LocalExchange):
 
 @contextmanager
 def pipeline_of(schedule: str, size: int, chunks: int):
-    """Yield the ranks of a pipeline over :class:`Net` in this process, the module, and a batch."""
+    """Yield the ranks of a pipeline over :class:`TanhNet` in this process, the module, and a batch."""
     torch.manual_seed(0)
-    module, splitter, batch = Net(), BatchSplitter(), torch.randn(6, 4)
+    module, splitter, batch = TanhNet(), BatchSplitter(), torch.randn(6, 4)
     with first_step.attached(module):
         structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
         partition = make_partition("uniform", 4, size * chunks)
@@ -133,11 +122,7 @@ def test_what_runs_is_the_schedule(name: str, size: int, chunks: int, trains: bo
     with pipeline_of(name, size, chunks) as (pipeline, _, batch):
         recorders = run(pipeline, batch, trains=trains)
     schedule = make_schedule(
-        name,
-        pipeline_parallel_size=size,
-        num_microbatches=NUM_MICROBATCHES,
-        num_chunks=chunks,
-        forward_only=not trains,
+        name, pipeline_parallel_size=size, num_microbatches=NUM_MICROBATCHES, num_chunks=chunks, forward_only=not trains
     )
     for rank, (recorder, actions) in enumerate(zip(recorders, schedule.actions, strict=True)):
         assert recorder.actions == list(actions)

@@ -6,27 +6,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from tanh_net import TanhNet
 
 from lightning_holmes.checking import first_step, simulated_pipeline
 from lightning_holmes.errors import HolmesError
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.partition import make_partition
-
-
-class Net(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self(batch).square().mean()
 
 
 def installed(module: LightningModule, num_stages: int) -> PipelineModule:
@@ -42,7 +28,7 @@ def installed(module: LightningModule, num_stages: int) -> PipelineModule:
 
 def test_a_deep_copy_made_while_training_has_weights_of_its_own() -> None:
     """For example a teacher, or an average that is evaluated: later training does not change the copy."""
-    module, x = Net(), torch.randn(2, 4)
+    module, x = TanhNet(), torch.randn(2, 4)
     expected = module(x)
     pipeline = installed(module, 1)
     teacher = copy.deepcopy(module)
@@ -57,7 +43,7 @@ def test_a_deep_copy_made_while_training_has_weights_of_its_own() -> None:
 
 @pytest.mark.parametrize("what", [lambda m: m, lambda m: m.layers])
 def test_a_copy_of_a_stage_refuses_to_run_what_is_missing(what: Any) -> None:
-    module = Net()
+    module = TanhNet()
     installed(module, 2)
     copied = copy.deepcopy(what(module))
     layers = getattr(copied, "layers", copied)

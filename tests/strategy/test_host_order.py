@@ -1,7 +1,6 @@
 """Hosts that the launcher numbers in another order than the topology file names them. Baseline: plain Lightning. Tolerance: 1e-5
 relative."""
 
-import itertools
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,8 +8,9 @@ import pytest
 import torch
 from launch import launch
 from quiet import quiet_trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from tanh_net import TanhNet, dealt
+from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
@@ -25,30 +25,22 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-class Stack(pl.LightningModule):
+class Stack(TanhNet):
     """Layers of unlike sizes; a hook reads one parameter of each."""
 
     def __init__(self) -> None:
-        super().__init__()
-        sizes = (5, 7, 3, 6, 5)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in itertools.pairwise(sizes))
+        super().__init__(5, 7, 3, 6, 5)
         self.seen: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        hidden = batch[0]
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return (hidden - batch[0]).square().mean()
+        return (self(batch) - batch[0]).square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(float(self.layers[batch_idx % 4][0].weight.detach().norm()))
 
     def train_dataloader(self) -> Any:
-        """12 samples a step, in their order."""
-        place: Any = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         data = TensorDataset(torch.randn(48, 5, generator=torch.Generator().manual_seed(1)))
-        sampler: Any = DistributedSampler(data, shuffle=False, **place)
-        return DataLoader(data, batch_size=12 // place["num_replicas"], sampler=sampler)
+        return dealt(data, 12, self.trainer)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)

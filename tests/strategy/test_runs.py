@@ -15,7 +15,8 @@ from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import KubeflowEnvironment
 from quiet import quiet_trainer
-from torch import Tensor, nn
+from tanh_net import TanhNet
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
@@ -27,17 +28,7 @@ from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.run import Run
 
 
-class Stack(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        hidden = batch[0]
-        for layer in self.layers:
-            hidden = torch.tanh(layer(hidden))
-        return hidden.square().mean()
-
+class Stack(TanhNet):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
 
