@@ -41,3 +41,19 @@ def differences(plain: Any, staged: Any, path: str = "", relative: float = 1e-5)
         close = math.isclose(plain, staged, rel_tol=relative, abs_tol=relative)
         return [] if close or (math.isnan(plain) and math.isnan(staged)) else [f"{path}: {plain} and {staged}"]
     return [] if plain == staged else [f"{path}: {plain!r} and {staged!r}"]
+
+
+def assert_alike(
+    name: str, plain: dict[str, Any], ranks: list[dict[str, Any]], *, relative: float = 1e-5, ignore: str = ""
+) -> None:
+    """Assert that every rank found in a case what plain Lightning did, but for paths with ``ignore``. The result of a case that
+    failed is its "error"; no case runs after it."""
+    for rank, results in enumerate([plain, *ranks], start=-1):
+        place = "plain" if rank < 0 else f"rank {rank}"
+        assert name in results, f"{place}: an earlier case ended the run: {list(results)[-1]}"
+        result = results[name]
+        assert not (isinstance(result, dict) and "error" in result), f"{place}: {result['error']}"
+        found = [
+            line for line in differences(plain[name], result, relative=relative) if not ignore or ignore not in line
+        ]
+        assert not found, f"{place} differs from plain Lightning:\n" + "\n".join(found[:20])

@@ -1,8 +1,11 @@
 """A trainer for the fits of tests: on the CPU, and it prints and writes nothing unless it is asked to."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -16,3 +19,10 @@ QUIET: dict[str, Any] = {
 def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     """Return a trainer with ``options``; plain Lightning's without a strategy."""
     return Trainer(strategy=strategy, **(QUIET | options))
+
+
+def saves(
+    path: Path, hook: str = "on_train_epoch_end", at: Callable[[Trainer], bool] = lambda trainer: True
+) -> LambdaCallback:
+    """Return a callback that saves a checkpoint in mid-run: in its hook, where ``at`` holds."""
+    return LambdaCallback(**{hook: lambda trainer, *_: at(trainer) and trainer.save_checkpoint(path)})

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from folder_saves import save_folder
-from large_model_cases import Windows
-from large_model_cases import trainer as make_trainer
+from test_large_models import Windows
+from test_large_models import trainer as make_trainer
 
 from lightning_holmes.checkpoint.manager import bytes_of
 from lightning_holmes.checkpoint.manifest import Manifest

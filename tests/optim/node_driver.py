@@ -38,12 +38,7 @@ NEEDED = {"values": 3, "gradient": 2, "states": 1}
 
 
 def told_of(
-    optimizer: str,
-    *,
-    num_layers: int,
-    shape: tuple[int, int],
-    states: str,
-    sent_dtype: torch.dtype = torch.float32,
+    optimizer: str, *, num_layers: int, shape: tuple[int, int], states: str, sent_dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
     """Return the message in which workers describe themselves: layers of a matrix and a bias; without the biases for
     Muon, which does not train them."""
@@ -101,11 +96,7 @@ class Driver:
         def serve() -> None:
             try:
                 self.session = Session(
-                    about,
-                    self._store,
-                    number=0,
-                    may_import=False,
-                    options=NodeOptions(memory_bytes=limit),
+                    about, self._store, number=0, may_import=False, options=NodeOptions(memory_bytes=limit)
                 )
                 self.session.run()
             except BaseException as error:

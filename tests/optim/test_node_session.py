@@ -16,10 +16,7 @@ from node_driver import OPTIMIZERS, Driver, told_of
 
 from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
 from lightning_holmes.optim.node import description
-from lightning_holmes.optim.node.description import (
-    check_plain,
-    find_class,
-)
+from lightning_holmes.optim.node.description import check_plain, find_class
 from lightning_holmes.optim.node.disk import Disk
 from lightning_holmes.optim.node.link import Action
 from lightning_holmes.optim.node.node_options import NodeOptions, parse_bytes

@@ -251,10 +251,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("pipeline_parallel_size", "rank 0", "rank 1"),
     ),
     "other monitor": (lambda s: _fit(s, monitor=RANK == 0), ("monitor", "True on rank 0", "False on rank 1")),
-    "other timeout": (
-        lambda s: _fit(s, timeout=timedelta(minutes=20 + RANK)),
-        ("timeout", "1200", "1260", "rank 1"),
-    ),
+    "other timeout": (lambda s: _fit(s, timeout=timedelta(minutes=20 + RANK)), ("timeout", "1200", "1260", "rank 1")),
     "other version": (_other_version, ("lightning_holmes", "0.0.1", "rank 1")),
     "other module": (lambda s: _fit(s, OtherShape), ("blocks.1", "rank 0", "rank 1")),
     "other dropout": (lambda s: _fit(s, OtherDropout), ("blocks.1.1", "Dropout(p=0.0", "Dropout(p=0.1", "rank 1")),

@@ -38,16 +38,8 @@ _QUIET = {
     "on_exception",
 }
 _HOOKS = (
-    "prepare_data",
-    "setup",
-    "teardown",
-    "transfer_batch_to_device",
-    "lr_scheduler_step",
-    "optimizer_step",
-    "configure_gradient_clipping",
-    "configure_optimizers",
-    "configure_callbacks",
-    "configure_model",
+    *("prepare_data", "setup", "teardown", "transfer_batch_to_device", "lr_scheduler_step", "optimizer_step"),
+    *("configure_gradient_clipping", "configure_optimizers", "configure_callbacks", "configure_model"),
 )
 
 
@@ -300,17 +292,8 @@ def given_loaders(setting: Setting) -> None:
 
 
 RUNS = (
-    sanity,
-    data_module,
-    reloading,
-    no_sanity,
-    several_loaders,
-    evaluations,
-    overfit,
-    fast_dev_run,
-    resuming,
-    built_late,
-    given_loaders,
+    *(sanity, data_module, reloading, no_sanity, several_loaders, evaluations, overfit, fast_dev_run, resuming),
+    *(built_late, given_loaders),
 )
 
 

@@ -17,6 +17,7 @@ import lightning_holmes  # noqa: F401
 from lightning_holmes import HolmesStrategy
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for what strategy_cases imports from there
+from quiet import quiet_trainer
 from strategy_cases import Classifier, samples
 
 
@@ -32,17 +33,12 @@ if __name__ == "__main__":
     seed_everything(7, verbose=False)
     model = Classifier()
     devices, nodes = int(sys.argv[1]), int((*sys.argv, 1)[2])
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        "holmes" if devices * nodes == 1 else HolmesStrategy(pipeline_parallel_size=2, num_microbatches=2),
         devices=devices,
         num_nodes=nodes,
         plugins=[KubeflowEnvironment()] if "KUBERNETES_PORT" in os.environ else None,
-        strategy="holmes" if devices * nodes == 1 else HolmesStrategy(pipeline_parallel_size=2, num_microbatches=2),
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Fails()],
     )
     trainer.fit(model, DataLoader(samples(), 8))

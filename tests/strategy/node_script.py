@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for what strategy_cases imports from there
+from quiet import quiet_trainer
 from strategy_cases import Classifier, samples
 
 
@@ -29,17 +30,8 @@ class WithMine(Classifier):
 if __name__ == "__main__":
     seed_everything(7, verbose=False)
     model = WithMine()
-    trainer = Trainer(
-        accelerator=sys.argv[1],
-        devices=1,
-        precision="32-true",
-        strategy=HolmesStrategy(optimizer_nodes=1),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = HolmesStrategy(optimizer_nodes=1)
+    trainer = quiet_trainer(strategy, accelerator=sys.argv[1], devices=1, precision="32-true", max_epochs=1)
     trainer.validate(model, DataLoader(samples(), 8), verbose=False)
     trainer.fit(model, DataLoader(samples(), 8))
     trainer.fit_loop.max_epochs = 2

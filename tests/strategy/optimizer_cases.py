@@ -1,17 +1,12 @@
 """Small fits with many optimizers, precisions and callbacks; each runs in one plain process and on every rank of a pipeline."""
 
-import logging
 import math
 import os
-import traceback
-import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from comparing import differences, state_of
-from launch import keep_what_is_left
+from comparing import state_of
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -22,14 +17,12 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import grad_norm
-from quiet import quiet_trainer
+from quiet import quiet_trainer, saves
 from strategy_cases import Classifier, Setting, build, outcome, samples
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_holmes import HolmesStrategy
-
-__all__ = ["CASES", "Setting", "differences"]
 
 
 class Chosen(Classifier):
@@ -236,7 +229,8 @@ def case_finetuning(setting: Setting) -> Any:
     for name, callback in (("own", TopFirst), ("backbone", lambda: BackboneFinetuning(2, lambda epoch: 1.5))):
         module, path = build(Tuned), setting.folder / f"{name}.ckpt"
         options: dict[str, Any] = {"max_epochs": 4, "gradient_clip_val": 0.3}
-        setting.trainer(callbacks=[callback(), SaveBehind(1, path)], **options).fit(module, loader)
+        behind = saves(path, at=lambda trainer: trainer.current_epoch == 1)
+        setting.trainer(callbacks=[callback(), behind], **options).fit(module, loader)
         again = build(Tuned)
         trainer = setting.trainer(callbacks=[callback()], **options)
         trainer.fit(again, loader, ckpt_path=path)
@@ -255,17 +249,6 @@ def case_finetuning(setting: Setting) -> Any:
         setting.trainer(callbacks=[callback()], max_epochs=5, gradient_clip_val=0.3).fit(last, loader, ckpt_path=late)
         found[name]["weights at last"] = state_of(last)
     return found
-
-
-class SaveBehind(pl.Callback):
-    """Saves a checkpoint at the end of epoch ``epoch``."""
-
-    def __init__(self, epoch: int, path: Path) -> None:
-        self.epoch, self.path = epoch, path
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == self.epoch:
-            trainer.save_checkpoint(self.path)
 
 
 def case_added_group(setting: Setting) -> Any:
@@ -322,23 +305,6 @@ def case_nan_loss(setting: Setting) -> Any:
 
 
 CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
-
-
-def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.INFO)
-    results = {}
-    for name in payload["cases"]:
-        try:  # the setting refers to its trainer, and must be gone before what is left is kept
-            results[name] = CASES[name](
-                Setting(Path(payload["folder"]) / name, payload["holmes"], payload.get("replicas", 1))
-            )
-        except Exception:
-            results[name] = {"error": traceback.format_exc()}
-            break
-        keep_what_is_left()
-    return results
 
 
 class RootOfZero(nn.Module):

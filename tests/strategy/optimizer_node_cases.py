@@ -21,7 +21,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
-from quiet import quiet_trainer
+from quiet import quiet_trainer, saves
 from sharded_parameter_cases import Data as WholeBatches
 from sharded_parameter_cases import Thawing, Tied, thaw_in_step
 from torch import Tensor
@@ -206,22 +206,6 @@ def states_in(file: Path) -> dict[str, Tensor]:
     }
 
 
-class Saver(pl.Callback):
-    """Saves in mid-run, at the end of the epoch's training, and with ``early`` also after the second batch."""
-
-    def __init__(self, path: Path, early: Path | None = None) -> None:
-        self.path, self.early = path, early
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.early is not None and batch_idx == 1:
-            trainer.save_checkpoint(self.early)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 RESUMED = {
     "folder": ("two nodes", "a stage's node each", "no node"),
     "folder-after": ("no node",),
@@ -246,8 +230,10 @@ def run_checkpoints(folder: Path) -> dict[str, Any]:
     for kind, (folders, states, later) in kinds.items():
         strategy = with_nodes(1, save_distributed_checkpoint=folders, optimizer_states=states, async_checkpoint=later)
         trainer = make_trainer(folder, strategy=strategy)
-        early = folder / f"{kind}-early.ckpt" if folders else None
-        trainer.callbacks.append(Saver(folder / f"{kind}.ckpt", early))  # type: ignore[attr-defined]
+        trainer.callbacks.append(saves(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
+        if folders:
+            early = saves(folder / f"{kind}-early.ckpt", "on_train_batch_end", lambda trainer: trainer.global_step == 2)
+            trainer.callbacks.append(early)  # type: ignore[attr-defined]
         trainer.fit(build(), datamodule=Data())
         trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
     for source, targets in RESUMED.items():
@@ -394,14 +380,6 @@ def _forget_states(replaced: bool) -> Any:
             optimizer.state.clear()
 
     return _by_hook("on_train_batch_end", forget)
-
-
-def _both(*changes: Any) -> Any:
-    def change(module: pl.LightningModule, trainer: Trainer) -> None:
-        for each in changes:
-            each(module, trainer)
-
-    return change
 
 
 def _add_the_scale(module: Any) -> None:

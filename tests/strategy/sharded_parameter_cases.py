@@ -17,7 +17,7 @@ import torch
 from comparing import state_of
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from quiet import quiet_trainer
+from quiet import quiet_trainer, saves
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -215,15 +215,12 @@ def run_all(name: str) -> dict[str, Any]:
         found[f"auto {taken}"] = state_of(module), trainer.strategy.plan
     with where_nothing_else_fits():
         for kind in (Outside, Counting, Thawing):
-            module, trainer = (
-                build(kind=kind),
-                make_trainer(folder, pipeline_parallel_size=1, sharding="auto"),
-            )
+            module, trainer = (build(kind=kind), make_trainer(folder, pipeline_parallel_size=1, sharding="auto"))
             trainer.fit(module, datamodule=Data())
             found[f"auto {kind.__name__}"] = state_of(module), trainer.strategy.plan
     for kind, folders in (("folder", True), ("file", False)):
         module, trainer = build(), make_trainer(folder, save_distributed_checkpoint=folders, **LAYERED)
-        trainer.callbacks.append(Saver(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
+        trainer.callbacks.append(saves(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=Data())
         module.on_save_checkpoint = look_at_states  # type: ignore[method-assign]
         trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
@@ -299,16 +296,6 @@ def look_at_states(checkpoint: dict[str, Any]) -> None:
     """Check, as a user's hook, that optimizer states hold tensors and no stand-ins."""
     for state in checkpoint["optimizer_states"]:
         assert all(isinstance(v, Tensor) for entries in state.get("state", {}).values() for v in entries.values())
-
-
-class Saver(pl.Callback):
-    """Saves in mid-run, at the end of the epoch's training."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 def _average(module: pl.LightningModule, trainer: Trainer) -> None:

@@ -79,10 +79,7 @@ class Net(LightningModule):
         if (
             self.kill
             and (self.trainer.strategy.cluster_environment.global_rank(), self.trainer.global_step)
-            == (
-                self.kill["rank"],
-                self.kill["step"],
-            )
+            == (self.kill["rank"], self.kill["step"])
             and batch_idx % self.trainer.accumulate_grad_batches == self.kill.get("batch", 0)
         ):
             self.end_process()
@@ -184,11 +181,7 @@ def train(
     torch.set_num_threads(1)
     folder, rank = Path(options["folder"]), os.environ["RANK"]
     seed_everything(11, verbose=False)
-    given = {
-        "schedule": "1f1b",
-        "num_microbatches": 2,
-        "gradient_sync": "all_reduce",
-    } | options.get("strategy", {})
+    given = {"schedule": "1f1b", "num_microbatches": 2, "gradient_sync": "all_reduce"} | options.get("strategy", {})
     if "snapshots" in options:
         snapshots.MEMORY = Path(options["snapshots"])  # instead of the host's /dev/shm
         snapshots.MEMORY.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,8 @@ A case is a function of a :class:`Setting` that returns plain data (numbers, lis
 plain Lightning returns in one process.
 """
 
-import gc
+import importlib
+import logging
 import os
 import traceback
 import warnings
@@ -16,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torchmetrics
 from comparing import state_of
+from launch import keep_what_is_left
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 from quiet import quiet_trainer
@@ -723,25 +725,22 @@ def case_built_late(setting: Setting) -> Any:
 CASES = {name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")}
 
 
-def run_case(name: str, setting: Setting) -> Any:
-    """Return the case's result, or its error as text."""
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        return CASES[name](setting)
-    except Exception:
-        return {"error": traceback.format_exc()}
-
-
 def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
-    """Run all cases in turn; runs in every worker. Ends at the first error, since ranks may be out of step after it."""
+    """Run cases of the module ``payload["of"]`` in turn, in every worker or in plain Lightning; return their results by name. Ends
+    at the first error, since ranks may be out of step after it."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.INFO)
+    cases = importlib.import_module(payload.get("of", __name__)).CASES
     results: dict[str, Any] = {}
     for name in payload["cases"]:
-        setting = Setting(Path(payload["folder"]) / name, payload["holmes"], payload["replicas"])
-        results[name] = run_case(name, setting)
-        gc.collect()  # process groups are freed with their strategy
-        print(f"CASE {name} {'failed' if 'error' in results[name] else 'ran'}", flush=True)
-        if "error" in results[name]:
-            print(results[name]["error"], flush=True)
+        folder = Path(payload["folder"]) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        try:  # the setting refers to its trainer, and must be gone before what is left is kept
+            results[name] = cases[name](Setting(folder, payload["holmes"], payload.get("replicas", 1)))
+        except Exception:
+            results[name] = {"error": traceback.format_exc()}
+            print(f"CASE {name}\n{results[name]['error']}", flush=True)
             break
+        keep_what_is_left()
     return results

@@ -22,6 +22,14 @@ from torch.utils.data import DataLoader
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
 
+
+def staged(payload: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": payload["schedule"]}
+    made = Compiled if payload["compiled"] else Blocks
+    fit(made(PARAMETERS[payload["name"]]), Path(payload["folder"]), HolmesStrategy(**options), devices=2)
+
+
 WIDTH = 4
 LAYERED = {"schedule": "breadth_first", "num_microbatches": 2}
 SHARDS = {"sharding": "parameters", "num_microbatches": 2}
@@ -133,7 +141,7 @@ def test_a_parameter_of_another_stage_that_only_later_batches_read_is_refused_by
     compiled: bool, tmp_path: Path
 ) -> None:
     payload = {"name": "a condition", "schedule": "1f1b", "folder": str(tmp_path), "compiled": compiled}
-    workers = launch_raw(2, "later_batch_cases:staged", payload, timeout_s=100, folder=tmp_path / "job")
+    workers = launch_raw(2, "test_later_batches:staged", payload, timeout_s=100, folder=tmp_path / "job")
     assert [worker.exit_code for worker in workers] == [1, 1], workers
     said = r"AbsentValueError: layers\.0\.weight is read where it was not when .* or use pipeline_parallel_size=1"
     assert all(re.search(said, worker.output) for worker in workers), workers

@@ -4,14 +4,15 @@ Baseline: ``Trainer(devices=1)`` in this process, same seed, whole batches. Tole
 layout run in one launch.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from comparing import differences
+from comparing import assert_alike, differences
 from launch import chosen, launch
-from strategy_cases import CASES, Classifier, Resumable, Setting, build, run_case, samples
+from strategy_cases import CASES, Classifier, Resumable, Setting, build, run_cases, samples
 
 # with several microbatches a step runs several times, which the first and the last of these cases would see
 WHOLE_BATCHES = ["collects", "broadcast_batch", "resume", "front_state", "paces"]
@@ -22,15 +23,9 @@ STAGES = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return results of plain Lightning, each computed once."""
-    known: dict[str, Any] = {}
-
-    def result(name: str) -> Any:
-        if name not in known:
-            known[name] = run_case(name, Setting(tmp_path_factory.mktemp("plain") / name))
-        return known[name]
-
-    return result
+    """Return a function that gives results of plain Lightning, each of one run."""
+    folder = str(tmp_path_factory.mktemp("plain"))
+    return cache(lambda name: run_cases({"cases": [name], "holmes": None, "folder": folder}))
 
 
 def _launch(folder: Path, world_size: int, cases: list[str], **holmes: Any) -> Any:
@@ -59,27 +54,16 @@ def replicated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return _launch(tmp_path_factory.mktemp("staged"), 4, chosen(request, "name"), **options)
 
 
-def _compare(name: str, expected: Any, results: list[dict[str, Any]], ignore: str | None = None) -> None:
-    assert not (isinstance(expected, dict) and "error" in expected), expected["error"]
-    for rank, result in enumerate(results):
-        if name not in result:
-            pytest.fail(f"an earlier case ended the workers: {list(result)[-1]}")
-        if isinstance(result[name], dict) and "error" in result[name]:
-            pytest.fail(f"rank {rank}: {result[name]['error']}")
-        found = [d for d in differences(expected, result[name]) if ignore is None or ignore not in d]
-        assert not found, f"rank {rank} differs from plain Lightning:\n" + "\n".join(found[:20])
-
-
 @pytest.mark.xdist_group("strategy_pipeline")
 @pytest.mark.parametrize("name", PIPELINE)
 def test_pipeline(name: str, plain: Any, pipeline: Any) -> None:
-    _compare(name, plain(name), pipeline[0])
+    assert_alike(name, plain(name), pipeline[0])
 
 
 @pytest.mark.xdist_group("strategy_pipeline")
 @pytest.mark.parametrize("name", WHOLE_BATCHES)
 def test_whole_batches(name: str, plain: Any, whole_batches: Any) -> None:
-    _compare(name, plain(name), whole_batches[0])
+    assert_alike(name, plain(name), whole_batches[0])
 
 
 @pytest.mark.xdist_group("strategy_replicated")
@@ -87,7 +71,7 @@ def test_whole_batches(name: str, plain: Any, whole_batches: Any) -> None:
 def test_replicated(name: str, plain: Any, replicated: Any) -> None:
     # A metric's value of one step is that of one replica, as in every strategy of Lightning; so are predictions.
     ignored = {"metrics": "_step", "all_steps": ".predict"}
-    _compare(name, plain(name), replicated[0], ignore=ignored.get(name))
+    assert_alike(name, plain(name), replicated[0], ignore=ignored.get(name, ""))
 
 
 @pytest.mark.xdist_group("strategy_pipeline")
@@ -110,5 +94,5 @@ def test_plain_lightning_loads_and_continues_the_checkpoint(plain: Any, whole_ba
     trainer = setting.trainer(max_epochs=4)
     continued = build(Resumable)
     trainer.fit(continued, setting.loader(samples()), setting.loader(samples(16, 1)), ckpt_path=path)
-    expected = plain("resume")["never_stopped"]
+    expected = plain("resume")["resume"]["never_stopped"]
     assert not differences(expected["weights"], continued.state_dict(), relative=1e-5)

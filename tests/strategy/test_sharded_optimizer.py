@@ -4,22 +4,164 @@ Baseline: plain Lightning in this process, same batches (each replica has all of
 Tolerance: 1e-5 relative in fp32; 1e-2 for bf16 weights, one unit of their last place.
 """
 
+import os
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from launch import forked_executable, launch
-from sharded_cases import AdamW, run_all
-from strategy_cases import build, samples
+from lightning.pytorch.callbacks import BaseFinetuning
+from quiet import quiet_trainer
+from strategy_cases import Classifier, build, samples
+from torch import Tensor
 from torch.utils.data import DataLoader
+
+from lightning_holmes import HolmesStrategy
+from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.optim import bucket_reducer
+
+
+class AdamW(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.05)
+
+
+class Reader(pl.Callback):
+    """Reads parameters in two hooks, without announcing that to the strategy."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {"batch_end": [], "batch_start": []}
+        self.under_way = 0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.sums["batch_start"].append(float(sum(p.detach().sum() for p in pl_module.parameters())))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.under_way += sum(type(p) is not torch.nn.Parameter for p in pl_module.parameters())
+        self.sums["batch_end"].append(float(sum(p.detach().sum() for p in pl_module.parameters())))
+
+
+class Unfreezing(BaseFinetuning):
+    """A BaseFinetuning callback, which could add parameters to the optimizer."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        pass
+
+
+class Changing(AdamW):
+    """Changes gradients and parameters in hooks, with code of its own."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clamp(-0.01, 0.02)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.5, 0.5)
+
+
+def trainer(strategy: Any, **options: Any) -> pl.Trainer:
+    given = {"devices": int(os.environ.get("WORLD_SIZE", 1)), "max_epochs": 2, "use_distributed_sampler": False}
+    return quiet_trainer(strategy, **(given | options))
+
+
+def run_fit(strategy: Any, cls: type[AdamW], **options: Any) -> tuple[dict[str, Tensor], pl.Trainer]:
+    """Run one fit; every replica has the same batches, so that the mean over replicas is that of one process."""
+    module = build(cls)
+    made = trainer(strategy, **options)
+    made.fit(module, DataLoader(samples(), 8))
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}, made
+
+
+def run_all(payload: Any) -> dict[str, Any]:
+    """Run all fits, in two replicas, or in one plain process if ``payload`` is None."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    bucket_reducer.LEAST_BUCKET_BYTES = 300  # so that a small module has several buckets
+    found: dict[str, Any] = {}
+
+    def strategy(**options: Any) -> Any:
+        holmes = {"pipeline_parallel_size": 1, "num_microbatches": 1, "sharding": "optimizer"}
+        return "auto" if payload is None else HolmesStrategy(**(holmes | options))
+
+    reader = Reader()
+    found["read"], _ = run_fit(strategy(), AdamW, callbacks=[reader])
+    found["sums"], found["under way"] = reader.sums, reader.under_way
+    found["shares"], ran = run_fit(strategy(), AdamW)
+    if payload is not None:
+        found["plan"] = ran.strategy.plan
+    found["changed"], _ = run_fit(strategy(), Changing)
+    found["accumulated"], _ = run_fit(strategy(), AdamW, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    if payload is not None:
+        for name, holmes, callbacks in (
+            ("off", {"sharding": "auto"}, []),
+            ("finetuning", {"sharding": "optimizer"}, [Unfreezing()]),
+        ):
+            made = strategy(**holmes)
+            made.on_exception = lambda exception: None
+            try:
+                _, ran = run_fit(made, AdamW, callbacks=callbacks)
+                found[name] = sum(len(group["params"]) for group in ran.optimizers[0].param_groups)
+            except UnsupportedModuleError as error:
+                found[name] = str(error)
+    return found
+
+
+def run_masters(payload: Any) -> dict[str, Any]:
+    """Train bf16 weights with fp32 master weights, in as many replicas as there are processes; ``payload``: further arguments
+    of HolmesStrategy."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    losses: list[float] = []
+
+    class Noting(AdamW):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses.append(float(outputs["loss"]))
+
+    os.environ["PYTHON_EXEC"] = payload.pop("python", sys.executable)  # the interpreter that runs optimizer nodes
+    holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True, **payload)
+    weights, ran = run_fit(holmes, Noting, precision="bf16-true")
+    states = dict(ran.strategy._fit.shards.each_state())
+    return {"weights": weights, "losses": losses, "masters": {n: state["master_weight"] for n, state in states.items()}}
+
+
+def run_written_masters(payload: Any) -> list[float]:
+    """Train bf16 weights with masters, all of which a hook before the third step writes to; return by parameter how far that step moves them
+    from what was written."""
+    moved: list[float] = []
+
+    class Writing(AdamW):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.parameters() if self.global_step == 2 else ():
+                parameter.data.fill_(0.5)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 3 and not moved:
+                moved.extend(float((parameter - 0.5).abs().max()) for parameter in self.parameters())
+
+    holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True)
+    run_fit(holmes, Writing, precision="bf16-true")
+    return moved
+
 
 pytestmark = pytest.mark.xdist_group("sharded_optimizer")
 
 
 @pytest.fixture(scope="module")
 def runs() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    return run_all(None), launch(2, "sharded_cases:run_all", {}, timeout_s=120)
+    return run_all(None), launch(2, "test_sharded_optimizer:run_all", {}, timeout_s=120)
 
 
 @pytest.mark.parametrize("name", ["read", "shares", "changed", "accumulated"])
@@ -67,7 +209,7 @@ def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights(
         options = options | {"python": forked_executable()}
     if "optimizer_states" in options:
         options = options | {"optimizer_states": str(tmp_path)}
-    results = launch(replicas, "sharded_cases:run_masters", options, timeout_s=100)
+    results = launch(replicas, "test_sharded_optimizer:run_masters", options, timeout_s=100)
     module = build(AdamW).bfloat16()
     masters = {n: p.detach().float().clone().requires_grad_() for n, p in module.named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), 0.05)
@@ -98,5 +240,5 @@ def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_masters_take_over_what_a_hook_before_the_step_writes(replicas: int) -> None:
-    for moved in launch(replicas, "sharded_cases:run_written_masters", timeout_s=100):
+    for moved in launch(replicas, "test_sharded_optimizer:run_written_masters", timeout_s=100):
         assert moved and all(0.0 <= distance < 0.1 for distance in moved), "the weights before were random"

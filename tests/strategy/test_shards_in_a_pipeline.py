@@ -10,7 +10,8 @@ import pytest
 import torch
 from comparing import assert_same, state_of
 from launch import launch
-from sharded_parameter_cases import LAYERED, Data, Saver, Watching, build, make_trainer, run_late
+from quiet import saves
+from sharded_parameter_cases import LAYERED, Data, Watching, build, make_trainer, run_late
 
 from lightning_holmes.checkpoint import read_state_dict
 
@@ -39,7 +40,7 @@ def run(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, folders in (("folder", True), ("file", False)):
         module, trainer = build(), make_trainer(folder, save_distributed_checkpoint=folders, **STAGES)
-        trainer.callbacks.append(Saver(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
+        trainer.callbacks.append(saves(folder / f"{kind}.ckpt"))  # type: ignore[attr-defined]
         trainer.fit(module, datamodule=Data())
         found[f"fit {kind}"] = state_of(module)
         found[f"validate {kind}"] = trainer.validate(module, datamodule=Data(), verbose=False)[0]["val_loss"]

@@ -50,13 +50,7 @@ def test_ten_starts_choose_one_plan(hidden: int, layers: int) -> None:
         placement = make_placement(topology, world_size=4, pipeline_parallel_size=2)
         job: Any = SimpleNamespace(topology=topology, num_hosts=4, is_gloo=True)
         cost_model, _ = make_cost_model(costs, job, placement, Asked(), device="cpu", batch_size=8, forbidden_cuts=())
-        known = Known(
-            topology=topology,
-            placement=placement,
-            layers="layers",
-            num_layers=layers,
-            costs=cost_model,
-        )
+        known = Known(topology=topology, placement=placement, layers="layers", num_layers=layers, costs=cost_model)
         plan = choose(known, Asked())
         chosen.add((plan.schedule, plan.num_chunks, plan.num_microbatches, plan.partition.layer_counts))
     assert chosen == {("1f1b", 1, 4, (layers // 2, layers // 2))}

@@ -1,4 +1,4 @@
-"""Functions that hooks of tripwire_cases.py call from another file, as users keep them."""
+"""Functions that hooks of test_tripwires.py call from another file, as users keep them."""
 
 from collections.abc import Iterable
 from typing import Any
