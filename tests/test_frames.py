@@ -15,7 +15,6 @@ TESTED_BY = {
     "optim/after_step.py": "optim/test_after_step.py",
     "pipeline/shadow.py": "pipeline/test_shadow.py",
     "pipeline/whole_steps.py": "strategy/test_whole_steps.py",
-    "strategy/compat/grad_norm.py": "strategy/test_tripwires.py",
     "strategy/compat/optimizer_states.py": "strategy/test_optimizers.py",
     "strategy/tripwires.py": "strategy/test_tripwires.py",
     "strategy/user_hooks.py": "strategy/test_user_hooks.py",

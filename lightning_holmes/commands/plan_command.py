@@ -48,7 +48,7 @@ from lightning_holmes.plan.timeline_plot import PLOT_FORMATS, save_timeline_plot
 from lightning_holmes.plan.training import make_training
 from lightning_holmes.strategy import HolmesStrategy
 from lightning_holmes.strategy.admission import check_module
-from lightning_holmes.strategy.profiling import LARGEST_RUN, carried_byte_s, own_step_s
+from lightning_holmes.strategy.profiling import LARGEST_RUN
 from lightning_holmes.strategy.samples import step_arguments
 
 # types of weights that are not in fp32; bf16 stands for fp16, which has as many bytes
@@ -171,15 +171,13 @@ def make_cost_model(
     batch_samples = request.batch_samples
     if batch_samples is None:
         batch_samples = _batch_samples(samples, asked, topology)
-    operator_s = 0.0 if here is None else here.operator_s
     training = make_training(
         asked,
         cost,
         batch_samples=batch_samples,
         device="cuda" if here is None else "cpu",
         update_s_per_byte=max(device.update_s_per_byte for device in devices),
-        byte_s=carried_byte_s(operator_s),
-        own_s=own_step_s(operator_s),
+        operator_s=0.0 if here is None else here.operator_s,
     )
     training = replace(training, sequence_parallel=request.sequence_parallel)
     return CostModel(cost, network, devices=devices, training=training)

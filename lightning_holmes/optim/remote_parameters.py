@@ -285,13 +285,11 @@ class RemoteParameters(StageShards):
         self.perform(Action.VALUES, unit=unit, number=self.version, message=sorted(replicas), then=take)
         return unit.views(host) if is_wanted else {}
 
-    def _wanted(self, unit: Unit, destination: Callable[[str], int] | None) -> dict[str, Tensor]:
-        if destination is None:
-            return self._whole(unit)
+    def _wanted(self, unit: Unit, destination: Callable[[str], int]) -> dict[str, Tensor]:
         views = self._values(unit, {destination(name) for name in unit.names})
         return {name: view.clone() for name, view in views.items() if destination(name) == self.replica}
 
-    def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def each_whole(self, destination: Callable[[str], int]) -> Iterator[tuple[str, Tensor]]:
         """See StageShards. Each replica fetches only the units of which it wants a parameter."""
         self.settle()
         yield from super().each_whole(destination)

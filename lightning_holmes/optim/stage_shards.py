@@ -305,16 +305,16 @@ class StageShards(ShardMemory, ParameterExchange):
         """Return whole parameters, each on the replica ``destination(name)``, in memory of their own. All replicas must call."""
         return {name: value.clone() for name, value in self.each_whole(destination)}
 
-    def each_whole(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of which this replica is the ``destination`` (None: every parameter) by name, whole, one unit at a time. All replicas
+    def each_whole(self, destination: Callable[[str], int]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters of which this replica is the ``destination`` by name, whole, one unit at a time. All replicas
         must call, and iterate to the end."""
         for unit in self.units:
             give_back_freed_memory()  # of the unit before, which is large
             yield from self._wanted(unit, destination).items()
 
-    def _wanted(self, unit: Unit, destination: Callable[[str], int] | None) -> dict[str, Tensor]:
+    def _wanted(self, unit: Unit, destination: Callable[[str], int]) -> dict[str, Tensor]:
         whole = self._whole(unit).items()
-        return {name: view for name, view in whole if destination is None or destination(name) == self.rank}
+        return {name: view for name, view in whole if destination(name) == self.rank}
 
     def _whole(self, unit: Unit) -> dict[str, Tensor]:
         buffers = allocate(_sizes([unit]), unit.device)

@@ -189,7 +189,7 @@ def search_data(result: SearchResult, cost_model: CostModel) -> dict[str, Any]:
             }
             for cluster, types in zip(topology.clusters, cost_model.device_types(), strict=True)
         ],
-        "best": {**result.best.to_data(), "timeline": result.best.timeline.to_data()},
+        "best": result.best.to_data(),
         "runners_up": [entry.to_data() for entry in result.runners_up],
         "num_candidates": result.num_candidates,
         "left_out": dict(result.left_out),

@@ -8,7 +8,7 @@ The simulator makes one from a plan; a monitored run makes one from the labels i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 SpanKind = Literal[
     "forward",
@@ -80,14 +80,3 @@ class Timeline:
         busy = sum(self.busy_s(rank) for rank in range(self.num_ranks))
         waited = self.exposed_s.get("pipeline", 0.0) + self.exposed_s.get("data_parallel", 0.0)
         return max(0.0, (total - busy - waited) / total)
-
-    def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "step_s": self.step_s,
-            "bubble_share": self.bubble_share,
-            "exposed_s": dict(self.exposed_s),
-            "peak_memory_bytes": list(self.peak_memory_bytes),
-            "source": self.source,
-            "spans": [[list(span) for span in row] for row in self.spans],
-        }

@@ -22,6 +22,12 @@ _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # seconds of a rank's own time to s
 _SPLIT_RATIO = {"cpu": 1.2, "cuda": 1.1}
 _MICROBATCH_GAIN = {"cpu": 0.15, "cuda": 0.08}  # on CPUs messages take time of the cores that compute
 _CHUNKS_GAIN = {"cpu": 0.10, "cuda": 0.05}
+# A rank's time in a step outside of microbatches and the optimizer (the trainer's loops, data, logs, checks), in times of a tiny
+# operator: about 15 ms if one takes 3 us. From the timelines of small runs on an idle link.
+_STEP_OPERATORS = 5000
+# A processor's time to send or receive a byte by sockets, including the slowdown of computing meanwhile, in times of a tiny
+# operator: 2 ns if one takes 2 us. From processes that compute during a steady exchange, and from whole steps (docs/log.md).
+_BYTE_OPERATORS = 1e-3
 _STATES = 2.0  # numbers that AdamW keeps for each parameter
 _FP32, _HALF = 4.0, 2.0  # bytes
 
@@ -88,8 +94,8 @@ def make_training(
     batch_samples: int,
     device: str,
     update_s_per_byte: float = 0.0,
-    byte_s: float = 0.0,
-    own_s: float = 0.0,
+    operator_s: float = 0.0,
+    carries: bool = True,
 ) -> Training:
     """Make the Training of a run from the strategy's arguments.
 
@@ -97,7 +103,8 @@ def make_training(
         batch_samples: of a step, over all replicas.
         device: "cpu" or "cuda".
         update_s_per_byte: as measured, for fp32 parameters.
-        byte_s, own_s: as in Training.
+        operator_s: seconds of a tiny operator, as measured.
+        carries: whether processors carry what is sent (sockets).
     """
     weight = model.parameter_itemsize
     gradient = max(weight, _FP32)  # gradients of double-precision weights keep their type
@@ -118,6 +125,6 @@ def make_training(
         microbatch_gain=_MICROBATCH_GAIN.get(device, _MICROBATCH_GAIN["cuda"]),
         chunks_gain=_CHUNKS_GAIN.get(device, _CHUNKS_GAIN["cuda"]),
         message_s=_MESSAGE_S.get(device, _MESSAGE_S["cpu"]),
-        byte_s=byte_s,
-        own_s=own_s,
+        byte_s=_BYTE_OPERATORS * operator_s * carries,
+        own_s=_STEP_OPERATORS * operator_s,
     )

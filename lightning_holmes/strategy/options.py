@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
+from lightning_holmes.callbacks.timeline_monitor import make_monitor
 from lightning_holmes.checkpoint import read_plan
 from lightning_holmes.cluster.topology import OptimizerHost, Topology
 from lightning_holmes.comm.collectives import COMPRESSIONS
@@ -222,10 +222,6 @@ class Options:
     def sent_dtype(self) -> torch.dtype | None:
         """The dtype of activations that cross between clusters; None for their own dtype."""
         return None if self.compression is None else COMPRESSIONS[self.compression]
-
-    def make_monitor(self) -> TimelineMonitor | None:
-        """Return the callback that ``monitor`` asks for, or None."""
-        return make_monitor(self.monitor)
 
     def check_given_plan(
         self,

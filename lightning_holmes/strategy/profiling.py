@@ -49,12 +49,6 @@ LARGEST_RUN = 50_000_000
 # A rank whose speed is at least this fraction of a faster rank's counts as equally fast: a short measurement is no more accurate, least of
 # all on CPUs that other processes use, too.
 _ALIKE = {"cpu": 0.8, "cuda": 0.97}
-# A rank's time in a step outside of microbatches and the optimizer (the trainer's loops, data, logs, checks), in times of a tiny
-# operator: about 15 ms if one takes 3 us. From the timelines of small runs on an idle link.
-_STEP_OPERATORS = 5000
-# A processor's time to send or receive a byte by sockets, including the slowdown of computing meanwhile, in times of a tiny
-# operator: 2 ns if one takes 2 us. From processes that compute during a steady exchange, and from whole steps (docs/log.md).
-_BYTE_OPERATORS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,16 +162,6 @@ def _profiled(
         return f"its step could not be profiled ({type(error).__name__}: {text[:200]})"
 
 
-def own_step_s(operator_s: float) -> float:
-    """Return a rank's seconds in a step outside of microbatches and the optimizer, if a tiny operator takes ``operator_s``."""
-    return _STEP_OPERATORS * operator_s
-
-
-def carried_byte_s(operator_s: float) -> float:
-    """Return a processor's seconds for each byte that it sends or receives by sockets, if a tiny operator takes ``operator_s``."""
-    return _BYTE_OPERATORS * operator_s
-
-
 def alike_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
     """Return the measured speeds, in which speeds that a measurement cannot distinguish are replaced by their group's mean; groups are formed from
     the fastest down."""
@@ -248,8 +232,8 @@ def make_cost_model(
         batch_samples=batch_size * placement.data_parallel_size,
         device=device,
         update_s_per_byte=max(speed.update_s_per_byte for speed in costs.speeds),
-        byte_s=carried_byte_s(operator_s) if sockets and device == "cpu" else 0.0,
-        own_s=own_step_s(operator_s),
+        operator_s=operator_s,
+        carries=sockets and device == "cpu",
     )
     model = replace(costs.model, forbidden_cuts=forbidden_cuts)
     reached: dict[str, Any] = {} if one_host else {"efficiency": SOCKETS if sockets else REACHED, "sockets": sockets}

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_holmes import checkpoint
-from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor
+from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
@@ -40,7 +40,6 @@ from lightning_holmes.strategy.building import move_parameters
 from lightning_holmes.strategy.compat.averaging import WholeAverages
 from lightning_holmes.strategy.compat.extra_callbacks import ModuleStateSync, extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
-from lightning_holmes.strategy.compat.grad_norm import exchanging_norms
 from lightning_holmes.strategy.compat.lockstep import Lockstep
 from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
 from lightning_holmes.strategy.compat.prediction_writers import PredictionWriters
@@ -398,7 +397,7 @@ class Run:
             undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel, lifted=self.lifted))
         if self.context.snapshots is not None:
             undo.enter_context(self.context.snapshots.attached(self.pipeline, self.context.loaded_state))
-        monitor = self.options.make_monitor()
+        monitor = make_monitor(self.options.monitor)
         monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
         monitors = [] if monitor is None or monitored else [monitor]
         if job.connection.world_size > 1 or self.options.is_layered:
@@ -413,7 +412,6 @@ class Run:
                     before=self.receive_module_state,
                 )
             )
-            undo.enter_context(exchanging_norms(self._tripwires.norms, self.pipeline.name_of))
         if job.placement.world_size > job.placement.data_parallel_size:
             pipeline_rank, _, tensor_rank = job.placement.coordinate(job.connection.rank)
             undo.enter_context(PredictionWriters(trainer, writes=pipeline_rank == tensor_rank == 0))

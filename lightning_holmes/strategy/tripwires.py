@@ -2,8 +2,7 @@
 
 A rank holds the parameters of its own stages. While a hook of the user runs, a TorchFunctionMode sees each operation that would
 read a parameter or a ``.grad``, in whichever file the operation is written. The first such operation broadcasts that tensor from
-the rank that holds it, the second one all remaining tensors; after the hook other stages' parameters are placeholders again. Lightning's
-``grad_norm`` (compat/grad_norm.py) asks for norms, which are numbers.
+the rank that holds it, the second one all remaining tensors; after the hook other stages' parameters are placeholders again.
 Meanwhile the optimizer's groups show all parameters. So a norm, a ranking or a copy made in a hook covers the whole
 module. Changes that a hook makes take effect on the ranks that hold the parameter.
 
@@ -52,7 +51,7 @@ from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 
-TOPIC_WISHES, TOPIC_GRADIENTS, TOPIC_NORMS = 12, 13, 14
+TOPIC_WISHES, TOPIC_GRADIENTS = 12, 13
 _FAILED = "on_exception"
 _OF_DATA = (
     "each moves its batches alone: read it in on_train_batch_start, and leave what this hook needs in an attribute"
@@ -77,7 +76,7 @@ _READ_NOTHING = (READS_NO_VALUE - {_READ_GRAD}) | {
     Tensor.grad.__delete__,  # type: ignore[union-attr]
 }
 Wish = tuple[str, str]
-"""What a rank wants to read: "value" or "grad", and the name of a parameter; or "norm" and the type of the norm of all gradients."""
+"""What a rank wants to read: "value" or "grad", and the name of a parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +116,6 @@ class _Hook:
         meets: whether all ranks run the hook, so that tensors can be brought in it.
         shows_groups: whether the optimizer's groups show all parameters in it.
         brought: the values and gradients that every rank has by now.
-        norms: the norms of all gradients by type, each by the name of the parameter.
         arming: the contexts that are active while the user's code runs; None while the strategy's own code runs.
     """
 
@@ -126,7 +124,6 @@ class _Hook:
     meets: bool
     shows_groups: bool
     brought: set[Wish] = field(default_factory=set)
-    norms: dict[str, dict[str, float]] = field(default_factory=dict)
     arming: ExitStack | None = None
 
 
@@ -356,19 +353,6 @@ class Tripwires(Replacements):
             wanted = self._pipeline.parameters
         self._round(hook, {(kind, name) for name in wanted})
 
-    def norms(self, norm_type: float) -> Mapping[str, float] | None:
-        """Return the norm of each gradient of all stages by the parameter's name; None where gradients are not read by stage. Called in a hook of the
-        user, on any rank."""
-        hook = self._hook
-        if hook is None or hook.arming is None or not hook.meets or not hook.absent.is_split or hook.absent.hidden:
-            return None
-        self._disarm(hook)
-        try:
-            self._round(hook, {("norm", str(norm_type))})
-        finally:
-            self._arm(hook)
-        return hook.norms[str(norm_type)]
-
     def _tell_cost(self, hook: _Hook, kind: str) -> None:
         if hook.name in self._told:
             return
@@ -376,7 +360,10 @@ class Tripwires(Replacements):
         size = sum(p.numel() * p.element_size() for p in self._pipeline.parameters.values()) / 2**20
         what, cure = "parameters", ""
         if kind == "grad":
-            what, cure = "gradients", "; Trainer(gradient_clip_val=...) and lightning's grad_norm send numbers only"
+            what, cure = (
+                "gradients",
+                "; Trainer(gradient_clip_val=...) and trainer.strategy.global_grad_norm(parameters) send numbers only",
+            )
         pl.utilities.rank_zero_warn(
             f"{hook.name} reads the module's {what}: those of all stages, {size:.1f} MiB, are brought to every rank whenever it "
             f"does{cure}"
@@ -416,9 +403,7 @@ class Tripwires(Replacements):
             with torch.no_grad():
                 self._bring_values([name for name in parameters if ("value", name) in lacking])
                 self._bring_gradients([name for name in parameters if ("grad", name) in lacking])
-            hook.brought |= {wish for wish in wanted if wish[0] != "norm"}
-            for norm_type in sorted(name for kind, name in wanted if kind == "norm"):
-                hook.norms[norm_type] = self._exchange_norms(float(norm_type))
+            hook.brought |= wanted
             return True
 
     def _bring_parts(self, hook: _Hook, shards: StageShards, wishes: set[Wish]) -> None:
@@ -474,12 +459,6 @@ class Tripwires(Replacements):
             if name not in self._pipeline.local_parameters:
                 parameter.grad = dtensor.like(data, parameter)
                 self._brought.callback(setattr, parameter, "grad", None)
-
-    def _exchange_norms(self, norm_type: float) -> dict[str, float]:
-        """Return the norm of each gradient of all stages, by the parameter's name."""
-        owned = {n: p.grad for n, p in self._pipeline.parameters.items() if self._pipeline.is_owner(n)}
-        mine = {name: float(gradient.norm(norm_type)) for name, gradient in owned.items() if gradient is not None}
-        return {name: norm for norms in self._exchange(TOPIC_NORMS, mine) for name, norm in norms.items()}
 
 
 def _numbered(names: list[str]) -> list[str]:
