@@ -44,14 +44,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Inside strategy/: each row may import from itself and from those before it.
 STRATEGY: tuple[set[str], ...] = (
-    {
-        "admission",
-        "agreement",
-        "batch_source",
-        "building",
-        "compat",
-        "module_shards",
-    }
+    {"admission", "agreement", "batch_source", "building", "compat", "module_shards"}
     | {"loops", "lost_values", "removed_arguments", "loaded_state", "switches"}
     | {"samples", "snapshots", "user_hooks"},
     {"options", "launcher"},

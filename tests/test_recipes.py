@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,13 +15,12 @@ import pytest
 import torch
 import yaml
 from launch import launch
-from test_cli import run
+from test_cli import ROOT, _from_the_root, run  # noqa: F401
 
 from lightning_holmes import HolmesStrategy, loggers
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands.convert import main as convert
 
-ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/config.yaml"))
 # a batch of one replica, and the parameters of the whole model, counted by hand below
 LARGE = {
@@ -37,12 +35,6 @@ ONE_CLUSTER = {
     "llama_7b_nodes": ("input_ids=16x2048:int64", "speed=60e12,memory=16e9"),
 }
 FINETUNE = ("finetune", "finetune_lora")
-
-
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["lightning-holmes"])
 
 
 def config_of(recipe: str) -> str:

@@ -61,11 +61,7 @@ def train(
 ) -> list[float]:
     marks = StepClock(clock)
     trainer = quiet_trainer(
-        accelerator=accelerator,
-        devices=devices,
-        strategy=strategy,
-        max_steps=steps + skip,
-        callbacks=[marks],
+        accelerator=accelerator, devices=devices, strategy=strategy, max_steps=steps + skip, callbacks=[marks]
     )
     trainer.fit(module, DataLoader(Windows(batch_size * (steps + skip)), batch_size=batch_size))
     return marks.seconds(skip)

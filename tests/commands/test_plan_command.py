@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import HalfPrecision, TorchCheckpointIO
+from test_cli import ROOT, _from_the_root, run  # noqa: F401
 from torch import nn
 
-from lightning_holmes.cli import main
 from lightning_holmes.commands.plan_command import parse_batch_shape, strategy_settings
 from lightning_holmes.commands.plan_devices import precision_of
 from lightning_holmes.errors import ConfigurationError
@@ -21,7 +20,6 @@ from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.plan import WHOLE_MODULE, Plan
 
-ROOT = Path(__file__).parents[2]
 RECIPE = ["plan", "--config", "recipes/gpt_tiny/config.yaml", "--data.init_args.max_bytes=50000"]
 LARGE = """
 trainer:
@@ -43,22 +41,6 @@ clusters:
                                                    {name: eth, kind: ethernet, bandwidth: 25 Gbit/s}]}]
 links: [{ends: [east, west], transport: ethernet, bandwidth: 25 Gbit/s, latency: 1 ms}]
 """
-
-
-@pytest.fixture(autouse=True)
-def _from_the_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", ["lightning-holmes"])
-
-
-def run(capsys, *args: str) -> tuple[int, str, str]:
-    code = 0
-    try:
-        main(list(args))
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def planned(capsys, *args: str) -> dict[str, Any]:

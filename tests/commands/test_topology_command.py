@@ -61,14 +61,7 @@ def test_one_host(sysfs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setenv("HOLMES_CLUSTER", "berlin")
     run_command("topology", [])
     shown = capsys.readouterr().out
-    for words in (
-        "berlin",
-        "node7",
-        "mlx5_0",
-        "infiniband",
-        "400 Gbit/s",
-        "up",
-    ):
+    for words in ("berlin", "node7", "mlx5_0", "infiniband", "400 Gbit/s", "up"):
         assert words in shown
     for form in ("yaml", "json"):
         run_command("topology", [f"--format={form}"])

@@ -10,7 +10,7 @@ from quiet import quiet_trainer
 
 from lightning_holmes.errors import ConfigurationError
 from recipes import callbacks as run_report
-from recipes.callbacks import RunSummary, SampleText, Throughput, count_batch, data_parallel_size
+from recipes.callbacks import RunSummary, SampleText, Throughput
 from recipes.gpt import GPT
 from recipes.text import FileBytes
 
@@ -59,26 +59,6 @@ def test_throughput_of_samples_and_through_a_second_fit(tmp_path):
         trainer = fit(tmp_path, [throughput], BoringModel(), max_steps=3)
         assert throughput.unit == "samples" and throughput.mean_per_s > 0
         assert trainer.callback_metrics["samples_per_s"] > 0
-
-
-def test_count_batch():
-    tokens = torch.zeros(2, 5, dtype=torch.long)
-    assert count_batch({"input_ids": tokens, "labels": tokens}) == ("tokens", 10)
-    assert count_batch([torch.zeros(3, 7), (tokens,)]) == ("tokens", 10)
-    assert count_batch((torch.zeros(3, 7, 7), torch.zeros(3, dtype=torch.long))) == ("samples", 3)
-    assert count_batch({"image": torch.zeros(3, 7, 7)}) == ("samples", 3)
-    assert count_batch("no tensor") == ("samples", 1)
-
-
-def test_data_parallel_size_is_the_samplers():
-    class Strategy:
-        distributed_sampler_kwargs = {"num_replicas": 3, "rank": 1}
-
-    class FakeTrainer:
-        strategy = Strategy()
-
-    assert data_parallel_size(FakeTrainer()) == 3
-    assert data_parallel_size(Trainer(accelerator="cpu", devices=1, logger=False)) == 1
 
 
 def test_summary_names_checkpoints_loggers_and_losses(tmp_path, capsys, monkeypatch):

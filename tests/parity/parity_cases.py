@@ -261,7 +261,3 @@ EIGHT_RANKS: tuple[tuple[str, tuple[int, int], str, str], ...] = (
     ("vit", (4, 2), "zero_bubble", "7in4"),
 )
 CASES = make_cases()
-REFUSED_FITS = {
-    "skip": Fit(family="skip", layout=Layout(pipeline_parallel_size=2, num_microbatches=2)),
-    "router_loss": Fit(family="router_loss", layout=Layout(pipeline_parallel_size=2, num_microbatches=2)),
-}

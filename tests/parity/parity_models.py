@@ -337,53 +337,6 @@ class TupleStack(Classifier):
         return self.head(torch.cat((hidden, extra), dim=-1))
 
 
-# modules that no pipeline can run exactly
-
-
-class SkipNet(Classifier):
-    """A U-Net: outputs of the first layers are added to the inputs of the last ones."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Linear(PIXELS * PIXELS, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(num_layers))
-        self.head = nn.Linear(HIDDEN, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, skips, half = self.embedding(x.flatten(1)), [], len(self.layers) // 2
-        for index, layer in enumerate(self.layers):
-            if index >= len(self.layers) - half:
-                hidden = hidden + skips.pop()
-            hidden = layer(hidden)
-            if index < half:
-                skips.append(hidden)
-        return self.head(hidden)
-
-
-class RoutedBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(HIDDEN, 2)
-        self.router_loss: Tensor | None = None
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        shares = self.router(x_BD).softmax(-1)
-        self.router_loss = shares.mean(0).square().sum()
-        return super().forward(x_BD) * shares[:, :1]
-
-
-class RouterLoss(Stack):
-    """The loss adds a value that each layer's router has stored on the layer."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.layers = nn.ModuleList(RoutedBlock() for _ in range(num_layers))
-
-    def evaluate(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        loss, accuracy = super().evaluate(batch)
-        return loss + 0.01 * sum(layer.router_loss for layer in self.layers), accuracy
-
-
 # data
 
 
@@ -499,5 +452,3 @@ FAMILIES = {
     "checkpoint_around": Family(build=lambda n: Stack(n, checkpointing="around")),
     "checkpoint_dropout": Family(build=lambda n: Stack(n, checkpointing="around", dropout=0.3), draws=True),
 }
-
-REFUSED = {"skip": Family(build=SkipNet), "router_loss": Family(build=RouterLoss)}

@@ -20,7 +20,7 @@ import torch
 from launch import keep_what_is_left, launch_raw
 from lightning.pytorch import Trainer
 from parity_fit import Fit
-from parity_models import FAMILIES, REFUSED
+from parity_models import FAMILIES
 from quiet import quiet_trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -112,7 +112,7 @@ def work(payload: tuple[str, list[Fit]]) -> None:
 def run_fit(fit: Fit) -> tuple[Record, int]:
     """Run a fit in this process, together with the other processes of the launch; return its record and the rank."""
     pl.seed_everything(5, verbose=False)
-    family = (FAMILIES | REFUSED)[fit.family]
+    family = FAMILIES[fit.family]
     module = family.build(fit.num_layers)
     bucket_reducer.LEAST_BUCKET_BYTES = 2048  # so that small modules have several buckets
     recorder = Recorder()
@@ -128,7 +128,6 @@ def run_fit(fit: Fit) -> tuple[Record, int]:
             gradient_sync=layout.gradient_sync,
             topology=crossed(fit) if layout.gradient_sync == "hierarchical" else "auto",
             sharding=layout.sharding,  # type: ignore[arg-type]
-            # the default would avoid the split points that must be refused here
             partition="uniform" if layout.partition is None else list(layout.partition),
         )
     trainer = quiet_trainer(
@@ -169,7 +168,7 @@ class Samples(pl.LightningDataModule):
     def __init__(self, fit: Fit) -> None:
         super().__init__()
         self.batch_size = fit.batch_size
-        self.family = (FAMILIES | REFUSED)[fit.family]
+        self.family = FAMILIES[fit.family]
         self.training, self.validation = self.family.samples()
 
     def loader(self, samples: list[dict[str, Tensor]], batch_size: int) -> DataLoader:

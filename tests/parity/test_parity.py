@@ -21,7 +21,6 @@ from parity_cases import (
     MICROBATCHES,
     OPTIMIZERS,
     OPTIONS,
-    REFUSED_FITS,
     REORDERED,
     SCHEDULES,
     SPLIT_SCHEDULES,
@@ -73,11 +72,6 @@ def run_with_others(name: str, known: dict[Fit, list[Record]], session: pytest.S
     known |= run_fits(list(itertools.islice(fits, FITS_A_LAUNCH)))
 
 
-@pytest.fixture(scope="module")
-def refused() -> dict[Fit, list[Record]]:
-    return run_fits(list(REFUSED_FITS.values()))
-
-
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
     group = pytest.mark.xdist_group(group_of(CASES[name].fit.family))
     return [group] if name in IN_SHORT else [group, pytest.mark.full]
@@ -113,22 +107,6 @@ def test_equals_the_baseline(
         check.values(f"epoch's logs on rank {rank}", record.metrics, expected.metrics)
         check.states(f"final state on rank {rank}", record.state, expected.state)
     del known[case.fit]  # `make exhaustive` has thousands of them
-
-
-@pytest.mark.xdist_group("parity0")
-@pytest.mark.parametrize("family", REFUSED_FITS)
-def test_a_value_beside_the_hidden_state_is_refused_on_every_rank(
-    family: str, refused: dict[Fit, list[Record]]
-) -> None:
-    reason = {
-        "skip": "output 0 of layer 0, read in layer 4",
-        "router_loss": "a value computed inside layer 0, read after the last layer",
-    }[family]
-    for record in refused[REFUSED_FITS[family]]:
-        assert record.error.startswith("UnsupportedModuleError: splitting layers after layer 2 would lose"), (
-            record.error
-        )
-        assert reason in record.error
 
 
 @pytest.mark.skipif(EXHAUSTIVE not in ("", "1/1"), reason="a part of the product")

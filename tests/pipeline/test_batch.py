@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
+from lightning_holmes.pipeline import checksum
 from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, microbatch_bounds, signature, weighted_mean
 from lightning_holmes.pipeline.checksum import Checksum
 
@@ -105,6 +106,17 @@ def test_checksums_tell_values_order_and_shapes_apart() -> None:
     ]
     assert len({Checksum(b).known for b in batches}) == len(batches)
     assert Checksum(batches[0]).known == Checksum({"x": torch.arange(12)[:6]}).known
+
+
+def test_values_of_an_accelerator_are_told_apart_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU stands for the accelerator here."""
+    monkeypatch.setattr(checksum, "is_on_host", lambda tensor: tensor.dtype == torch.int64)
+    batch = {"x": torch.arange(6.0), "y": torch.arange(3)}
+    same, swapped = Checksum(batch), Checksum({"x": batch["x"].flip(0), "y": batch["y"]})
+    assert same.has_values and same.known == swapped.known and same.values() != swapped.values()
+    assert same.values() == Checksum({"x": torch.arange(6.0), "y": torch.arange(3)}).values()
+    for other in ({"x": batch["x"], "y": batch["y"] + 1}, {"x": batch["x"][:5], "y": batch["y"]}):
+        assert Checksum(other).known != same.known
 
 
 def test_signatures_know_shapes_not_values() -> None:

@@ -325,9 +325,7 @@ def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float,
         Network(topology, local_bytes_per_s=device.local_bytes_per_s, efficiency=REACHED),
         devices=devices,
         training=Training(
-            batch_samples=_BATCH,
-            state_ratio=6.0,
-            update_s_per_byte=_UPDATE_BYTES / device.moved_bytes_per_s,
+            batch_samples=_BATCH, state_ratio=6.0, update_s_per_byte=_UPDATE_BYTES / device.moved_bytes_per_s
         ),
     )
 

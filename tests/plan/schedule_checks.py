@@ -1,7 +1,6 @@
-"""Validates a schedule, and computes when its computations would start if transfers took no time.
+"""Validates a schedule.
 
 validate_schedule(schedule)         # ValueError, naming the rank and the action, if it could go wrong
-start_slots(schedule)[1][0]         # (1, Action F1.0)
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ from collections import Counter
 from lightning_holmes.plan.schedule.action import COMPUTE_OPS, GRADIENT_OPS, RECV_OPS, SEND_OPS, WHOLE_BATCH, Action, Op
 from lightning_holmes.plan.schedule.schedule import Schedule, receive_of
 from lightning_holmes.plan.schedule.specs import spec_of
-
-SLOTS = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.BACKWARD_INPUT: 1, Op.BACKWARD_WEIGHT: 1}
-"""The duration of each computation in slots."""
+from lightning_holmes.plan.simulator import StepCosts, simulate
 
 
 def last_op(schedule: Schedule, stage: int) -> Op:
@@ -49,7 +46,7 @@ def validate_schedule(schedule: Schedule) -> None:
         for expected, found in zip(receives, posted[source, destination], strict=True):
             if expected != found:
                 raise ValueError(f"rank {source} to rank {destination}: {found} is posted where {expected} is sent")
-    start_slots(schedule)
+    simulate(schedule, StepCosts.even(schedule.num_stages))  # which no rank may wait in for ever
 
 
 def stuck_where_computations_wait(schedule: Schedule) -> list[str]:
@@ -174,49 +171,3 @@ def _before(schedule: Schedule, action: Action) -> list[Action]:
     if action.op is Op.REDUCE_GRADIENTS:
         return [Action(last_op(schedule, stage), stage, m) for m in range(schedule.num_microbatches)]
     return []
-
-
-def start_slots(schedule: Schedule) -> list[list[tuple[int, Action]]]:
-    """For each rank the slot in which each computation starts, if transfers take no time.
-
-    Sends and receives do not block; a computation waits until the tensor that it needs was sent. Raises ValueError with the
-    waiting actions on a deadlock.
-    """
-    slots: list[list[tuple[int, Action]]] = [[] for _ in schedule.actions]
-    clock = [0] * len(schedule.actions)
-    cursor = [0] * len(schedule.actions)
-    arrival: dict[Action, int] = {}  # by receive action
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.actions):
-            while cursor[rank] < len(actions):
-                action = actions[cursor[rank]]
-                if action.op in COMPUTE_OPS:
-                    receive = _receive_before(schedule, action)
-                    if receive is not None and receive not in arrival:
-                        break
-                    start = max(clock[rank], arrival[receive] if receive is not None else 0)
-                    slots[rank].append((start, action))
-                    clock[rank] = start + SLOTS[action.op]
-                elif action.op in SEND_OPS:
-                    arrival[receive_of(action)] = clock[rank]
-                cursor[rank] += 1
-                moved = True
-    waiting = [
-        f"rank {rank} at {actions[cursor[rank]]}"
-        for rank, actions in enumerate(schedule.actions)
-        if cursor[rank] < len(actions)
-    ]
-    if waiting:
-        raise ValueError(f"deadlock: {', '.join(waiting)} wait for each other")
-    return slots
-
-
-def _receive_before(schedule: Schedule, compute: Action) -> Action | None:
-    """The receive that a computation waits for; None at the ends of the pipeline and within a rank."""
-    if compute.op is Op.FORWARD and _crosses(schedule, compute.stage - 1):
-        return Action(Op.RECV_ACTIVATION, compute.stage, compute.microbatch)
-    if compute.op in GRADIENT_OPS and _crosses(schedule, compute.stage):
-        return Action(Op.RECV_GRADIENT, compute.stage, compute.microbatch)
-    return None

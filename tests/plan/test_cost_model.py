@@ -141,9 +141,7 @@ def many_hosts(hosts: int, link: str | None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("link", "sharers"),
-    [("", 16), (", measured: true", 16), (None, 1)],
-    ids=["stated", "measured", "not given"],
+    ("link", "sharers"), [("", 16), (", measured: true", 16), (None, 1)], ids=["stated", "measured", "not given"]
 )
 def test_a_link_between_clusters_is_shared_by_all_hosts(link: str | None, sharers: int) -> None:
     """2 x 16 hosts over one link of 10 Gbit/s: the bytes of sixteen replicas cross it, whichever collective is used."""
@@ -167,12 +165,7 @@ def test_a_link_between_clusters_is_shared_by_all_hosts(link: str | None, sharer
 
 @pytest.mark.parametrize(
     ("hosts", "link", "noted"),
-    [
-        (16, ", measured: true", False),
-        (16, "", False),
-        (16, None, True),
-        (1, None, False),
-    ],
+    [(16, ", measured: true", False), (16, "", False), (16, None, True), (1, None, False)],
     ids=["measured", "stated", "not given", "not given, the only pair"],
 )
 def test_a_link_that_counts_for_each_pair_is_noted(hosts: int, link: str | None, noted: bool) -> None:
@@ -249,12 +242,7 @@ def test_hosts_of_a_cluster_may_have_unlike_devices() -> None:
     slow = find_device_type("speed=5e11,memory=5e11,local=1e11")
     topology = Topology.from_yaml_text(TWO)
     network = Network(topology, local_bytes_per_s=1e11)
-    costs = CostModel(
-        MODEL,
-        network,
-        devices=(DEVICE, slow, DEVICE, DEVICE),
-        training=Training(batch_samples=8),
-    )
+    costs = CostModel(MODEL, network, devices=(DEVICE, slow, DEVICE, DEVICE), training=Training(batch_samples=8))
     assert costs.speeds(Layout(pipeline=2, data=4)) == (5e11, 1e12)
     assert costs.memory_limits(Layout(pipeline=2, data=4)) == (0.92 * 5e11, 0.92 * 1e12)
     assert costs.peak_flops_per_s() == 6 * 1e12 + 2 * 5e11

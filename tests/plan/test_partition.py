@@ -8,25 +8,6 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "num_stages", "counts"),
-    [
-        (4, 1, (4,)),
-        (4, 2, (2, 2)),
-        (5, 2, (3, 2)),
-        (7, 3, (2, 3, 2)),
-        (8, 3, (3, 3, 2)),
-        (9, 4, (2, 2, 3, 2)),
-        (10, 4, (2, 3, 3, 2)),
-        (11, 4, (3, 3, 3, 2)),
-        (4, 4, (1, 1, 1, 1)),
-    ],
-)
-def test_uniform(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> None:
-    assert make_uniform_partition(num_layers, num_stages).layer_counts == counts
-    assert make_partition("uniform", num_layers, num_stages).layer_counts == counts
-
-
 @given(st.integers(1, 12), st.integers(0, 40))
 def test_uniform_is_even_and_spares_the_last_stage(num_stages: int, more: int) -> None:
     num_layers = num_stages + more
@@ -34,6 +15,7 @@ def test_uniform_is_even_and_spares_the_last_stage(num_stages: int, more: int) -
     counts = partition.layer_counts
     assert sum(counts) == partition.num_layers == num_layers
     assert len(counts) == partition.num_stages == num_stages
+    assert make_partition("uniform", num_layers, num_stages) == partition
     assert max(counts) - min(counts) <= 1
     assert counts[-1] == min(counts)
     if num_stages > 2 and counts[0] > min(counts):

@@ -5,11 +5,13 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 from launch import TESTS, forked_executable, forked_python, free_port
-from strategy_cases import Setting, build, samples
+from quiet import quiet_trainer
+from strategy_cases import build, samples
 from torch.utils.data import DataLoader
 
 SCRIPT = str(Path(__file__).parent / "launched_script.py")
@@ -26,9 +28,9 @@ TORCHRUN = [
 _FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
 
 
-@pytest.fixture(scope="module")
-def plain_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
-    trainer = Setting(tmp_path_factory.mktemp("plain")).trainer(max_epochs=1)
+@cache
+def plain_loss() -> float:
+    trainer = quiet_trainer(devices=1, max_epochs=1)
     trainer.fit(build(), DataLoader(samples(), 8))
     return float(trainer.callback_metrics["loss"])
 
@@ -56,24 +58,24 @@ def _run(commands: list[list[str]], environments: list[dict[str, str]], folder: 
     return whole
 
 
-def _check(output: str, world_size: int, environment: str, loss: float) -> None:
+def check(output: str, world_size: int, environment: str) -> None:
     found = re.findall(r"RESULT rank=(\d+) world=(\d+) environment=(\w+) loss=([0-9.]+)", output)
     assert sorted(int(f[0]) for f in found) == list(range(world_size)), output[-3000:]
     for _, world, name, value in found:
         assert (int(world), name) == (world_size, environment)
-        assert float(value) == pytest.approx(loss, rel=1e-5)
+        assert float(value) == pytest.approx(plain_loss(), rel=1e-5)
 
 
 @pytest.mark.xdist_group("strategy_launchers")
-def test_one_process(tmp_path: Path, plain_loss: float) -> None:
+def test_one_process(tmp_path: Path) -> None:
     output = _run([[*forked_python(), SCRIPT, "1"]], [_environment()], tmp_path)
-    _check(output, 1, "LightningEnvironment", plain_loss)
+    check(output, 1, "LightningEnvironment")
 
 
 @pytest.mark.xdist_group("strategy_launchers")
-def test_lightnings_own_launcher(tmp_path: Path, plain_loss: float) -> None:
+def test_lightnings_own_launcher(tmp_path: Path) -> None:
     output = _run([[*forked_python(), SCRIPT, "2"]], [_environment()], tmp_path)
-    _check(output, 2, "LightningEnvironment", plain_loss)
+    check(output, 2, "LightningEnvironment")
 
 
 @pytest.mark.xdist_group("strategy_launchers")
@@ -86,9 +88,9 @@ def test_each_process_takes_its_share_of_the_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("strategy_launchers")
-def test_torchrun(tmp_path: Path, plain_loss: float) -> None:
+def test_torchrun(tmp_path: Path) -> None:
     output = _run([[*forked_python(), *TORCHRUN, SCRIPT, "2"]], [_environment()], tmp_path)
-    _check(output, 2, "TorchElasticEnvironment", plain_loss)
+    check(output, 2, "TorchElasticEnvironment")
 
 
 @pytest.mark.xdist_group("strategy_launchers")
@@ -145,13 +147,9 @@ def _lsf(rank: int, port: int, folder: Path) -> dict[str, str]:
     [("SLURMEnvironment", _slurm, 1), ("LSFEnvironment", _lsf, 1), ("KubeflowEnvironment", _kubeflow, 2)],
 )
 def test_started_by_a_scheduler(
-    environment: str,
-    variables: Callable[[int, int, Path], dict[str, str]],
-    nodes: int,
-    tmp_path: Path,
-    plain_loss: float,
+    environment: str, variables: Callable[[int, int, Path], dict[str, str]], nodes: int, tmp_path: Path
 ) -> None:
     port = free_port()
     environments = [_environment(**variables(rank, port, tmp_path)) for rank in range(2)]
     output = _run([[*forked_python(), SCRIPT, str(2 // nodes), str(nodes)]] * 2, environments, tmp_path)
-    _check(output, 2, environment, plain_loss)
+    check(output, 2, environment)

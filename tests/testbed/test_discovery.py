@@ -104,11 +104,7 @@ def test_the_command_prints_clusters_links_and_measured_speeds(bed: Testbed) -> 
     told = {"infiniband": 400, "roce": 200, "ethernet": 40}  # Mbit/s
     for _ in range(3):  # retried as in discover
         results = bed.torchrun(
-            ["-m", "lightning_holmes.cli", "topology"],
-            shuffle_nodes=True,
-            env=env,
-            timeout_s=120,
-            check=True,
+            ["-m", "lightning_holmes.cli", "topology"], shuffle_nodes=True, env=env, timeout_s=120, check=True
         )
         (lines,) = (
             output.splitlines() for output in (r.output for r in results.values()) if "\ncluster " in f"\n{output}"

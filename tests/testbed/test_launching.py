@@ -4,41 +4,25 @@ Each launcher trains the model of tests/strategy/test_launchers.py in two stages
 Lightning, loss to 1e-5.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launch import TESTS, forked_executable, forked_python
-from strategy_cases import Setting, build, samples
-from torch.utils.data import DataLoader
+from test_faults import TWO_HOSTS
+from test_launchers import SCRIPT, check
 
-from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from testbed import Testbed, TestbedOptions
 
 pytestmark = [pytest.mark.usefixtures("testbed_works"), pytest.mark.xdist_group("testbed_launchers")]
-SCRIPT = str(TESTS / "strategy" / "launched_script.py")
 HOSTS = ("east", "west")
-TWO_HOSTS = Topology(
-    clusters=tuple(
-        Cluster(name=name, hosts=(Host(name=name, devices=1, nics=(Nic(name="eth0", kind="ethernet"),)),))
-        for name in HOSTS
-    )
-)
 
 
 @pytest.fixture(scope="module")
 def bed(testbed_works: None) -> Iterator[Testbed]:
     with Testbed(TWO_HOSTS, TestbedOptions()) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def plain_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
-    trainer = Setting(tmp_path_factory.mktemp("plain")).trainer(max_epochs=1)
-    trainer.fit(build(), DataLoader(samples(), 8))
-    return float(trainer.callback_metrics["loss"])
 
 
 def _slurm(host: str) -> dict[str, str]:
@@ -68,7 +52,7 @@ LAUNCHERS: dict[str, tuple[str, Callable[[str], dict[str, str]] | None]] = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_hosts_are_two_stages(launcher: str, bed: Testbed, plain_loss: float, tmp_path: Path) -> None:
+def test_two_hosts_are_two_stages(launcher: str, bed: Testbed, tmp_path: Path) -> None:
     environment, variables = LAUNCHERS[launcher]
     paths = f"{TESTS}:{TESTS / 'strategy'}:{TESTS.parent}"
     how: dict[str, Any] = {"processes_per_host": 1} if variables is None else {"host_env": variables}
@@ -81,8 +65,4 @@ def test_two_hosts_are_two_stages(launcher: str, bed: Testbed, plain_loss: float
         check=True,
         **how,
     )
-    output = "\n".join(result.output for result in results.values())
-    found = re.findall(r"RESULT rank=(\d+) world=2 environment=(\w+) loss=([0-9.]+)", output)
-    assert sorted(rank for rank, _, _ in found) == ["0", "1"], output[-3000:]
-    assert {name for _, name, _ in found} == {environment}
-    assert [float(loss) for _, _, loss in found] == pytest.approx([plain_loss] * 2, rel=1e-5)
+    check("\n".join(result.output for result in results.values()), 2, environment)

@@ -100,8 +100,7 @@ def test_a_link_that_is_cut_for_seconds_in_mid_step_costs_seconds_and_nothing_el
 
 
 @pytest.mark.parametrize(
-    ("nic", "eager"),
-    [(f"{NODE}.mlx5_0", False), pytest.param(f"{NODE}.eth0", True, marks=pytest.mark.benchmark)],
+    ("nic", "eager"), [(f"{NODE}.mlx5_0", False), pytest.param(f"{NODE}.eth0", True, marks=pytest.mark.benchmark)]
 )
 def test_a_link_to_an_optimizer_node_that_fails_for_longer_ends_all_soon_and_the_run_goes_on_from_its_snapshot(
     nic: str, eager: bool, tmp_path: Path

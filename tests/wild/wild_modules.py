@@ -133,6 +133,23 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class OneLinear(nn.Module):
+    """A layer with one linear map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Routed(nn.Module):
+    """A gate and two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+
 class Embedded(WithLayers):
     """Runs its layers on an embedding of tokens."""
 
@@ -481,10 +498,10 @@ class VAE(Wild):
 
 @case("diffusion step: noise, random timesteps, a time embedding that conditions every layer", random=True)
 class Diffusion(Wild):
-    class Film(nn.Module):
+    class Film(OneLinear):
         def __init__(self):
             super().__init__()
-            self.linear, self.film = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+            self.film = nn.Linear(WIDTH, 2 * WIDTH)
 
         def forward(self, x, t):
             scale, shift = self.film(t).chunk(2, -1)
@@ -509,11 +526,7 @@ class Diffusion(Wild):
 
 @case("LayerDrop inside the layers, by Python's random and NumPy's", random=True, options={"num_microbatches": 7})
 class PythonRandom(WithLayers):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Layer(OneLinear):
         def forward(self, x):
             if self.training and random.random() < 0.5:
                 return x
@@ -626,12 +639,8 @@ class GAN(Wild):
 
 @case("MoE: a balancing loss kept on each layer as an attribute, summed later", batch=tokens, refused="inside layer 0")
 class MoEAttribute(Embedded):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(WIDTH, 2)
-            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-            self.aux_loss = 0.0
+    class Layer(Routed):
+        aux_loss = 0.0
 
         def forward(self, x):
             p = self.gate(x).softmax(-1)
@@ -644,12 +653,7 @@ class MoEAttribute(Embedded):
 
 @case("MoE: sparse routing with index_add, the balancing loss handed on beside the hidden state", batch=tokens)
 class MoERunningLoss(Embedded):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(WIDTH, 2)
-            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
+    class Layer(Routed):
         def forward(self, x, aux):
             flat = x.reshape(-1, WIDTH)
             p = self.gate(flat).softmax(-1)
@@ -672,10 +676,8 @@ class MoERunningLoss(Embedded):
 
 @case("layers keep a Python number from .item(); the step logs their sum", refused="density")
 class LayerStatistics(WithLayers):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.density = nn.Linear(WIDTH, WIDTH), 0.0
+    class Layer(OneLinear):
+        density = 0.0
 
         def forward(self, x):
             x = self.linear(x).relu()
@@ -732,10 +734,10 @@ class LogsOldGradients(WithNet):
 
 @case("each layer counts its calls and keeps a running mean in a buffer")
 class CountingLayers(WithLayers):
-    class Layer(nn.Module):
+    class Layer(OneLinear):
         def __init__(self):
             super().__init__()
-            self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+            self.calls = 0
             self.register_buffer("running", torch.zeros(WIDTH))
 
         def forward(self, x):
@@ -875,11 +877,7 @@ class PopsLabels(WithNet):
 
 @case("EEGNet: layers clamp the norm of their own weight in place before using it")
 class MaxNorm(WithLayers):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Layer(OneLinear):
         def forward(self, x):
             self.linear.weight.data.renorm_(2, 0, 0.3)
             self.linear.bias.data = self.linear.bias.data.clamp(-0.1, 0.1)
@@ -909,11 +907,7 @@ class VectorQuantised(Wild):
                 self.codes.lerp_(onehot.T @ x.detach() / self.used[:, None], 0.1)
             return x + (quantised - x).detach(), loss + F.mse_loss(x, quantised)
 
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Half(OneLinear):
         def forward(self, pair):
             return self.linear(pair[0]).tanh(), pair[1]
 
@@ -1179,11 +1173,7 @@ class LayerState:
 
 @case("layers return a dataclass with tensors, a number and None")
 class DataclassLayers(WithLayers):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Layer(OneLinear):
         def forward(self, state):
             h = self.linear(state.hidden).tanh()
             return LayerState(h * state.gate, h.mean(-1, keepdim=True), state.depth + 1)
@@ -1195,11 +1185,7 @@ class DataclassLayers(WithLayers):
 
 @case("layers return (hidden, None, dict), taken by keyword")
 class TupleLayers(WithLayers):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Layer(OneLinear):
         def forward(self, hidden, *, cache=None, info=None):
             return self.linear(hidden).sin(), cache, {"mean": hidden.mean(), "kind": "plain"}
 
@@ -1219,11 +1205,7 @@ class Tally:
 
 @case("layers hand on an object of a class of their own, and count in it", refused="changes Python values")
 class ObjectLayers(WithLayers):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Layer(OneLinear):
         def forward(self, x, tally):
             tally.depth += 1
             return self.linear(x) / tally.depth, tally
@@ -1237,11 +1219,7 @@ class ObjectLayers(WithLayers):
 
 @case("T5: the first layer computes a position bias, later ones reuse it", batch=tokens)
 class PositionBias(Embedded):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.bias = nn.Linear(WIDTH, WIDTH), None
-
+    class Layer(OneLinear):
         def forward(self, x, bias=None):
             if bias is None:
                 i = torch.arange(x.shape[1])
@@ -1334,11 +1312,7 @@ def graph_batch() -> dict[str, Tensor]:
 
 
 class GraphNet(WithLayers):
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Layer(OneLinear):
         def forward(self, x, edge_index):
             return self.linear(torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])).relu()
 
@@ -1364,11 +1338,7 @@ def bags() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randint(TOKENS, (20,)), torch.arange(0, 20, 3), torch.randn(7, WIDTH)
 
 
-@case(
-    "nn.EmbeddingBag with offsets",
-    batch=bags,
-    refused="split_batch",
-)
+@case("nn.EmbeddingBag with offsets", batch=bags, refused="split_batch")
 class Bags(WithLayers):
     def __init__(self) -> None:
         super().__init__()
@@ -1379,10 +1349,7 @@ class Bags(WithLayers):
         return F.mse_loss(self.run(self.embed(ids, offsets)), target)
 
 
-@case(
-    "the same, with its own split_batch",
-    batch=bags,
-)
+@case("the same, with its own split_batch", batch=bags)
 class BagsSplit(Bags):
     def split_batch(self, batch, num_microbatches):
         ids, offsets, target = batch
@@ -1392,11 +1359,7 @@ class BagsSplit(Bags):
         return len(batch[1])
 
 
-@case(
-    "its own split_batch, but nothing says what its parts weigh",
-    batch=bags,
-    refused="microbatch_weight",
-)
+@case("its own split_batch, but nothing says what its parts weigh", batch=bags, refused="microbatch_weight")
 class BagsUnweighted(Bags):
     split_batch = BagsSplit.split_batch
 
