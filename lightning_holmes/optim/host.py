@@ -166,11 +166,11 @@ class LocalHost(OptimizerHost):
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._device)
         if all(group is None for group in groups):
             return norm
-        squared = norm.to(self._device, torch.float64 if self._device.type == "cpu" else torch.float32).square()
+        squared = norm.to(self._device, torch.float32 if self._device.type == "mps" else torch.float64).square()
         for group in groups:
             if group is not None:
                 dist.all_reduce(squared, group=group)
-        return squared.sqrt().float()
+        return in_precision_of(self._reducer.parameters.values(), squared.sqrt())
 
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         parameters = list(parameters)
@@ -194,3 +194,8 @@ class LocalHost(OptimizerHost):
 
     def _note_shown(self) -> None:
         """Note that ``p.grad`` has been changed here, and not by a hook."""
+
+
+def in_precision_of(parameters: Iterable[nn.Parameter], norm: Tensor) -> Tensor:
+    """``norm`` in double precision if any of ``parameters`` is, else in single precision."""
+    return norm if any(parameter.dtype is torch.float64 for parameter in parameters) else norm.float()

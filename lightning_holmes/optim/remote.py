@@ -24,7 +24,7 @@ from lightning_holmes.comm.queue import Work
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import marks_of
-from lightning_holmes.optim.host import OptimizerHost
+from lightning_holmes.optim.host import OptimizerHost, in_precision_of
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
@@ -224,7 +224,7 @@ class RemoteHost(OptimizerHost):
         found = torch.tensor(squared, dtype=torch.float64, device=self._groups.builder.device)
         if self._groups.pipeline is not None:
             dist.all_reduce(found, group=self._groups.pipeline)
-        return found.sqrt().float()
+        return in_precision_of(self._parameters.parameters.values(), found.sqrt())
 
     def _check_deferred(self, what: str) -> None:
         if self._reducer.is_eager:

@@ -96,6 +96,8 @@ def find_batch_dependence(
                     return Findings(dependence=_cut_along_time(name, step_name, time))
             if trains and all(m.track_running_stats for m in module.modules() if is_batch_norm(m)):
                 found = _find_differences(trial, small, halves, weights, known or {})
+                if found.undecided and trial.may_fail:
+                    found.merges.update(_decide(module, trial, small, splitter))
             moved = _moved_buffers(trial, small, halves)
     reasons, causes = [], []
     if norms:
@@ -197,6 +199,8 @@ class _Differences:
     kept: list[str] = field(default_factory=list)
     output: str = ""
     merges: dict[str, str] = field(default_factory=dict)
+    undecided: bool = False
+    """Whether a logged value is the same in all parts, as a greatest value may be, so that several ways give that of the whole."""
     divisors: Sequence[bool] = ()
     is_uneven: bool = False
     """Whether a loss that cannot be judged, since each run gives another, divides by numbers of which the parts have not their shares."""
@@ -260,7 +264,7 @@ def _compare(
     tolerance: float = _TOLERANCE,
 ) -> _Differences:
     apart = weighted_mean([part.loss for part in parts], list(weights))
-    logged, merges = _compare_logged(together, parts, weights, known, tolerance)
+    logged, merges, undecided = _compare_logged(together, parts, weights, known, tolerance)
     last = parts[-1].kept
     return _Differences(
         loss=None if _agree(together.loss, apart, tolerance) else (together.loss.item(), apart.item()),
@@ -269,6 +273,7 @@ def _compare(
         kept=[name for name, value in together.kept.items() if name not in last or not _alike(value, last[name])],
         output=_compare_output(together, parts, weights, tolerance),
         merges=merges,
+        undecided=undecided,
         divisors=_compare_divisors(together, parts, weights),
     )
 
@@ -312,9 +317,10 @@ def _gradient_difference(together: Outcome, parts: Sequence[Outcome], weights: S
 
 def _compare_logged(
     together: Outcome, parts: Sequence[Outcome], weights: Sequence[float], known: Mapping[str, str], tolerance: float
-) -> tuple[list[str], dict[str, str]]:
-    """The names of logged values that no way of putting their parts together gives, and that way for those where it is not the usual one."""
-    differing, merges = [], {}
+) -> tuple[list[str], dict[str, str], bool]:
+    """The names of logged values that no way of putting their parts together gives, that way for those where it is not the usual one, and whether
+    it is not known for some."""
+    differing, merges, undecided = [], {}, False
     for (name, nth), (value, reduce_fx) in together.logged.items():
         found = [part.logged.get((name, nth)) for part in parts]
         values = [entry[0] for entry in found if entry is not None]
@@ -330,7 +336,23 @@ def _compare_logged(
             differing.append(name)
         elif fitting[0] != usual:
             merges[name] = fitting[0]
-    return list(dict.fromkeys(differing)), merges
+        undecided = undecided or len(fitting) > 1
+    return list(dict.fromkeys(differing)), merges, undecided
+
+
+def _decide(module: pl.LightningModule, trial: Trial, small: Any, splitter: BatchSplitter) -> dict[str, str]:
+    """How logged values are put together that the halves did not tell, by runs of one sample each: these are rarely alike, too."""
+    if callable(getattr(module, "split_batch", None)):
+        return {}
+    try:
+        singles = splitter.split(small, splitter.batch_size(small))
+        together = trial.outcome(trial.copy(), [small], 1)[0]
+        outcomes = trial.outcome(trial.copy(), singles, 1)
+    except Exception:
+        return {}  # the step may need several samples
+    weigh = getattr(module, "microbatch_weight", None)
+    weights = [float(weigh(single)) if callable(weigh) else 1.0 for single in singles]
+    return _compare_logged(together, outcomes, weights, {}, _TOLERANCE)[1]
 
 
 def _compare_divisors(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> list[bool]:

@@ -90,6 +90,40 @@ def preserved_generators(module: nn.Module) -> Iterator[None]:
         set_states(generators, states)
 
 
+class OwnGenerators:
+    """The generators of a module, by path. Hooks may make others at any time: all are looked for at the first batch of each step and
+    epoch, and at each batch if there are any; attributes of the module itself at each batch."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.by_path = find_generators(module)
+        self._when: object = None
+        self._looks = True
+
+    def look(self, when: object) -> None:
+        """Look for generators before a batch; ``when``: its step and epoch."""
+        self._looks, self._when = when != self._when, when
+        if self.by_path or self._may_have_more():
+            self.by_path = find_generators(self._module)
+
+    def refuse_new(self, place: str) -> None:
+        """Called after a batch of several stages or microbatches.
+
+        Raises:
+            UnsupportedModuleError: the step has made a generator.
+        """
+        made = find_generators(self._module).keys() - self.by_path.keys() if self._may_have_more() else None
+        if made:
+            raise UnsupportedModuleError(
+                f"{place} makes {min(made)}, a generator of its own, of which each stage and each microbatch would have another: make it "
+                f"in __init__ or in a hook, such as on_train_start"
+            )
+
+    def _may_have_more(self) -> bool:
+        own = vars(self._module).items()
+        return self._looks or any(isinstance(v, _KINDS) and f"self.{k}" not in self.by_path for k, v in own)
+
+
 class OwnDraws:
     """What the steps of one batch draw from a module's own generators, on one rank.
 

@@ -22,7 +22,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.divisors import Divisors
-from lightning_holmes.pipeline.own_generators import OwnDraws, States, find_generators, set_states, states_of
+from lightning_holmes.pipeline.own_generators import OwnDraws, OwnGenerators, States, set_states, states_of
 from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
 from lightning_holmes.pipeline.replay import MetricWindow, merge_calls
 from lightning_holmes.pipeline.request import StepRequest, StepResult
@@ -83,7 +83,11 @@ class StepDriver:
         """Whether only a part of a step is running: that of one of several pipeline ranks, or of one of several microbatches."""
         self._has_warned = self._has_warned_of_loggers = False
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
-        self._generators = find_generators(module)
+        self._found = OwnGenerators(module)
+
+    @property
+    def _generators(self) -> dict[str, Any]:
+        return self._found.by_path
 
     @property
     def pipeline_parallel_size(self) -> int:
@@ -119,8 +123,8 @@ class StepDriver:
     def run(self, request: StepRequest) -> StepResult:
         """Run one batch; every rank of the pipeline must call, with the same request apart from the batch."""
         place = f"{type(self.module).__name__}.{request.step_name}"
-        if self._generators:
-            self._generators = find_generators(self.module)  # a hook may have put others in their place
+        trainer = trainer_of(self.module)
+        self._found.look((request.step_name, None if trainer is None else trainer.current_epoch))
         with labelled(lambda: "holmes: wait for the ranks to agree on the batch"):
             whole, unseen = self._agree_on(request)
         splits = request.num_microbatches > 1
@@ -130,10 +134,10 @@ class StepDriver:
         weights = self._weights(parts, sizes)
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         repeats = count > 1 or len(self.pipeline.stages) > 1  # this rank starts the step several times
-        trainer = trainer_of(self.module) if self._is_staged or repeats or request.fixes_options else None
+        trainer = trainer if self._is_staged or repeats or request.fixes_options else None
         settings = None if trainer is None else settings_of(trainer)
-        draws = None
-        if self._generators and (count > 1 or self.pipeline.num_stages > 1):
+        draws, is_in_parts = None, count > 1 or self.pipeline.num_stages > 1
+        if self._generators and is_in_parts:
             draws = OwnDraws(place, self._generators, states_of(self._generators), splits=count > 1)
         divisors = Divisors(count) if request.trains and count > 1 and any(request.divisors) else None
         schedule = make_schedule(
@@ -175,6 +179,8 @@ class StepDriver:
                 self.runner.run(batch)
         finally:
             self.is_inside_part, self.pipeline.draws = False, None
+        if is_in_parts:
+            self._found.refuse_new(place)
         for each in unseen:
             self._compare_values(*each)
         if divisors is not None and self.has_last_stage:

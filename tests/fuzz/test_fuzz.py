@@ -35,6 +35,10 @@ FOUND = (
     "random=numpy, microbatches=2, tensor=2",  # whose teardown hid the refusal
     "log=extreme, checkpoint=middle, stages=2, schedule=1f1b, resume=one",  # one stage that goes on with the microbatches of two
     "state=last, stages=2, read=batch end",  # a tensor that the step sets, and that a hook reads: of the last microbatch
+    "input=tokens, shuffle=yes, head=tied, second log=extreme, stages=2",  # a maximum that both halves of the trial have
+    # norms by which gradients in double precision are clipped
+    "batch=dict, layers=residual, container=list, random=counter, optimizer=rmsprop, clip=norm, tensor=2, format=folder",
+    "batch=unlike, loss=penalty, optimizer=rmsprop, clip=norm, scheduler=cycle, trainer=max_steps, stages=2, microbatches=1",
     "habit=raw sum, stages=2",
     "habit=raw sum, stages=2, replicas=2",
 )

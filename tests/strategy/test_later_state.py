@@ -3,6 +3,7 @@
 Baseline: plain Lightning on the same batches, equal values on rank 0.
 """
 
+import random
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,48 @@ class Transfers(Net):
         return [batch[0] * self.layers[3][0].weight.detach().norm()] if self.moved > 3 else batch
 
 
+class Draws(Net):
+    """Draws from a generator before the layers and after them, as mixup does."""
+
+    rng: random.Random | None = None
+    made_in = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.made_in == "step" and self.rng is None:
+            self.rng = random.Random(3)
+        share = 1.0 if self.rng is None else self.rng.random()
+        loss = self.layers(share * batch[0]).square().mean() * share
+        self.found.append(share if self.rng is None else self.rng.random())
+        return loss * (1 + self.found[-1])
+
+    def on_train_epoch_start(self) -> None:
+        if self.made_in == f"epoch {self.current_epoch}":
+            self.rng = random.Random(3)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.made_in == "batch" and self.global_step == 3:
+            self.rng = random.Random(3)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found.append(float(outputs["loss"]))
+
+
+class DrawsLater(Draws):
+    made_in = "epoch 1"
+
+
+class DrawsAtABatch(Draws):
+    made_in = "batch"
+
+
+class DrawsLazily(Draws):
+    made_in = "step"
+
+
 CASES = {
+    "draws later": DrawsLater,
+    "draws at a batch": DrawsAtABatch,
+    "draws lazily": DrawsLazily,
     "mines": Mines,
     "transfers": Transfers,
     "saves": Saves,
@@ -172,7 +214,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.xdist_group("later_state")
-@pytest.mark.parametrize("name", ["saves", "data", "mines"])
+@pytest.mark.parametrize("name", ["saves", "data", "mines", "draws later", "draws at a batch"])
 def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
     plain = run(name, "auto", 1, str(tmp_path))
     assert plain and staged[name] == pytest.approx(plain, rel=1e-5)
@@ -195,6 +237,11 @@ def test_a_hook_in_which_ranks_do_not_meet_is_refused_what_its_rank_lacks(staged
 @pytest.mark.xdist_group("later_state")
 def test_a_logger_that_is_used_from_a_later_batch_on_is_refused_by_name(staged: dict[str, Any]) -> None:
     assert "Logs.training_step uses self.logger directly (.log_metrics)" in staged["logs"]
+
+
+@pytest.mark.xdist_group("later_state")
+def test_a_generator_that_a_step_makes_is_refused_by_name(staged: dict[str, Any]) -> None:
+    assert "DrawsLazily.training_step makes self.rng, a generator of its own" in staged["draws lazily"]
 
 
 @pytest.mark.xdist_group("later_state")
