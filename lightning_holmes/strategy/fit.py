@@ -22,7 +22,6 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.loss_weights import start_loss_scales
-from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
@@ -369,7 +368,7 @@ class Fit(Run):
     def hand_over(self, *, skipped: bool = False) -> None:
         """Set ``p.grad`` to the gradients that the pipeline has accumulated, reduced unless more batches are to come; ``skipped``: this batch
         had no backward."""
-        self._is_partial = self.accumulates and not isinstance(self.gradients.reducer, LocalReducer)
+        self._is_partial = self.accumulates and self.gradients.are_sums
         with self.job.explaining(self.job.groups.data_parallel):
             with labelled(lambda: f"holmes: wait for {SUMS}"):
                 self.gradients.reducer.finish(last=not self.accumulates)

@@ -34,10 +34,15 @@ from lightning_holmes.strategy.options import Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """The gradients of one fit on one rank: ``reducer`` accumulates and reduces them when the schedule says so, for the optimizer of ``host``."""
+    """The gradients of one fit on one rank: ``reducer`` accumulates and reduces them when the schedule says so, for the optimizer of ``host``.
+
+    Attributes:
+        are_sums: over ranks, from a window's last batch on.
+    """
 
     reducer: LocalReducer | BucketReducer | LayeredReducer
     host: OptimizerHost
+    are_sums: bool = True
 
     def close(self) -> None:
         """Undo the changes to the optimizer and the parameters, and release buffers, hooks and the queue."""
@@ -102,7 +107,7 @@ def make_gradients(part: TrainedPart) -> Gradients:
     is_sharded = plan.sharding == "optimizer"
     if not is_sharded and not reduced and not (low and plan.placement.world_size > 1):
         local = LocalReducer(pipeline.module, parameters.by_name)
-        return Gradients(reducer=local, host=LocalHost(local, groups, **part.about))
+        return Gradients(reducer=local, host=LocalHost(local, groups, **part.about), are_sums=False)
     reducer = BucketReducer(
         parameters.by_name,
         groups,
@@ -114,7 +119,7 @@ def make_gradients(part: TrainedPart) -> Gradients:
         collective=part.collective(part.options.compression),
     )
     if not is_sharded:
-        return Gradients(reducer=reducer, host=LocalHost(reducer, groups, **part.about))
+        return Gradients(reducer=reducer, host=LocalHost(reducer, groups, **part.about), are_sums=reduced)
     assert part.step is not None
     readers = sharding.gradient_readers(part.trainer)
     step = replace(part.step, whole_gradients=bool(readers))

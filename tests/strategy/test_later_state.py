@@ -164,7 +164,18 @@ class DrawsLazily(Draws):
     made_in = "step"
 
 
+class Accumulates(Net):
+    """Reads gradients after each batch of a window of two, in bf16: they are added up in single precision, on the rank of their stage."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(batch[0].bfloat16()).square().mean()
+
+    def on_after_backward(self) -> None:
+        self.found += [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
+
+
 CASES = {
+    "accumulates": Accumulates,
     "draws later": DrawsLater,
     "draws at a batch": DrawsAtABatch,
     "draws lazily": DrawsLazily,
@@ -190,6 +201,8 @@ def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
         enable_checkpointing=name == "saves",
         logger=CSVLogger(folder) if name == "logs" else False,
         num_sanity_val_steps=0,
+        precision="bf16-true" if name == "accumulates" else "32-true",
+        accumulate_grad_batches=1 + (name == "accumulates"),
         reload_dataloaders_every_n_epochs=int(name == "mines"),
     )
     try:
@@ -237,6 +250,13 @@ def test_a_hook_in_which_ranks_do_not_meet_is_refused_what_its_rank_lacks(staged
 @pytest.mark.xdist_group("later_state")
 def test_a_logger_that_is_used_from_a_later_batch_on_is_refused_by_name(staged: dict[str, Any]) -> None:
     assert "Logs.training_step uses self.logger directly (.log_metrics)" in staged["logs"]
+
+
+@pytest.mark.xdist_group("later_state")
+def test_gradients_of_one_rank_are_read_between_accumulated_batches(staged: dict[str, Any], tmp_path: Path) -> None:
+    """Plain Lightning adds gradients up in bf16, to three digits."""
+    plain = run("accumulates", "auto", 1, str(tmp_path))
+    assert len(plain) == 96 and staged["accumulates"] == pytest.approx(plain, rel=0.05)
 
 
 @pytest.mark.xdist_group("later_state")
