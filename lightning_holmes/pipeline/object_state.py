@@ -102,7 +102,12 @@ def is_looked_into(value: Any) -> bool:
 
 def is_of_library(kind: type) -> bool:
     """Whether a class is of torch, Lightning, another known library or the standard library."""
-    package = kind.__module__.partition(".")[0]
+    return is_library(kind.__module__)
+
+
+def is_library(name: str) -> bool:
+    """Whether a file, by the name of its module, is of a library."""
+    package = name.partition(".")[0]
     return package in _LIBRARIES or (package in sys.stdlib_module_names and package not in _OF_VALUES)
 
 

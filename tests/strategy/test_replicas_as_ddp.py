@@ -6,12 +6,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from launch import launch
 from quiet import quiet_trainer
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.strategy.compat.raw_collectives import noticing_raw_collectives
 
 
 class Codes(pl.LightningModule):
@@ -90,3 +93,14 @@ def test_replicas_take_the_buffers_of_rank_0(size: int, holmes: dict[str, Any]) 
     for expected, found in zip(plain, staged, strict=True):
         assert len(expected["seen"]) > 12
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_collectives_that_a_file_has_imported_by_name_are_seen() -> None:
+    noticed: list[str] = []
+    with noticing_raw_collectives(noticed.append):
+        for collective in (dist.all_reduce, all_reduce):
+            with pytest.raises(ValueError, match="process group"):
+                collective(torch.ones(()))
+    with pytest.raises(ValueError, match="process group"):
+        all_reduce(torch.ones(()))
+    assert noticed == ["all_reduce", "all_reduce"]

@@ -3,17 +3,20 @@
     with noticing_raw_collectives(names.append):
         dist.all_reduce(value)              # names == ["all_reduce"]
 
-Functions that the user's code has imported by name (``from torch.distributed import all_reduce``) are not seen.
+So are those that a file of the user's has imported by name (``from torch.distributed import all_reduce``).
 """
 
 import functools
 import inspect
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_holmes.pipeline.object_state import is_library
 from lightning_holmes.strategy.compat.replacements import Replacements
 
 COUNTING = (
@@ -34,7 +37,24 @@ def noticing_raw_collectives(notice: Callable[[str], None], names: tuple[str, ..
     """Inside, call ``notice`` with the name of a collective of ``names`` before it runs over all ranks (without a ``group``)."""
     with Replacements() as watched:
         watched.replace(dist, **{name: _noticed(getattr(dist, name), name, notice) for name in names})
+        for file, alias, name in _imported_by_name(names, len(sys.modules)):
+            watched.replace(file, **{alias: _noticed(getattr(file, alias), name, notice)})
         yield
+
+
+@functools.lru_cache(maxsize=4)
+def _imported_by_name(names: tuple[str, ...], num_files: int) -> list[tuple[Any, str, str]]:
+    """The files of the user's that have imported collectives, under which name, and their own names. ``num_files``: of sys.modules."""
+    originals, found = {}, []
+    for name in names:
+        function = getattr(dist, name)
+        while function is not None:
+            originals[function], function = name, getattr(function, "__wrapped__", None)
+    for path, file in list(sys.modules.items()):
+        if not is_library(path):
+            own = list(getattr(file, "__dict__", {}).items())
+            found += [(file, k, originals[v]) for k, v in own if isinstance(v, types.FunctionType) and v in originals]
+    return found
 
 
 def _noticed(collective: Callable[..., Any], name: str, notice: Callable[[str], None]) -> Callable[..., Any]:
