@@ -144,6 +144,7 @@ class Fit(Run):
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         self._install()
         self.parameter_groups.keep_local()
+        undo.callback(self._give_back_groups)
         part = self.part()
         if options.optimizer_nodes:
             with_states = self.context.loaded_state.names_of_states(self.parameter_groups.names_of)
@@ -213,6 +214,9 @@ class Fit(Run):
                 self.context.module_shards.take(self.module)
             self.stage_shards = None
         del self.gradients  # and the buffers
+
+    def _give_back_groups(self) -> None:
+        self.parameter_groups.give_back(in_shards=self.shards is not None and not isinstance(self.shards, RemoteHost))
 
     def _tell_lost_values(self) -> None:
         """After a failure, note that the module has lost values if its parameters were sharded over replicas, or on optimizer nodes for

@@ -190,10 +190,17 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
         trainer.save_checkpoint(file)
         found[str(case)] = {
             "weights": state_of(module),
+            "groups": groups_after(trainer),
             "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
             "states": states_in(file) if trainer.global_rank == 0 else {},
         }
     return found
+
+
+def groups_after(trainer: Trainer) -> list[list[str]]:
+    """Return the names of the parameters in each of the optimizer's groups."""
+    names = {id(p): name for name, p in trainer.lightning_module.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in trainer.optimizers[0].param_groups]
 
 
 def states_in(file: Path) -> dict[str, Tensor]:
@@ -396,6 +403,8 @@ REFUSED: dict[str, Any] = {
     "an option that changes in the last step": _change_in_step(3),
     "an average of weights": _average,
     "a weight is read": _by_hook("on_train_batch_end", lambda module: module.layers[0].up.weight.norm()),
+    "a weight's data is read": _by_hook("on_train_batch_end", lambda module: module.layers[0].up.weight.data.sum()),
+    "a frozen weight is compared": _by_hook("on_train_batch_end", lambda module: bool(module.scale == 1.0)),
     "a gradient is read": _by_hook("on_before_zero_grad", lambda module: module.layers[0].up.weight.grad),
     "counted in a group": _with(lambda parameters: Counts(parameters, lr=0.1)),
     "a class in a function": _with(_local),
@@ -419,6 +428,8 @@ REFUSED: dict[str, Any] = {
 REASONS = {
     "an average of weights": "UnsupportedModuleError: optimizer_nodes=1: the callback StochasticWeightAveraging reads",
     "a weight is read": "reads layers.0.up.weight, but optimizer nodes hold it between steps",
+    "a weight's data is read": "reads layers.0.up.weight, but optimizer nodes hold it between steps",
+    "a frozen weight is compared": "reads scale, but optimizer nodes hold it between steps",
     "a gradient is read": "reads the gradient of layers.0.up.weight, but optimizer nodes hold it between steps",
     "states are read": "the state of SGD is read, which optimizer nodes hold: read it in a checkpoint",
     "states are cleared": "the state of SGD is cleared, which optimizer nodes hold",

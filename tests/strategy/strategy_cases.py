@@ -519,8 +519,11 @@ def case_groups(setting: Setting) -> Any:
     module = build(Groups)
     trainer = setting.trainer(callbacks=[LearningRateMonitor()])
     trainer.fit(module, setting.loader(samples()))
-    rates = [g["lr"] for g in trainer.optimizers[0].param_groups]
-    return outcome(setting, trainer, module) | {"sizes": module.group_sizes, "rates": rates}
+    groups = trainer.optimizers[0].param_groups
+    names = {id(p): n for n, p in module.named_parameters()}
+    after = [[names[id(p)] for p in group["params"]] for group in groups]
+    rates = [group["lr"] for group in groups]
+    return outcome(setting, trainer, module) | {"sizes": module.group_sizes, "rates": rates, "after": after}
 
 
 # the order of things

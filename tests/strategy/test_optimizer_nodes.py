@@ -23,6 +23,7 @@ from optimizer_node_cases import (
     Data,
     build,
     find_rates,
+    groups_after,
     make_trainer,
     run_scaled,
     run_thawing,
@@ -58,6 +59,7 @@ def plain(folder: Path) -> dict[Any, Any]:
             "weights": state_of(module),
             "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
             "states": states_in(file),
+            "groups": groups_after(trainer),
         }
     module = build()
     make_trainer(folder, 2).fit(module, datamodule=Data())
@@ -112,6 +114,7 @@ def test_a_fit_gives_the_numbers_of_plain_lightning(
     expected, ranks = plain[case.optimizer, case.option], known[str(case)]
     for rank in ranks:
         assert_same(rank["weights"], expected["weights"])
+        assert rank["groups"] == expected["groups"]
         assert rank["metrics"]["val_loss"] == pytest.approx(expected["metrics"]["val_loss"], rel=1e-5)
     assert_same(ranks[0]["states"], expected["states"])
 

@@ -30,6 +30,16 @@ class AdamW(Classifier):
         return torch.optim.AdamW(self.parameters(), 0.05)
 
 
+class Keeping(AdamW):
+    """Gives each fit the same optimizer."""
+
+    made: Any = None
+
+    def configure_optimizers(self) -> Any:
+        self.made = self.made or super().configure_optimizers()
+        return self.made
+
+
 class Reader(pl.Callback):
     """Reads parameters in two hooks, without announcing that to the strategy."""
 
@@ -110,9 +120,16 @@ def run_all(payload: Any) -> dict[str, Any]:
             made.on_exception = lambda exception: None
             try:
                 _, ran = run_fit(made, AdamW, callbacks=callbacks)
-                found[name] = sum(len(group["params"]) for group in ran.optimizers[0].param_groups)
+                found[name] = made.plan.sharding
             except UnsupportedModuleError as error:
                 found[name] = str(error)
+        _, ran = run_fit(strategy(), Keeping)
+        (group,) = ran.optimizers[0].param_groups
+        found["after"] = [id(p) for p in group["params"]] == [id(p) for p in ran.lightning_module.parameters()]
+        try:
+            trainer(strategy()).fit(ran.lightning_module, DataLoader(samples(), 8))
+        except UnsupportedModuleError as error:
+            found["used"] = str(error)
     return found
 
 
@@ -187,8 +204,13 @@ def test_the_plan_says_what_is_sharded_and_how_gradients_are_summed(runs: Any) -
 
 def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs: Any) -> None:
     for result in runs[1]:
-        assert result["off"] == len(list(build(AdamW).parameters()))
+        assert result["off"] == "none"
         assert 'sharding="optimizer": the callback Unfreezing' in result["finetuning"]
+
+
+def test_after_a_fit_the_groups_are_whole_and_another_fit_with_this_optimizer_is_refused(runs: Any) -> None:
+    for result in runs[1]:
+        assert result["after"] and "this AdamW was trained with before" in result["used"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 Keeps the names of all parameters in all groups. ``BaseFinetuning`` adds the parameters that it unfreezes, and writes the names of all
 groups into checkpoints. While a hook of such a callback runs, the groups hold all parameters of the module, as in plain
-Lightning; after it, only the rank's own again.
+Lightning; after it, only the rank's own again. After the fit they are whole.
 
     with ParameterGroups(pipeline, trainer.optimizers, names, callbacks, values, job.all_gather) as groups:
         groups.names_of(optimizer)
@@ -24,6 +24,7 @@ from lightning_holmes.strategy.agreement import content_of
 from lightning_holmes.strategy.compat.replacements import Replacements
 
 _NOT_TRAINING = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
+_STEPPED = "_holmes_stepped"  # set on an optimizer after a fit: the parameters, by name, whose states this rank has
 
 
 class ParameterGroups(Replacements):
@@ -56,15 +57,39 @@ class ParameterGroups(Replacements):
         self._own_values, self._gather = values, gather
 
     def keep_local(self) -> None:
-        """Remove from the groups the parameters that this rank does not hold, with their states. Call once, when the plan is known."""
+        """Remove from the groups the parameters that this rank does not hold, with their states. Call once, when the plan is known.
+
+        Raises:
+            UnsupportedModuleError: an earlier fit has left this rank states of other parameters.
+        """
         local = self._pipeline.local_parameters
         for index, optimizer in enumerate(self._optimizers):
+            if not local <= vars(optimizer).get(_STEPPED, local):
+                raise UnsupportedModuleError(
+                    f"this {type(optimizer).__name__} was trained with before, when each rank took a part of its states, and this fit needs "
+                    f"others here; make a new one in configure_optimizers, whose states a checkpoint (ckpt_path) gives"
+                )
             self._names[index] = checkpoint.parameter_group_names(self._pipeline, optimizer)
             self._num_taken[index] = len(self._names[index])
             checkpoint.keep_local_parameters(optimizer.param_groups, self._names[index], local)
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and id(p) not in held]:
                 del optimizer.state[parameter]
+
+    def give_back(self, *, in_shards: bool) -> None:
+        """After the fit: put the parameters of all stages into the groups again, as in plain Lightning. ``in_shards``: the states are those of
+        shares of parameters."""
+        for optimizer, of_optimizer in zip(self._optimizers, self._names, strict=True):
+            self._fill(optimizer, of_optimizer)
+            stepped = set[str]() if in_shards else set(self._pipeline.local_parameters)
+            vars(optimizer)[_STEPPED] = stepped & vars(optimizer).get(_STEPPED, stepped)
+
+    def _fill(self, optimizer: Optimizer, names: Sequence[list[str]]) -> None:
+        # groups that were added later are whole
+        for group, of_group in zip(optimizer.param_groups, names, strict=False):
+            group["params"] = [self._pipeline.parameters[name] for name in of_group]
+            if "param_names" in group:
+                group["param_names"] = list(of_group)
 
     def take_added(self, optimizer: Optimizer, *, in_window: bool) -> None:
         """Before a batch, reduce groups that were added since the last batch to this rank's part.
@@ -127,12 +152,8 @@ class ParameterGroups(Replacements):
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Inside, the groups hold all parameters of the module, and may be changed, in the same way on all ranks."""
-        parameters = self._pipeline.parameters
         for optimizer in self._optimizers:
-            for group, names in zip(optimizer.param_groups, self.names_of(optimizer), strict=True):
-                group["params"] = [parameters[name] for name in names]
-                if "param_names" in group:
-                    group["param_names"] = list(names)
+            self._fill(optimizer, self.names_of(optimizer))
         try:
             with Replacements() as shown:
                 shown.replace(pl.callbacks.BaseFinetuning, filter_on_optimizer=staticmethod(self._filter_on_optimizer))
