@@ -118,6 +118,21 @@ def test_step_costs_by_hand() -> None:
     assert "link 1>0" in dict(costs.routes[1, 0].hops), "each direction has its own"
 
 
+def test_a_sum_over_clusters_in_two_levels_costs_the_sum_of_its_parts_and_less_than_a_flat_one() -> None:
+    costs, layout = cost_model(), Layout(pipeline=1, data=8)
+    num_bytes = 1e10  # four layers, embedding and head; two members on each of two hosts in each cluster
+    host = 2 * (1 / 2) * num_bytes / 1e11
+    inside = 2 * (1 / 2) * (num_bytes / 2) / 2e9  # in the slower cluster, by halves of a card
+    across = 2 * (1 / 2) * num_bytes / 5e8 + 2 * 1e-3
+    found = costs.step_costs(shape(layout), Partition((4,))).reduce_s[0]
+    assert found == pytest.approx(host + inside + across, rel=1e-3)
+    (group,) = costs.facts(layout).groups
+    (flat, _), (in_levels, _) = (
+        costs._reduction(dataclasses.replace(group, levels=levels), num_bytes, False) for levels in (None, group.levels)
+    )
+    assert found == pytest.approx(in_levels) and in_levels < 0.8 * flat
+
+
 def test_mfu_counts_no_forward_that_is_run_again() -> None:
     """A forward that the module runs again counts once for MFU; it counts in the hardware's FLOPs only."""
     own = dataclasses.replace(LAYER, backward=LAYER.forward + LAYER.backward, recomputed=LAYER.forward)

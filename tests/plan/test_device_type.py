@@ -25,6 +25,7 @@ def test_names_are_read_loosely() -> None:
         ("Tesla V100-SXM2-32GB", "V100-32GB"),
         ("Tesla T4", "T4"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("AMD Instinct MI250X", "MI250X"),
         ("NVIDIA A10G", None),
         ("Tesla V100-PCIE-32GB", None),
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
@@ -33,6 +34,12 @@ def test_names_are_read_loosely() -> None:
 def test_devices_are_known_by_the_names_that_drivers_give_them(told: str, name: str | None) -> None:
     found = type_of_device(told)
     assert (None if found is None else found.name) == name
+
+
+def test_an_mi250x_is_two_devices_as_for_torch() -> None:
+    """AMD's data sheet gives 383 TFLOP/s, 128 GB and 3,277 GB/s for both dies."""
+    die = find_device_type("MI250X")
+    assert (2 * die.peak_flops_per_s, 2 * die.memory_bytes, "two dies" in die.source) == (383e12, 128 * 2**30, True)
 
 
 def test_by_hand() -> None:

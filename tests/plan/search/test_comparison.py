@@ -250,6 +250,36 @@ def test_what_unlike_devices_lack_is_added_to_those_that_lack_it(order: tuple[st
     assert search(costs(more + 0.1), space).best.partition.layer_counts == (15, 15)
 
 
+def test_the_only_plan_that_fits_is_found_after_others_have_used_up_what_may_be_simulated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with 64 stages and 1,024 microbatches, of which one simulation is all that is allowed: the eager schedule is tried first, and
+    holds more activations than the devices of the first cluster have memory for."""
+    topology, space = clusters(2, 2, devices=1), SearchSpace(pipeline=(4,), num_microbatches=(16,))
+    monkeypatch.setattr(comparison, "_LARGEST", 4 * 16)
+
+    def costs(memory: float) -> CostModel:
+        types = tuple(dataclasses.replace(A100, memory_bytes=size) for size in (memory, 40 * 2**30))
+        training = Training(batch_samples=16, gradient_ratio=2.0, state_ratio=6.0, memory_share=1.0)
+        return CostModel(
+            gpt_cost(2048, 4, vocabulary=512),
+            Network(topology, local_bytes_per_s=1e11),
+            devices=types,
+            training=training,
+        )
+
+    run = RunShape(layout=Layout(pipeline=4), schedule="1f1b", num_microbatches=16, microbatch_samples=1)
+    layers = Partition((1, 1, 1, 1))
+    needed, more = (
+        max(predict(costs(1e12), dataclasses.replace(run, schedule=name), layers).memory_bytes)
+        for name in ("1f1b", "eager_1f1b")
+    )
+    assert needed * 1.02 < more
+    found = search(costs(needed * 1.01), dataclasses.replace(space, schedules=("eager_1f1b", "1f1b")))
+    assert found.best.run == run and found.memory_note is None and fits(found.best)
+    assert found.left_out == {"does not fit the memory": 1}
+
+
 def test_a_cure_that_is_named_cures() -> None:
     model, topology = gpt_cost(4096, 30), clusters(1)
     space, cure = SearchSpace(pipeline=(1,)), "What can make it fit: parameters in shards"
