@@ -1,13 +1,17 @@
 """Both packages of Lightning work: `lightning` and `pytorch_lightning`, which are the same code under two names."""
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import lightning.fabric.plugins.io.torch_io as torch_io
+import lightning.pytorch as pl
 import pytest
 
 import lightning_holmes
+from lightning_holmes.lightning_package import introduce
 
 PACKAGE = Path(lightning_holmes.__file__).parent
 FIT = """
@@ -101,6 +105,18 @@ def test_a_trainer_of_the_package_that_is_not_used_is_refused(imports: str, stra
     said = run(OTHER.format(imports=imports, strategies=strategies), tmp_path)
     assert said.count("refused: this Trainer is that of ") == 2 - ("other," not in imports)
     assert "whose classes are unrelated" in said
+
+
+@pytest.mark.parametrize("name", ["lightning_holmes", "an_alias"])
+def test_a_package_that_is_imported_again_registers_nothing_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in (pl.core.saving, torch_io):
+        monkeypatch.setattr(place, "pl_load", place.pl_load)  # type: ignore[attr-defined]  # it is wrapped again
+    spec = importlib.util.spec_from_file_location(name, PACKAGE / "__init__.py")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    introduce(type("HolmesStrategy", (lightning_holmes.HolmesStrategy,), {}))  # that of a module which was reloaded
+    trainer = pl.Trainer(strategy="holmes", accelerator="cpu", devices=1, logger=False)
+    assert type(trainer.strategy) is lightning_holmes.HolmesStrategy
 
 
 def test_lightning_is_imported_in_one_file() -> None:

@@ -159,6 +159,31 @@ def test_the_first_failure_is_the_one_that_all_show_and_is_told_once(name: str |
     assert watches[0].explain(user) is user
 
 
+def test_rank_0_does_not_end_before_a_late_rank_has_read_why_a_node_failed(
+    ended: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    class LateReader(KeptStore):
+        """Rank 1, which has no watch here, reads the reason when rank 0 and the node have looked for that a few times."""
+
+        looks, ended_before = 0, [-1]
+
+        def add(self, key: str, amount: int) -> int:
+            self.looks += key.endswith("seen") and not amount
+            if self.looks == 6:
+                self.looks, self.ended_before = 7, list(ended)
+                super().add(key, 1)
+            return super().add(key, amount)
+
+    store = LateReader()
+    rank_0, node = (FailureWatch(store, rank=rank, world_size=3, num_nodes=1) for rank in (0, 2))
+    for watch in (rank_0, node):
+        watch.heartbeat.tick = lambda: None  # type: ignore[method-assign]  # which would find rank 1 silent
+    node.report(ValueError("its disk is full"))
+    rank_0._thread.join(60)
+    assert (store.ended_before, ended) == ([], [1])
+    assert "[rank 0] ends, because optimizer node 0 failed: ValueError: its disk" in capsys.readouterr().err
+
+
 def test_a_process_whose_own_run_has_failed_is_not_ended(ended: list[int]) -> None:
     store = KeptStore()
     watches = [FailureWatch(store, rank=rank, world_size=2, num_nodes=1) for rank in range(2)]

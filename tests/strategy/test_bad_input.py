@@ -18,7 +18,8 @@ FAILURES = {
     "validation": "ZeroDivisionError: planned failure: validation",
     "callback": "ZeroDivisionError: planned failure: callback",
     "data loader": "ZeroDivisionError: planned failure: data loader",
-    "different data": "broadcast_batch=True",
+    "different data": "Where all ranks read the same samples and only random numbers differ, broadcast_batch=True lets the first stage "
+    "load and send; of data that shard themselves that would lose",
     "no loss": "returned NoneType without a loss tensor",
     "killed": "its process has ended",
 }
