@@ -172,7 +172,7 @@ def _parts(
 ) -> tuple[Any, list[Any], list[float]] | None:
     """A few samples (the whole batch if the module has ``split_batch``), their halves, and the weights of the halves;
     None if the batch cannot be split like this."""
-    own, weigh = getattr(module, "split_batch", None), getattr(module, "microbatch_weight", None)
+    own = getattr(module, "split_batch", None)
     try:
         if callable(own):
             small, halves = batch, list(own(batch, 2))
@@ -181,12 +181,17 @@ def _parts(
                 return None
             small = splitter.spread(batch, _SAMPLES)
             halves = splitter.split(small, 2)
-        weights = [float(weigh(h) if callable(weigh) else splitter.batch_size(h)) for h in halves]
+        weights = _weights_of(module, halves, splitter.batch_size)
     except UnsupportedModuleError:  # the run itself reports the reason
         return None
     if not all(0 <= weight < float("inf") for weight in weights):
         return None  # refused by name in the step
     return small, halves, weights
+
+
+def _weights_of(module: pl.LightningModule, parts: Sequence[Any], size_of: Callable[[Any], int]) -> list[float]:
+    weigh = getattr(module, "microbatch_weight", None)
+    return [float(weigh(part) if callable(weigh) else size_of(part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,9 +355,7 @@ def _decide(module: pl.LightningModule, trial: Trial, small: Any, splitter: Batc
         outcomes = trial.outcome(trial.copy(), singles, 1)
     except Exception:
         return {}  # the step may need several samples
-    weigh = getattr(module, "microbatch_weight", None)
-    weights = [float(weigh(single)) if callable(weigh) else 1.0 for single in singles]
-    return _compare_logged(together, outcomes, weights, {}, _TOLERANCE)[1]
+    return _compare_logged(together, outcomes, _weights_of(module, singles, lambda _: 1), {}, _TOLERANCE)[1]
 
 
 def _compare_divisors(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> list[bool]:

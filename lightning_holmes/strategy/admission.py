@@ -14,6 +14,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import is_compiled_module, synchronises_batch_norm
+from lightning_holmes.strategy.compat.averaging import averaging
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
 
 
@@ -60,12 +61,12 @@ def check_tensor_parallel(module: "pl.LightningModule", trainer: "pl.Trainer", t
                 f'self.device_mesh["{dtensor.AXIS}"], ...), or leave tensor_parallel_size out'
             )
         return
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (pl.callbacks.WeightAveraging, pl.callbacks.StochasticWeightAveraging)):
-            raise UnsupportedModuleError(
-                f"the callback {type(callback).__name__} copies weights, which parallelize_module has made DTensors; "
-                f"leave it out, or use tensor_parallel_size=1 without parallelize_module"
-            )
+    averages = next(averaging(trainer.callbacks), None)  # type: ignore[attr-defined]
+    if averages is not None:
+        raise UnsupportedModuleError(
+            f"the callback {type(averages).__name__} copies weights, which parallelize_module has made DTensors; "
+            f"leave it out, or use tensor_parallel_size=1 without parallelize_module"
+        )
     drops = [n for n, m in module.named_modules() if is_dropout(m) and getattr(m, "p", 0) > 0]
     if drops and tensor_parallel_size > 1 and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
         pl.utilities.rank_zero_warn(

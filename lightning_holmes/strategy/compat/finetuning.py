@@ -80,13 +80,13 @@ class ParameterGroups(Replacements):
         """After the fit: put the parameters of all stages into the groups again, as in plain Lightning. ``in_shards``: the states are those of
         shares of parameters."""
         for optimizer, of_optimizer in zip(self._optimizers, self._names, strict=True):
-            self._fill(optimizer, of_optimizer)
+            began = optimizer.param_groups[: len(of_optimizer)]  # groups that were added later are whole
+            self._fill(began, of_optimizer)
             stepped = set[str]() if in_shards else set(self._pipeline.local_parameters)
             vars(optimizer)[_STEPPED] = stepped & vars(optimizer).get(_STEPPED, stepped)
 
-    def _fill(self, optimizer: Optimizer, names: Sequence[list[str]]) -> None:
-        # groups that were added later are whole
-        for group, of_group in zip(optimizer.param_groups, names, strict=False):
+    def _fill(self, groups: Sequence[dict[str, Any]], names: Sequence[list[str]]) -> None:
+        for group, of_group in zip(groups, names, strict=True):
             group["params"] = [self._pipeline.parameters[name] for name in of_group]
             if "param_names" in group:
                 group["param_names"] = list(of_group)
@@ -153,7 +153,7 @@ class ParameterGroups(Replacements):
     def whole(self) -> Iterator[None]:
         """Inside, the groups hold all parameters of the module, and may be changed, in the same way on all ranks."""
         for optimizer in self._optimizers:
-            self._fill(optimizer, self.names_of(optimizer))
+            self._fill(optimizer.param_groups, self.names_of(optimizer))
         try:
             with Replacements() as shown:
                 shown.replace(pl.callbacks.BaseFinetuning, filter_on_optimizer=staticmethod(self._filter_on_optimizer))
