@@ -83,9 +83,9 @@ def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) ->
             torch.mm(matrix, matrix, out=result)
             tiny + tiny
         products = _rate(
-            device, seconds * 2 / 3, 1 if device.type == "cpu" else 10, lambda: torch.mm(matrix, matrix, out=result)
+            device, seconds * 4 / 5, 1 if device.type == "cpu" else 10, lambda: torch.mm(matrix, matrix, out=result)
         )
-        operators = _rate(device, seconds / 3, _OPERATORS, lambda: tiny + tiny)
+        operators = _rate(device, seconds / 5, _OPERATORS, lambda: tiny + tiny)
     known = _known_type(device)
     local, latency = _LOCAL_BYTES_PER_S[device.type], _LOCAL_LATENCY_S[device.type]
     return DeviceSpeed(

@@ -43,12 +43,13 @@ from lightning_holmes.strategy.tracing import TraceResult
 
 _UNKNOWN_BYTES_PER_S = 1.25e9
 _PROBE_S = 0.03
-_SHARED_PROBE_S = 0.9  # on CPUs of several hosts, which may have a share of a core: over several of its periods of a tenth of a second
+# on CPUs of several hosts, which may have a share of a core: over many of its periods of a tenth of a second
+_SHARED_PROBE_S = 2.0
 LARGEST_RUN = 50_000_000
 """The largest number of parameters of a module that may be run whole on one rank for its profile."""
 # A rank whose speed is at least this fraction of a faster rank's counts as equally fast: a short measurement is no more accurate, least of
 # all on CPUs that other processes use, too.
-_ALIKE = {"cpu": 0.8, "cuda": 0.97}
+_ALIKE = {"cpu": 0.75, "cuda": 0.97}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

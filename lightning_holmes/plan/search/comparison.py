@@ -299,10 +299,13 @@ def prefer(found: Sequence[Prediction], training: Training) -> Prediction:
     kept = [p for p in kept if p.run.num_microbatches == count]
     fastest = min(p.step_s for p in kept)
 
-    def rank(entry: Prediction) -> tuple[int, int, bool, bool, bool]:
+    def rank(entry: Prediction) -> tuple[Any, ...]:
         slower, spec = math.floor((entry.step_s / fastest - 1) / _ALIKE), spec_of(entry.run.schedule)
-        # of equal plans a layered schedule comes last, since it holds the activations of all microbatches
-        return slower, entry.run.num_chunks, spec.is_split, spec.is_layered, spec.is_eager
+        # of equal plans a layered schedule comes last, since it holds the activations of all microbatches; an eager one is no less simple: it
+        # sends the same tensors sooner, and is taken wherever that saves anything, so that the gain, which depends on the measured speeds, does
+        # not decide
+        saved = math.floor((entry.step_s / fastest - 1) / _NEARLY)
+        return slower, entry.run.num_chunks, spec.is_split, spec.is_layered, saved, spec.is_eager
 
     return min(kept, key=rank)
 
