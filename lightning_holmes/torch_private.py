@@ -261,7 +261,7 @@ def fake_mode_of(tensor: Tensor) -> FakeTensorMode | None:
         return tensor.fake_mode
     if not isinstance(tensor, nn.Parameter):
         return None
-    with without_modes():  # a mode would make a fake tensor of a real parameter's data
+    with without_modes(), without_torch_functions():  # a mode would make a fake tensor of a real parameter's data
         found = tensor.data
     return found.fake_mode if isinstance(found, FakeTensor) else None
 
@@ -371,7 +371,8 @@ def is_broken_graph(error: BaseException) -> bool:
 
 def has_accumulation_hook(parameter: Tensor) -> bool:
     """Whether a parameter has hooks that run after each accumulation of its gradient."""
-    return bool(parameter._post_accumulate_grad_hooks)
+    with without_torch_functions():
+        return bool(parameter._post_accumulate_grad_hooks)
 
 
 def has_backward_hook(module: nn.Module) -> bool:
@@ -406,6 +407,11 @@ def profiling_all_threads() -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is the result of ``torch.compile``, or was compiled in place by ``module.compile()``."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a part of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 without_torch_function = torch._C._disabled_torch_function_impl

@@ -260,6 +260,14 @@ def test_compiled_modules_are_known_and_tensor_classes_can_be_left_out() -> None
         assert float(torch.sum(tensor)) == 2.0
 
 
+def test_a_backward_pass_is_known_in_its_thread_only() -> None:
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: found.append(torch_private.is_in_backward()))
+    x.sum().backward()
+    assert found == [True] and not torch_private.is_in_backward()
+
+
 def test_activation_checkpointing_of_both_kinds_is_noticed_and_works_as_before() -> None:
     from torch.utils.checkpoint import checkpoint
 

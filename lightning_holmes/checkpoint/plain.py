@@ -117,7 +117,7 @@ def fill_whole_module(
         for present, parameter in module.named_parameters():
             name = pipeline.name_of(parameter, present)
             source = rank_of(pipeline.owner_stage(name))
-            data = broadcast_from(dtensor.local_part(parameter).detach(), source, group)
+            data = broadcast_from(dtensor.detached(parameter), source, group)
             if rank != source and not (keep_local and name in pipeline.local_parameters):
                 dtensor.replace_local(parameter, data)
         for name, buffer in module.named_buffers():

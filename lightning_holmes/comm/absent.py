@@ -14,11 +14,13 @@ that reads more than the traced one is stopped. Operations without placeholders 
     2 * twice                               # AbsentValueError: output 0 of layer 2 is read ...
 
 Parameters stay the same objects: their class is changed to one that intercepts each operation, as torch's uninitialized
-parameters do.
+parameters do. Outside of a step, and in other threads, every read of an absent parameter's value raises.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from lightning_holmes.errors import AbsentValueError
 from lightning_holmes.torch_private import (
     computes,
+    is_in_backward,
     operator_name,
     tensor_version,
     without_torch_dispatch,
@@ -66,11 +69,14 @@ SHAPED_BY_VALUES = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_out
 READS_NO_VALUE = {
     *(getattr(torch.Tensor, name).__get__ for name in ("grad", "requires_grad", "shape", "dtype", "device")),
     *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "ndim", "layout", "grad_fn", "is_sparse")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_cpu")),
+    *(getattr(torch.Tensor, name).__get__ for name in ("is_cuda", "is_meta", "is_cpu", "itemsize", "nbytes")),
     *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex")),
     *(getattr(torch.Tensor, name) for name in ("stride", "is_contiguous", "element_size", "requires_grad_")),
     *(getattr(torch.Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook", "__len__")),
+    *(getattr(torch.Tensor, f"new_{name}") for name in ("empty", "full", "ones", "zeros")),
+    *(getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randn", "zeros")),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 """Operations that read or change properties of a parameter, not its value."""
 
@@ -90,25 +96,33 @@ class Absence:
 
     def __init__(self) -> None:
         self.counts = False
-        self._marked: dict[int, nn.Parameter] = {}
+        self._thread: int | None = None
+        self._held: dict[int, nn.Parameter] = {}
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Context for a step in this thread: absent parameters are placeholders in it, and only what counts is refused."""
+        outer, self._thread = self._thread, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = outer
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether this thread runs a step; on an accelerator autograd has threads of its own, in which checkpointed layers run again."""
+        return self._thread is not None and (self._thread == threading.get_ident() or is_in_backward())
 
     def hide(self, parameter: nn.Parameter, source: "Source") -> None:
-        """From now on treat ``parameter`` as a value that this rank does not hold."""
-        self._mark(parameter, source, AbsentParameter)
+        """From now on treat ``parameter`` as a value that this rank does not hold, until it is given one (:func:`dtensor.replace_local`)."""
+        _mark(parameter, source, AbsentParameter)
 
     def show(self, parameter: nn.Parameter, source: "Source", *, stays_ordinary: bool = False) -> None:
         """From now on treat ``parameter`` as held; its value must not change before :meth:`check`. ``stays_ordinary``:
         its class is not changed, so that changes of its ``data`` are not noticed."""
         source.version, source.before = tensor_version(parameter), None
-        self._mark(parameter, source, None if stays_ordinary else HeldParameter)
-
-    def _mark(self, parameter: nn.Parameter, source: "Source", as_class: type[nn.Parameter] | None) -> None:
-        ordinary = _ordinary(type(parameter))
-        if issubclass(ordinary, nn.Parameter):
-            if as_class is not None:
-                parameter.__class__ = _derived(as_class, ordinary)
-            vars(parameter)[_SOURCE] = source
-            self._marked[id(parameter)] = parameter
+        self._held[id(parameter)] = parameter
+        _mark(parameter, source, None if stays_ordinary else HeldParameter)
 
     def check(self, parameter: nn.Parameter) -> None:
         """Check that ``parameter`` still has the value with which it was shown.
@@ -125,17 +139,34 @@ class Absence:
         if changed:
             source.refuse_change()
 
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Make ``parameter`` an ordinary parameter again."""
-        if self._marked.pop(id(parameter), None) is not None:
-            parameter.__class__ = _ordinary(type(parameter))
-            vars(parameter).pop(_SOURCE, None)
-
     def clear(self) -> None:
-        """Make all parameters ordinary ones again, at the end of a step."""
+        """Make the parameters that are held ordinary ones again, at the end of a batch."""
         self.counts = False
-        for parameter in list(self._marked.values()):
-            self.forget(parameter)
+        for parameter in self._held.values():
+            if not isinstance(parameter, AbsentParameter):
+                forget(parameter)
+        self._held.clear()
+
+
+def forget(parameter: Tensor) -> None:
+    """Make ``parameter`` an ordinary parameter again, whatever its value."""
+    if _SOURCE in vars(parameter):
+        parameter.__class__ = _ordinary(type(parameter))
+        del vars(parameter)[_SOURCE]
+
+
+def detached(parameter: Tensor) -> Tensor:
+    """``parameter`` without autograd; of an absent one the placeholder in its memory."""
+    with without_torch_functions() if isinstance(parameter, AbsentParameter) else nullcontext():
+        return parameter.detach()
+
+
+def _mark(parameter: nn.Parameter, source: "Source", as_class: type[nn.Parameter] | None) -> None:
+    ordinary = _ordinary(type(parameter))
+    if issubclass(ordinary, nn.Parameter):
+        if as_class is not None:
+            parameter.__class__ = _derived(as_class, ordinary)
+        vars(parameter)[_SOURCE] = source
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -167,6 +198,13 @@ class Source:
         raise AbsentValueError(
             f"{self.what} is read where it was not when the step was traced on its first batch, so this rank does not have it there: let the "
             f"first batch read it there, too (times 0, if need be), or use {self.cure}"
+        )
+
+    def refuse_apart(self) -> NoReturn:
+        """Raise AbsentValueError: the value is read outside of steps and hooks."""
+        raise AbsentValueError(
+            f"{self.what} is read in a thread of its own, or outside of steps and hooks, where this rank does not have it: read it in a "
+            f"hook (on_train_batch_end), which sees the whole module, and hand on a copy; or use {self.cure}"
         )
 
     def refuse_change(self) -> NoReturn:
@@ -287,7 +325,7 @@ def _bytes(parameter: nn.Parameter) -> Tensor:
 
 
 class AbsentParameter(nn.Parameter):
-    """A parameter whose value this rank does not hold: operations see a placeholder."""
+    """A parameter whose value this rank does not hold: operations of a step see a placeholder, others are refused."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -295,6 +333,9 @@ class AbsentParameter(nn.Parameter):
         if func in READS_NO_VALUE:
             with without_torch_functions():
                 return func(*args, **kwargs)
+        source = _source_among((*args, *kwargs.values()))
+        if source is not None and not source.absence.is_in_step:
+            source.refuse_apart()
         if func == SET_DATA:
             _source_of(args[0]).refuse_change()
         if func in READ_BY_PYTHON:
@@ -307,7 +348,18 @@ class AbsentParameter(nn.Parameter):
         """Raise AbsentValueError in place of copying a value that this rank does not hold."""
         _source_of(self).refuse_read()
 
-    __deepcopy__ = __reduce_ex__ = refuse
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._brought().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._brought().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _brought(self) -> nn.Parameter:
+        """The parameter itself, after a read of its data, for which a hook of the user brings the value."""
+        _ = self.data
+        if isinstance(self, AbsentParameter):
+            self.refuse()
+        return self
 
 
 class HeldParameter(nn.Parameter):
@@ -358,14 +410,25 @@ def _source_of(parameter: Tensor) -> Source:
     return source
 
 
+def _source_among(values: Sequence[Any]) -> Source | None:
+    """The source of the first absent parameter in an operation's arguments."""
+    for value in values:
+        if isinstance(value, AbsentParameter):
+            return _source_of(value)
+        if isinstance(value, (list, tuple, Mapping)):
+            found = _source_among(tuple(value.values()) if isinstance(value, Mapping) else value)
+            if found is not None:
+                return found
+    return None
+
+
 def _seen(value: Any) -> Any:
     """``value`` with placeholders in place of absent parameters."""
     if type(value) in _NEVER_ABSENT:
         return value
     if isinstance(value, AbsentParameter):
-        source: Source | None = vars(value).get(_SOURCE)
         with without_torch_functions():
-            return value.detach() if source is None else source.stand_in().requires_grad_(value.requires_grad)
+            return _source_of(value).stand_in().requires_grad_(value.requires_grad)
     if isinstance(value, Mapping):
         return {key: _seen(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_holmes.comm import absent
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.torch_private import async_value, local_tensor, set_local_tensor
 
@@ -36,6 +37,11 @@ def has_dtensor_parameters(module: nn.Module) -> bool:
 def local_part(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` on this rank, in the same memory; outside of autograd."""
     return local_tensor(tensor) if is_dtensor(tensor) else tensor
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """The part of ``tensor`` on this rank without autograd, in the same memory; of an absent parameter a placeholder."""
+    return local_tensor(tensor).detach() if is_dtensor(tensor) else absent.detached(tensor)
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -90,7 +96,8 @@ def gradient_part(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def replace_local(tensor: Tensor, local: Tensor) -> None:
-    """Make ``local`` the part of ``tensor`` on this rank."""
+    """Make ``local`` the part of ``tensor`` on this rank. An absent parameter becomes an ordinary one."""
+    absent.forget(tensor)
     if is_dtensor(tensor):
         set_local_tensor(tensor, local)
     else:

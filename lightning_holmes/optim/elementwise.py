@@ -99,7 +99,7 @@ class _Outcome:
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:
     """Return the attributes that were set on a parameter, which optimizers may read."""
-    return dict(vars(parameter))
+    return {name: value for name, value in vars(parameter).items() if not name.startswith("_holmes_")}
 
 
 def _test_group(

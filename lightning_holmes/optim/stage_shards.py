@@ -91,7 +91,7 @@ class StageShards(ShardMemory, ParameterExchange):
         self._absence = Absence() if absence is None else absence
         self._compiled = {} if compiled is None else compiled
         self._sources = {
-            name: Source(absence=self._absence, what=name, cure=self.cure, blank=placeholder(p.detach()))
+            name: Source(absence=self._absence, what=name, cure=self.cure, blank=placeholder(dtensor.detached(p)))
             for name, p in self.parameters.items()
         }
 
@@ -215,16 +215,14 @@ class StageShards(ShardMemory, ParameterExchange):
                 self._let_go(name)
 
     def _let_go(self, name: str) -> None:
-        self._absence.forget(self.parameters[name])
         dtensor.replace_local(self.parameters[name], self._sources[name].blank)
+        if self._compiled.get(name, True):
+            self._absence.hide(self.parameters[name], self._sources[name])
 
     # a step
 
     def unshard(self, stage: int) -> Work:
         """Start to gather the parameters of ``stage``; they are whole after ``wait`` of the returned work. All replicas must call."""
-        if not self._held:  # a step begins
-            for name in self.parameters:
-                self._hide(name)
         if self._common is None and None in self._of_stage:
             units = self._of_stage[None]
             common = allocate(_sizes(units), units[0].device)
@@ -258,13 +256,8 @@ class StageShards(ShardMemory, ParameterExchange):
         for unit, buffer in zip(units, buffers, strict=True):
             for name, view in unit.views(buffer).items():
                 parameter = self.parameters[name]
-                self._absence.forget(parameter)
                 dtensor.replace_local(parameter, view)
                 self._absence.show(parameter, self._sources[name], stays_ordinary=name in self._compiled)
-
-    def _hide(self, name: str) -> None:
-        if self._compiled.get(name, True):
-            self._absence.hide(self.parameters[name], self._sources[name])
 
     def reshard(self, stage: int) -> None:
         """Free the parameters of ``stage``, and after the last stage also the parameters that several stages read.
@@ -282,13 +275,6 @@ class StageShards(ShardMemory, ParameterExchange):
             for name in unit.names:
                 self._absence.check(self.parameters[name])
                 self._let_go(name)
-        if self._held:
-            for unit in leaving:
-                for name in unit.names:
-                    self._hide(name)
-        else:  # the step has ended
-            for parameter in self.parameters.values():
-                self._absence.forget(parameter)
 
     def start(self) -> None:
         """Free the gradients: the next fetch gathers the updated shards."""

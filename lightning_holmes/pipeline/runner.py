@@ -75,7 +75,7 @@ class PipelineRunner:
         """Perform every action of this rank's schedule. All ranks of the pipeline must call."""
         request, before = batch.request, device_calls()
         actions = batch.schedule.actions[0 if self.p2p is None else self.p2p.rank]
-        with self.pipeline.noticing_reads(), self.recorder.recording():
+        with self.pipeline.stepping(), self.recorder.recording():
             for place, action in enumerate(actions):
                 self.current_action = action
                 try:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
+from lightning_holmes.comm.absent import detached
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import TRAINER
 from lightning_holmes.pipeline import tree
@@ -116,7 +117,7 @@ def _rebind_functions(module: pl.LightningModule, memo: dict[int, Any]) -> pl.Li
 
 def with_own_gradients(shadow: pl.LightningModule) -> pl.LightningModule:
     """Give ``shadow`` its own parameters in the same memory, so that a backward leaves no gradient on the module's."""
-    replace_parameters(shadow, lambda p: nn.Parameter(p.detach(), requires_grad=p.requires_grad))
+    replace_parameters(shadow, lambda p: nn.Parameter(detached(p), requires_grad=p.requires_grad))
     return shadow
 
 

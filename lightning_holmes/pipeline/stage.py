@@ -18,7 +18,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.absent import Absence, AbsentParameter, Placeholder, Source
+from lightning_holmes.comm.absent import Absence, AbsentParameter, Placeholder, Source, detached, forget
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
@@ -279,14 +279,20 @@ class PipelineModule:
         if self.structure is None:
             return
         self._install_gates()
-        compiled = self.compiled_parameters
         for name, parameter in self.parameters.items():
             if name not in self.local_parameters:
-                blank = placeholder(dtensor.local_part(parameter).detach())
-                dtensor.replace_local(parameter, blank)
-                if compiled.get(name, True):
-                    cure = "pipeline_parallel_size=1"
-                    self._elsewhere[name] = Source(absence=self.absence, what=name, cure=cure, blank=blank)
+                blank, cure = placeholder(dtensor.detached(parameter)), "pipeline_parallel_size=1"
+                self._elsewhere[name] = Source(absence=self.absence, what=name, cure=cure, blank=blank)
+        self.let_go(self._elsewhere)
+
+    def let_go(self, names: Iterable[str]) -> None:
+        """Free the values of these parameters of other stages."""
+        compiled = self.compiled_parameters
+        for name in names:
+            parameter, source = self.parameters[name], self._elsewhere[name]
+            dtensor.replace_local(parameter, source.blank)
+            if compiled.get(name, True):
+                self.absence.hide(parameter, source)
 
     def _install_gates(self) -> None:
         places: dict[nn.Module, list[int]] = {}
@@ -318,6 +324,8 @@ class PipelineModule:
             else:
                 vars(layer).pop("forward", None)
         self._forwards.clear()
+        for name in self._elsewhere:
+            forget(self.parameters[name])
         self._elsewhere.clear()
 
     def standalone(self, value: Any, state: Mapping[str, Any]) -> Any:
@@ -519,13 +527,12 @@ class PipelineModule:
     # running
 
     @contextlib.contextmanager
-    def noticing_reads(self) -> Iterator[None]:
+    def stepping(self) -> Iterator[None]:
         """Context for one batch, in which a step that computes with parameters of other pipeline ranks is stopped
         with AbsentValueError."""
-        for name, source in self._elsewhere.items():
-            self.absence.hide(self.parameters[name], source)
         try:
-            yield
+            with self.absence.stepping():
+                yield
         finally:
             self.absence.clear()
 
@@ -535,7 +542,7 @@ class PipelineModule:
         previous, self.current, self.absence.counts = self.current, run, False
         draws = contextlib.nullcontext() if self.draws is None else self.draws.around(is_backward=run.backward)
         try:
-            with draws:
+            with draws, self.absence.stepping():
                 yield run
         finally:
             self.current = previous
@@ -589,7 +596,7 @@ def _alone(parameter: nn.Parameter, value: Any) -> nn.Parameter:
     """A plain parameter with ``value`` if that is the whole tensor, else with the values of ``parameter`` (NaN for a DTensor)."""
     if not isinstance(value, Tensor) or dtensor.is_dtensor(value) or value.shape != parameter.shape:
         of_group = dtensor.is_dtensor(parameter)
-        value = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype) if of_group else parameter
+        value = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype) if of_group else detached(parameter)
     return nn.Parameter(value.detach().contiguous(), requires_grad=parameter.requires_grad)
 
 

@@ -260,8 +260,8 @@ def choose_pipeline_size(topology: Topology, tensor_parallel_size: int = 1) -> t
 
     The number of ranks of a stage is the greatest common divisor of the clusters' sizes, so that no data-parallel group
     leaves its cluster: with clusters of equal size, one stage per cluster. If that would make more than twice as many stages as
-    there are clusters (56 and 64 devices: 15), it is one for each cluster as far as possible, and some groups cross. Hosts, and
-    so stages, hold whole tensor groups.
+    there are clusters (56 and 64 devices: 15), it is one for each cluster or the next possible number, and some groups cross.
+    Hosts, and so stages, hold whole tensor groups.
 
     Raises ConfigurationError if tensor_parallel_size does not divide the devices of each host.
     """
@@ -272,10 +272,12 @@ def choose_pipeline_size(topology: Topology, tensor_parallel_size: int = 1) -> t
     if size == len(sizes):
         return size, f"{size}, one for each cluster"
     shown = ", ".join(f"{cluster.name}: {cluster.num_devices}" for cluster in topology.clusters[:8])
-    if size > 2 * len(sizes) and sum(sizes) // tensor_parallel_size % len(sizes) == 0:
-        return len(
-            sizes
-        ), f"{len(sizes)}, one for each cluster nearly: stages that divide every cluster ({shown}) would be {size}"
+    if size > 2 * len(sizes):
+        num_groups = sum(sizes) // tensor_parallel_size
+        fewer = next((count for count in range(len(sizes), 2 * len(sizes) + 1) if num_groups % count == 0), size)
+        if fewer < size:
+            of_each = "one for each cluster nearly" if fewer == len(sizes) else f"for {len(sizes)} clusters"
+            return fewer, f"{fewer}, {of_each}: stages that divide every cluster ({shown}) would be {size}"
     reason = f"{size}: a stage of {stage} rank{'s' * (stage > 1)} divides every cluster ({shown})"
     if stage == tensor_parallel_size:
         reason += "; no good layout, there are no replicas. " + alternatives(topology, tensor_parallel_size)

@@ -222,6 +222,6 @@ def move_parameters(
         source = next((index for index, names in enumerate(before) if name in names), None)
         if source is None:
             raise ConfigurationError(_lost(name, f"any of the {len(before)} ranks of this pipeline"))
-        data = broadcast_from(dtensor.local_part(parameter).detach(), ranks[source], group)
+        data = broadcast_from(dtensor.detached(parameter), ranks[source], group)
         if name in after[mine] - before[mine]:
             dtensor.replace_local(parameter, data)

@@ -18,6 +18,7 @@ import torch
 from lightning_holmes import checkpoint
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import forget
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
@@ -462,6 +463,8 @@ class Run:
         """Give every rank the whole trained module again, unless the run has failed."""
         hurries, self.is_open = self.ends_together, False  # after a signal, the remaining time is for the checkpoint
         self.pipeline.uninstall()
+        for parameter in self.pipeline.parameters.values():
+            forget(parameter)
         in_shards = self.context.module_shards.of(self.module) is not None
         if self.context.builder.leave(self.pipeline, in_shards=in_shards) or self.planned is None:
             pass  # a module built without memory may not fit one process, and each rank keeps its part; or nothing was released

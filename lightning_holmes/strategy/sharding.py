@@ -157,7 +157,7 @@ def _state_and_free(
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     released, state, gradients = 0, 0.0, 0
     for name, parameter in module.named_parameters():
-        local = dtensor.local_part(parameter).detach()
+        local = dtensor.detached(parameter)
         has_memory = local.device.type != "meta" and not is_fake(local)
         if name in names:
             released -= 0 if has_memory else local.numel() * local.itemsize
@@ -230,7 +230,7 @@ def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _spans(tensor: torch.Tensor) -> Iterator[tuple[str, int, int]]:
     """Yield the device, the first byte and the byte after the last of a tensor's memory; nothing if it has no memory."""
-    tensor = dtensor.local_part(tensor).detach()
+    tensor = dtensor.detached(tensor)
     if tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() and not is_fake(tensor):
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         yield str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.itemsize

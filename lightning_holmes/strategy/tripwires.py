@@ -12,9 +12,9 @@ Broadcasts take all ranks of a pipeline (gathers of shards: all ranks), but a ho
 So there are rounds: each rank says whether it wants something, then what, and everything wanted is brought to all ranks. At the end of a
 hook, and before the hook calls a collective of the strategy, a rank takes part in rounds until no rank wants anything.
 
-In ``on_exception`` and in the hooks of a batch's transfer ranks do not meet, and a read of what this rank lacks is refused. Not watched:
-Lightning's own callbacks, except for pruning, which ranks all parameters; data modules; other threads; code that runs before the strategy is
-set up. If the user has no hooks, nothing is wrapped.
+In ``on_exception`` and in the hooks of a batch's transfer ranks do not meet, and a read of what this rank lacks is refused. Not watched, so
+that an absent parameter refuses to be read (comm/absent.py): Lightning's own callbacks, except for pruning, which ranks all parameters; data
+modules; other threads. If the user has no hooks, nothing is wrapped.
 
     with Tripwires(trainer, pipeline, job, groups=groups, rank_of=plan.rank_of, absent=run.absent, before=wait) as tripwires:
         ...
@@ -69,12 +69,7 @@ _WATCHED = {
 } - {"on_load_checkpoint"}
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 _WRITE_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
-_READ_NOTHING = (READS_NO_VALUE - {_READ_GRAD}) | {
-    *(getattr(torch, f"{name}_like") for name in ("empty", "full", "ones", "rand", "randn", "zeros")),
-    *(getattr(Tensor, f"new_{name}") for name in ("empty", "full", "ones", "zeros")),
-    *(torch.is_floating_point, torch.is_complex, torch.numel),
-    Tensor.grad.__delete__,  # type: ignore[union-attr]
-}
+_READ_NOTHING = (READS_NO_VALUE - {_READ_GRAD}) | {Tensor.grad.__delete__}  # type: ignore[union-attr]
 Wish = tuple[str, str]
 """What a rank wants to read: "value" or "grad", and the name of a parameter."""
 
@@ -438,11 +433,10 @@ class Tripwires(Replacements):
     def _bring_values(self, names: list[str]) -> None:
         for name in names:
             parameter = self._pipeline.parameters[name]
-            part = dtensor.local_part(parameter).detach()
-            data = self._from_owner(name, part)
+            data = self._from_owner(name, dtensor.detached(parameter))
             if name not in self._pipeline.local_parameters:
                 dtensor.replace_local(parameter, data)
-                self._brought.callback(dtensor.replace_local, parameter, part)
+                self._brought.callback(self._pipeline.let_go, [name])
 
     def _bring_gradients(self, names: list[str]) -> None:
         if not names:
@@ -454,7 +448,7 @@ class Tripwires(Replacements):
             if name not in present:
                 continue
             parameter = parameters[name]
-            like = dtensor.local_part(parameter if parameter.grad is None else parameter.grad).detach()
+            like = dtensor.detached(parameter if parameter.grad is None else parameter.grad)
             data = self._from_owner(name, like)
             if name not in self._pipeline.local_parameters:
                 parameter.grad = dtensor.like(data, parameter)

@@ -4,12 +4,15 @@ else."""
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import Absence, Placeholder, Source, plain
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
@@ -78,17 +81,45 @@ def test_a_parameter_stays_the_object_that_it_is() -> None:
     )
     assert parameter.shape == (3,) and parameter.requires_grad and parameter.grad is None
     parameter.grad = torch.ones(3)
-    product = parameter * 2
-    assert type(product) is Placeholder and product.requires_grad
-    for change in (lambda: parameter.detach().clamp_(0), lambda: setattr(parameter, "data", torch.ones(3))):
-        with pytest.raises(AbsentValueError, match="the step changes it"):
-            change()
-    for copied in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(AbsentValueError, match="it is read"):
-            copied(module)
-    absence.clear()
+    with absence.stepping():
+        product = parameter * 2
+        assert type(product) is Placeholder and product.requires_grad
+        for change in (lambda: parameter.detach().clamp_(0), lambda: setattr(parameter, "data", torch.ones(3))):
+            with pytest.raises(AbsentValueError, match="the step changes it"):
+                change()
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(AbsentValueError, match="it is read"):
+                copied(module)
+    dtensor.replace_local(parameter, torch.ones(3))
     assert type(parameter) is nn.Parameter and vars(parameter) == {}
     assert (parameter * 2).sum() == 6
+
+
+@pytest.mark.parametrize("stepping", [False, True])
+def test_a_thread_of_its_own_never_reads_a_value_that_is_not_here(stepping: bool) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    absence, source = made(parameter.detach())
+    absence.hide(parameter, source)
+    reads: list[Callable[[], Any]] = [
+        lambda: parameter.detach(),
+        lambda: parameter.data,
+        lambda: torch.stack([parameter]),
+        lambda: torch.stack(tensors=[parameter]),
+        lambda: parameter.norm().item(),
+        lambda: copy.deepcopy(parameter),
+        lambda: pickle.dumps(parameter),
+        lambda: parameter.clone().numpy(),
+    ]
+    with absence.stepping() if stepping else nullcontext(), ThreadPoolExecutor(1) as thread:
+        for read in reads:
+            with pytest.raises(AbsentValueError, match="it is read in a thread of its own"):
+                thread.submit(read).result(timeout=60)
+        shape = thread.submit(lambda: (torch.zeros_like(parameter).shape, parameter.numel())).result(timeout=60)
+        assert shape == ((3,), 3)
+    if not stepping:
+        for read in reads:
+            with pytest.raises(AbsentValueError, match="outside of steps and hooks"):
+                read()
 
 
 @pytest.mark.parametrize("error", [UnsupportedModuleError, AbsentValueError])

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -364,15 +365,23 @@ class ReadsAtTheEnd(pl.Callback):
 
 
 class FailingData(Dataset[Any]):
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, module: nn.Module) -> None:
+        self.where, self.module = where, module
 
     def __len__(self) -> int:
         return 64
 
+    def _norms(self) -> list[float]:
+        return [float(parameter.detach().norm()) for parameter in self.module.parameters()]
+
     def __getitem__(self, index: int) -> Any:
         if self.where == "data loader" and index == 20 and RANK == 1:
             raise ZeroDivisionError("planned failure: data loader")
+        if self.where == "data set that reads" and index == 20:
+            self._norms()
+        if self.where == "thread that reads" and index == 20:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(self._norms).result(timeout=60)
         x, y = samples(64)[index]
         return (x + 1 if self.where == "different data" and index == 20 and RANK == 1 else x), y
 
@@ -386,4 +395,4 @@ def fail(payload: dict[str, Any]) -> None:
     trainer = setting.trainer(callbacks=[FailingCallback(), ReadsAtTheEnd(), keep], enable_checkpointing=True)
     model = build(Failing, where)
     print("BEGINS", time.time(), flush=True)
-    trainer.fit(model, DataLoader(FailingData(where), 8), DataLoader(samples(), 8))
+    trainer.fit(model, DataLoader(FailingData(where, model), 8), DataLoader(samples(), 8))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
+from lightning_holmes.errors import AbsentValueError
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.search import SearchResult, SearchSpace, comparison, shard_search
 from lightning_holmes.plan.self_adapting import NothingFitsError
@@ -333,7 +334,13 @@ class Watching(pl.Callback):
 
     def _look(self, module: nn.Module) -> None:
         def count() -> int:
-            return sum(p.untyped_storage().nbytes() >= 4 * p.numel() for p in module.layers.parameters())
+            return sum(is_whole(p) for p in module.layers.parameters())
+
+        def is_whole(parameter: nn.Parameter) -> bool:
+            try:
+                return parameter.untyped_storage().nbytes() >= 4 * parameter.numel()
+            except AbsentValueError:
+                return False
 
         with ThreadPoolExecutor(1) as unwatched:  # torch's function modes are per thread: counting gathers nothing
             self.most_whole = max(self.most_whole, unwatched.submit(count).result())

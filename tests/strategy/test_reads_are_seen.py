@@ -1,6 +1,6 @@
 """Every way to read a parameter's value in a hook is seen, so that what a rank lacks is brought or refused, never read as NaN.
 
-Baseline: none; each operation is asked whether it told of the parameter.
+Baseline: none; each operation is asked whether it told of the parameter, or was refused.
 """
 
 import copy
@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_holmes.comm.absent import Absence, Source
+from lightning_holmes.comm.placeholder import placeholder
+from lightning_holmes.errors import AbsentValueError
 from lightning_holmes.strategy.tripwires import _Watch
 
 READS: dict[str, Callable[[Any, Any], Any]] = {
@@ -75,3 +78,17 @@ def test_a_read_is_seen(name: str) -> None:
     with _Watch({id(parameter): "p", id(scalar): "s"}, lambda kind, names: told.append(kind)):
         READS[name](parameter, scalar)
     assert "value" in told
+
+
+NOT_SEEN = {"tensor", "as_tensor"}  # torch asks modes only, not the parameter's class: the copy is NaN
+
+
+@pytest.mark.parametrize("name", [name for name in READS if name not in NOT_SEEN])
+@pytest.mark.filterwarnings("ignore")
+def test_a_read_of_what_is_not_here_is_refused_outside_of_steps(name: str) -> None:
+    absence, parameters = Absence(), (nn.Parameter(torch.rand(3, 3)), nn.Parameter(torch.tensor(2.0)))
+    for parameter in parameters:
+        blank = placeholder(parameter.detach())
+        absence.hide(parameter, Source(absence=absence, what="p", cure="num_chunks=1", blank=blank))
+    with pytest.raises(AbsentValueError, match="p is read in a thread of its own, or outside of steps and hooks"):
+        READS[name](*parameters)

@@ -36,8 +36,9 @@ from lightning_holmes.plan.training import Training
 _SIMULATED = 8  # candidates of all layouts that are simulated at least, in addition to the number of runners-up
 _TRIED = 3  # layouts for which every candidate is tried
 # stages x microbatches, summed over the candidates of a layout; beyond it the candidates with the slowest estimates are not simulated, once
-# one that fits is found
+# _FITTING that fit are found: estimates hardly tell schedules apart
 _LARGEST = 2**16
+_FITTING = 3
 _NEARLY = 0.002
 _ALIKE = 0.03  # plans of one layout are compared in steps of this share
 _SPLIT_GAIN = 0.05  # the share of a step that split backwards must save, since their cost depends on the layers
@@ -199,7 +200,7 @@ class _Search:
             left = _LARGEST
             for entry in sorted(looked, key=lambda entry: entry.estimate_s):
                 size = _size(entry)
-                if size <= left or not found:  # however large: until one fits
+                if size <= left or len(found) < _FITTING:  # however large: until these fit
                     found |= {made.run: made for made in self._simulate([entry])}
                     left -= size
             if found:

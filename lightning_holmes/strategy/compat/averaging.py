@@ -124,7 +124,7 @@ class WeightAverages(Replacements):
             present = set(checkpoint["state_dict"])
             own(trainer, pl_module, checkpoint)
             if "averaging_state" in checkpoint:
-                checkpoint["current_model_state"] = self._gathered(pl_module.state_dict())
+                checkpoint["current_model_state"] = self._gathered(pl_module.state_dict(keep_vars=True))
                 average = self._gathered(checkpoint["state_dict"])
                 checkpoint["state_dict"] = {key: value for key, value in average.items() if key in present}
 

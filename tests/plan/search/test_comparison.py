@@ -278,6 +278,8 @@ def test_the_only_plan_that_fits_is_found_after_others_have_used_up_what_may_be_
     found = search(costs(needed * 1.01), dataclasses.replace(space, schedules=("eager_1f1b", "1f1b")))
     assert found.best.run == run and found.memory_note is None and fits(found.best)
     assert found.left_out == {"does not fit the memory": 1}
+    both = search(costs(1e12), dataclasses.replace(space, schedules=("1f1b", "eager_1f1b")))
+    assert {entry.run.schedule for entry in both.tried} == {"1f1b", "eager_1f1b"}
 
 
 def test_a_cure_that_is_named_cures() -> None:
