@@ -1,5 +1,6 @@
 """Whether a batch may be split is asked again after the first batch: "auto" then goes on with one microbatch, or the run is refused; a
-number that the user has set is used, with a warning. Baseline: plain Lightning. Tolerance: 1e-5 relative."""
+number that the user has set is used, with a warning. Baseline: plain Lightning. Tolerance: 1e-5 relative for what is logged, which is fp32,
+and 1e-9 for weights: runs in double precision, since a norm over eight samples enlarges rounding, on some processors above 1e-5."""
 
 import re
 import warnings
@@ -88,7 +89,7 @@ def fit(case: str, strategy: Any, **options: Any) -> tuple[Changing, list[str]]:
     torch.set_num_threads(1)
     pl.seed_everything(3, verbose=False)
     module, epochs = Changing(case), -(-ENDS.get(case, (4, ""))[0] // 4)
-    trainer = quiet_trainer(strategy, max_epochs=epochs, deterministic=True, **options)
+    trainer = quiet_trainer(strategy, max_epochs=epochs, deterministic=True, precision="64-true", **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, batches(case))
@@ -118,7 +119,7 @@ def test_auto_goes_on_with_one_microbatch_from_the_batch_on_that_cannot_be_split
             seen, plain.seen, rtol=1e-5, atol=1e-6, msg=lambda text, case=case: f"{case}: {text}"
         )
         for name, value in plain.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10, msg=f"{case}: {name}")
         (reason,) = [text for text in said if text.startswith("num_microbatches: 1 from ")]
         assert re.search(why, reason), reason
 
