@@ -2,7 +2,7 @@
 them changes.
 
 No other file imports a name with a leading underscore from these libraries, or reads one on their objects. Constants in capitals
-are names: most of attributes that lightning_holmes.strategy.compat.replacements replaces for the duration of a run.
+are names: most of attributes that lightning_holmes.replacements replaces for the duration of a run.
 """
 
 import functools

@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGE = "lightning_holmes"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
-BASE = {"errors", "version", "torch_private", "lightning_package", "lightning_private"}
+BASE = {"errors", "version", "torch_private", "lightning_package", "lightning_private", "replacements"}
 COMM = BASE | {"cluster", "plan", "comm"}
 BELOW_STRATEGY = COMM | {"pipeline", "optim", "checkpoint"}
 LEAVES = {"models", "data"}
@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "torch_private": set(),
+    "replacements": set(),
     "lightning_package": {"errors"},
     "lightning_private": {"lightning_package"},
     "cluster": {"errors"},

@@ -77,6 +77,16 @@ class P2P(Protocol):
         """Wait for this rank's sends, except those of :meth:`post_message`."""
 
 
+def exchange(p2p: P2P, topic: int, mine: Any) -> list[Any]:
+    """Return ``mine`` of each rank, by rank; all of them must call."""
+    others = [rank for rank in range(p2p.size) if rank != p2p.rank]
+    for rank in others:
+        p2p.send_message(rank, topic, mine)
+    found = [mine if rank == p2p.rank else p2p.receive_message(rank, topic) for rank in range(p2p.size)]
+    p2p.finish()
+    return found
+
+
 @dataclass(slots=True)
 class _Receive:
     tensors: list[Tensor]

@@ -19,8 +19,9 @@ from torchmetrics import Metric
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
+from lightning_holmes.replacements import Replacements
 
-_COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
+COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
 """The collectives of Lightning's Strategy."""
 _KEEP = "ask once, in setup(), as self.folder = self.trainer.log_dir, and use self.folder in the step"
 
@@ -69,19 +70,11 @@ def refusing_collectives(module: pl.LightningModule, step: str) -> Iterator[None
         return refuse
 
     trainer = trainer_of(module)
-    changed: list[tuple[dict[str, Any], tuple[str, ...]]] = [(vars(module), ("all_gather",))]
-    if trainer is not None:
-        changed.append((vars(trainer.strategy), _COLLECTIVES))
-    kept = [{name: attributes[name] for name in names if name in attributes} for attributes, names in changed]
-    for attributes, names in changed:
-        attributes.update({name: refused(name) for name in names})
-    try:
+    with Replacements() as refusing:
+        refusing.replace(module, all_gather=refused("all_gather"))
+        if trainer is not None:
+            refusing.replace(trainer.strategy, **{name: refused(name) for name in COLLECTIVES})
         yield
-    finally:
-        for (attributes, names), before in zip(changed, kept, strict=True):
-            for name in names:
-                del attributes[name]
-            attributes.update(before)
 
 
 class _LoggerProbe:
@@ -167,12 +160,7 @@ def noticing_compute(metrics: Mapping[str, Metric], notice: Callable[[str], None
 
         return tell_and_compute
 
-    computes = {name: metric.compute for name, metric in metrics.items()}
-    for name, metric in metrics.items():
-        vars(metric).update(forward=inside(metric.forward), compute=told(name, metric.compute))
-    try:
-        yield
-    finally:
+    with Replacements() as noticing:
         for name, metric in metrics.items():
-            del vars(metric)["forward"]
-            vars(metric)["compute"] = computes[name]
+            noticing.replace(metric, forward=inside(metric.forward), compute=told(name, metric.compute))
+        yield

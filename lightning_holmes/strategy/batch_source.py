@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.comm.p2p import P2P, exchange
 from lightning_holmes.lightning_package import PACKAGES, pl
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.steps import TOPIC_BATCH
@@ -69,17 +69,8 @@ class BatchSource:
         """Whether the ranks' batches differ, and all read them by the same indices."""
         checksum = Checksum(batch)
         mine = checksum.known, checksum.values(), by_index
-        if p2p.rank != 0:
-            p2p.send_message(0, TOPIC_BATCH, mine)
-            differ: bool = p2p.receive_message(0, TOPIC_BATCH)
-            p2p.finish()
-            return differ
-        others = [p2p.receive_message(rank, TOPIC_BATCH) for rank in range(1, p2p.size)]
-        differ = any(tuple(other) != mine for other in others) and all(other[2] for other in (mine, *others))
-        for rank in range(1, p2p.size):
-            p2p.send_message(rank, TOPIC_BATCH, differ)
-        p2p.finish()
-        return differ
+        everyone = [tuple(each) for each in exchange(p2p, TOPIC_BATCH, mine)]
+        return len(set(everyone)) > 1 and all(by_index for *_, by_index in everyone)
 
 
 def _reads_by_index(loader: Any, replica: tuple[int, int]) -> bool:

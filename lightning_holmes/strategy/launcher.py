@@ -20,7 +20,7 @@ from lightning_holmes.lightning_private import (
     checkpoint_folder,
     set_num_threads,
 )
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 
 
 class HolmesLauncher(SubprocessLauncher):

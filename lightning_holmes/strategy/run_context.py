@@ -6,8 +6,8 @@ from typing import Any
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.plan.plan import Plan
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.building import ModuleBuilder
-from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.loaded_state import LoadedState
 from lightning_holmes.strategy.module_shards import ModuleShards

@@ -33,7 +33,7 @@ from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import data_fetcher, loaders_of
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.loaded_state import LoadedState
 from lightning_holmes.strategy.switches import Switches, put_switches, read_switches
 

@@ -37,10 +37,10 @@ from lightning_holmes.plan.asked import Asked, AskedSharding
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.prediction import Prediction
 from lightning_holmes.plan.schedule import ScheduleName
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.building import ModuleBuilder
 from lightning_holmes.strategy.checkpointing import RunCheckpoints, save_folder_alone
-from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.compat.resumable_sampler import make_resumable
 from lightning_holmes.strategy.compat.workers import seeded_workers
 from lightning_holmes.strategy.connection import Connection

@@ -38,16 +38,17 @@ from lightning_holmes.checkpoint import broadcast_from
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.absent import READS_NO_VALUE
 from lightning_holmes.comm.objects import all_gather_values, any_of
+from lightning_holmes.comm.p2p import exchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.optimizer_states import hiding_states
 from lightning_holmes.strategy.compat.raw_collectives import noticing_raw_collectives
-from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 
@@ -416,15 +417,9 @@ class Tripwires(Replacements):
         hook.brought = {("value", name) for name in names}
 
     def _exchange(self, topic: int, mine: Any) -> list[Any]:
-        """Return ``mine`` of each rank of the pipeline, this rank's first. All of them must call."""
-        p2p = self._job.groups.p2p
-        assert p2p is not None
-        others = [rank for rank in range(p2p.size) if rank != p2p.rank]
-        for rank in others:
-            p2p.send_message(rank, topic, mine)
-        found = [mine, *(p2p.receive_message(rank, topic) for rank in others)]
-        p2p.finish()
-        return found
+        """Return ``mine`` of each rank of the pipeline. All of them must call."""
+        assert self._job.groups.p2p is not None
+        return exchange(self._job.groups.p2p, topic, mine)
 
     def _from_owner(self, name: str, tensor: Tensor) -> Tensor:
         """Return ``tensor`` of the rank that owns the parameter; other ranks pass a tensor of its shape and dtype."""

@@ -16,11 +16,11 @@ from typing import Any, Self
 
 from torch import nn
 
-from lightning_holmes.comm.p2p import P2P
+from lightning_holmes.comm.p2p import P2P, exchange
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import average_model
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 
 TOPIC_AVERAGE = 11
 _HOOKS = (
@@ -96,13 +96,7 @@ class WeightAverages(Replacements):
         pipeline, p2p = self._pipeline, self._p2p
         keys = {key: pipeline.name_of(v, key) for key, v in pipeline.module.state_dict(keep_vars=True).items()}
         mine = {k: v.detach().cpu() for k, v in state.items() if pipeline.is_owner(keys.get(k, k))}
-        whole = dict(mine)
-        others = [rank for rank in range(p2p.size) if rank != p2p.rank]
-        for rank in others:
-            p2p.send_message(rank, TOPIC_AVERAGE, mine)
-        for rank in others:
-            whole |= p2p.receive_message(rank, TOPIC_AVERAGE)
-        p2p.finish()
+        whole = {key: value for part in exchange(p2p, TOPIC_AVERAGE, mine) for key, value in part.items()}
         return {key: whole[key] for key in state}
 
     def _gathering_state(self, callback: pl.callbacks.StochasticWeightAveraging) -> Callable[[], dict[str, Any]]:

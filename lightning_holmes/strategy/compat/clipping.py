@@ -13,7 +13,7 @@ from lightning_holmes.comm.label import labelled
 from lightning_holmes.lightning_private import AFTER_CLOSURE, handles_unscaling
 from lightning_holmes.optim.host import OptimizerHost
 from lightning_holmes.optim.sharded_host import ShardedHost
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 
 
 @contextmanager

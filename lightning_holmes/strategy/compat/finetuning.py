@@ -20,8 +20,8 @@ from lightning_holmes import checkpoint
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.agreement import content_of
-from lightning_holmes.strategy.compat.replacements import Replacements
 
 _NOT_TRAINING = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 _STEPPED = "_holmes_stepped"  # set on an optimizer after a fit: the parameters, by name, whose states this rank has

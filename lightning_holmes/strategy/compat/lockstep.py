@@ -28,7 +28,7 @@ from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import UnevenDataError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import BEFORE_BATCH
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.snapshots import Snapshots
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 
 
 class ReplicaMetrics(Replacements):

@@ -10,11 +10,11 @@ from typing import Any, NoReturn, Self
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.pipeline.whole_steps import COLLECTIVES
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.compat.raw_collectives import ALL, noticing_raw_collectives
-from lightning_holmes.strategy.compat.replacements import Replacements
 
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")
-_COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
 
 
 class PredictionWriters(Replacements):
@@ -49,7 +49,7 @@ class PredictionWriters(Replacements):
         def write(*args: Any, **kwargs: Any) -> None:
             strategy: Any = self._trainer.strategy
             with Replacements() as refusing, noticing_raw_collectives(refuse, ALL):
-                refusing.replace(strategy, **{each: functools.partial(refuse, each) for each in _COLLECTIVES})
+                refusing.replace(strategy, **{each: functools.partial(refuse, each) for each in COLLECTIVES})
                 own(*args, **kwargs)
 
         return write

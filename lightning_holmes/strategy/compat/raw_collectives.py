@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_holmes.pipeline.object_state import is_library
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 
 COUNTING = (
     "all_gather",

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightning_holmes.lightning_private import wrapped_sampler
 from lightning_holmes.pipeline.seeds import preserved_random_state, random_states, set_random_states
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 
 _HOST = torch.device("cpu")
 

@@ -21,8 +21,8 @@ from lightning_holmes.comm.failure import FailureWatch
 from lightning_holmes.comm.interrupt import ends_by_second_interrupt
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import ON_REQUEUE, ON_SIGTERM, signal_connector
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.compat.extra_callbacks import extra_callbacks
-from lightning_holmes.strategy.compat.replacements import Replacements
 from lightning_holmes.strategy.snapshots import Snapshots
 
 _GO_ON, _END, _REQUEUE, _INTERRUPT = 0, 1, 2, 3

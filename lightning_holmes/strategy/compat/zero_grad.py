@@ -12,7 +12,7 @@ import torch
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.strategy.compat.replacements import Replacements
+from lightning_holmes.replacements import Replacements
 
 
 class RefusesKeptGradients(Replacements):
