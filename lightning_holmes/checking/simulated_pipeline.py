@@ -125,8 +125,7 @@ def _check_steps(
     try:
         admission.check_module(module, fitting="training_step" in modules)
         splitter = BatchSplitter()
-        if num_microbatches > 1 and not callable(getattr(module, "split_batch", None)):
-            splitter.split(batch, num_microbatches)
+        splitter.split(batch, num_microbatches, module)
         structure = _structure(modules, batch, layers, splitter)
         stages = _assign_layers(structure, partition, pipeline_parallel_size, schedule, num_chunks)
         report.layers, report.stages = structure.layers, stages.layer_counts

@@ -44,15 +44,23 @@ class BatchSplitter:
         """
         return self._read(batch)[0]
 
-    def split(self, batch: Any, num_microbatches: int) -> list[Any]:
-        """Split ``batch`` into ``num_microbatches`` parts, in order; they hold views of its tensors, not copies.
+    def split(self, batch: Any, num_microbatches: int, module: Any = None) -> list[Any]:
+        """Split ``batch`` into ``num_microbatches`` parts, in order, by ``split_batch`` of ``module`` if it has that; else they hold views of
+        its tensors, not copies.
 
         Raises:
-            ConfigurationError: the batch has fewer samples than ``num_microbatches``.
+            ConfigurationError: the batch has fewer samples than ``num_microbatches``, or ``split_batch`` makes another number of parts.
             UnsupportedModuleError: its number of samples cannot be told, or a part of it cannot be split.
         """
         if num_microbatches == 1:
             return [batch]
+        if splits_itself(module):
+            parts = list(module.split_batch(batch, num_microbatches))
+            if len(parts) != num_microbatches:
+                raise ConfigurationError(
+                    f"{type(module).__name__}.split_batch returned {len(parts)} parts of a batch, not {num_microbatches}"
+                )
+            return parts
         size, per_sample = self._read(batch)
         if size == 0:
             raise ConfigurationError(
@@ -66,6 +74,25 @@ class BatchSplitter:
             )
         bounds = microbatch_bounds(size, num_microbatches)
         return [_take(batch, slice(*each), size, per_sample, depth=0, path="batch") for each in bounds]
+
+    def weights(self, parts: Sequence[Any], module: Any, sizes: Sequence[int] | None = None) -> list[float]:
+        """The weights of the losses of ``parts``: by ``microbatch_weight`` of ``module`` if it has that, else their numbers of samples, ``sizes``.
+
+        Raises:
+            ConfigurationError: a weight is negative or not finite.
+            UnsupportedModuleError: as by :meth:`batch_size`.
+        """
+        own = getattr(module, "microbatch_weight", None)
+        if not callable(own):
+            return [float(size) for size in (sizes or map(self.batch_size, parts))]
+        weights = [float(own(part)) for part in parts]
+        for index, weight in enumerate(weights):
+            if not 0 <= weight < float("inf"):
+                raise ConfigurationError(
+                    f"{type(module).__name__}.microbatch_weight gave {weight} for microbatch {index}; it must be "
+                    f"a finite number, at least 0"
+                )
+        return weights
 
     def spread(self, batch: Any, count: int) -> Any:
         """A batch of ``count`` samples, at least 2, evenly spaced from the first to the last: neighbours may be alike, as where
@@ -121,6 +148,11 @@ class BatchSplitter:
             )
         self._list_means_samples[key] = per_sample
         return (next(iter(lengths)), True) if per_sample else (size, False)
+
+
+def splits_itself(module: Any) -> bool:
+    """Whether a module splits its batches by a method ``split_batch`` of its own."""
+    return callable(getattr(module, "split_batch", None))
 
 
 def microbatch_bounds(batch_size: int, num_microbatches: int) -> list[tuple[int, int]]:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_holmes.comm.uncaught import one_line
-from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, weighted_mean
+from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, splits_itself, weighted_mean
 from lightning_holmes.pipeline.divisors import are_shares
 from lightning_holmes.pipeline.own_generators import preserved_generators
 from lightning_holmes.pipeline.replay import MERGES, merge_values, usual_merge
@@ -90,7 +90,7 @@ def find_batch_dependence(
     if parts is not None:
         small, halves, weights = parts
         with preserved_random_state(trial.device_of(small)), preserved_generators(module):
-            if not callable(getattr(module, "split_batch", None)):
+            if not splits_itself(module):
                 time = _read_as_time(trial.lengths(small), trial.lengths(halves[0]))
                 if time is not None:
                     return Findings(dependence=_cut_along_time(name, step_name, time))
@@ -172,26 +172,16 @@ def _parts(
 ) -> tuple[Any, list[Any], list[float]] | None:
     """A few samples (the whole batch if the module has ``split_batch``), their halves, and the weights of the halves;
     None if the batch cannot be split like this."""
-    own = getattr(module, "split_batch", None)
     try:
-        if callable(own):
-            small, halves = batch, list(own(batch, 2))
-        else:
+        small = batch
+        if not splits_itself(module):
             if splitter.batch_size(batch) < 2:
                 return None
             small = splitter.spread(batch, _SAMPLES)
-            halves = splitter.split(small, 2)
-        weights = _weights_of(module, halves, splitter.batch_size)
-    except UnsupportedModuleError:  # the run itself reports the reason
+        halves = splitter.split(small, 2, module)
+        return small, halves, splitter.weights(halves, module)
+    except (ConfigurationError, UnsupportedModuleError):  # the run itself reports the reason
         return None
-    if not all(0 <= weight < float("inf") for weight in weights):
-        return None  # refused by name in the step
-    return small, halves, weights
-
-
-def _weights_of(module: pl.LightningModule, parts: Sequence[Any], size_of: Callable[[Any], int]) -> list[float]:
-    weigh = getattr(module, "microbatch_weight", None)
-    return [float(weigh(part) if callable(weigh) else size_of(part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +337,7 @@ def _compare_logged(
 
 def _decide(module: pl.LightningModule, trial: Trial, small: Any, splitter: BatchSplitter) -> dict[str, str]:
     """How logged values are put together that the halves did not tell, by runs of one sample each: these are rarely alike, too."""
-    if callable(getattr(module, "split_batch", None)):
+    if splits_itself(module):
         return {}
     try:
         singles = splitter.split(small, splitter.batch_size(small))
@@ -355,7 +345,7 @@ def _decide(module: pl.LightningModule, trial: Trial, small: Any, splitter: Batc
         outcomes = trial.outcome(trial.copy(), singles, 1)
     except Exception:
         return {}  # the step may need several samples
-    return _compare_logged(together, outcomes, _weights_of(module, singles, lambda _: 1), {}, _TOLERANCE)[1]
+    return _compare_logged(together, outcomes, splitter.weights(singles, module, [1] * len(singles)), {}, _TOLERANCE)[1]
 
 
 def _compare_divisors(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> list[bool]:

@@ -19,7 +19,7 @@ from lightning_holmes.errors import ConfigurationError, UnevenDataError, Unsuppo
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.batch import BatchSplitter
+from lightning_holmes.pipeline.batch import BatchSplitter, splits_itself
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.divisors import Divisors
 from lightning_holmes.pipeline.own_generators import OwnDraws, OwnGenerators, States, set_states, states_of
@@ -129,9 +129,9 @@ class StepDriver:
             whole, unseen = self._agree_on(request)
         splits = request.num_microbatches > 1
         count = min(request.num_microbatches, self._num_samples(whole) or request.num_microbatches) if splits else 1
-        parts = self._split(whole, count)
+        parts = self.splitter.split(whole, count, self.module)
         sizes = [self._num_samples(part, of_part=True) if splits else 1 for part in parts]
-        weights = self._weights(parts, sizes)
+        weights = self.splitter.weights(parts, self.module, sizes)
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         repeats = count > 1 or len(self.pipeline.stages) > 1  # this rank starts the step several times
         trainer = trainer if self._is_staged or repeats or request.fixes_options else None
@@ -241,11 +241,11 @@ class StepDriver:
 
     def _num_samples(self, batch: Any, of_part: bool = False) -> int:
         """The number of samples in a batch or a part of one; 0 if only the module's own ``split_batch`` can read it."""
-        if not callable(getattr(self.module, "split_batch", None)):
-            return self.splitter.batch_size(batch)
         try:
             return self.splitter.batch_size(batch)
         except UnsupportedModuleError as reason:
+            if not splits_itself(self.module):
+                raise
             if not of_part or callable(getattr(self.module, "microbatch_weight", None)):
                 return 0
             name = type(self.module).__name__
@@ -253,30 +253,6 @@ class StepDriver:
                 f"{name}.split_batch made microbatches whose number of samples cannot be told, so their losses cannot "
                 f"be weighted: define {name}.microbatch_weight(batch), too, say the number of samples ({reason})"
             ) from None
-
-    def _split(self, batch: Any, count: int) -> list[Any]:
-        own = getattr(self.module, "split_batch", None)
-        if count > 1 and callable(own):
-            parts = list(own(batch, count))
-            if len(parts) != count:
-                raise ConfigurationError(
-                    f"{type(self.module).__name__}.split_batch returned {len(parts)} parts of a batch, not {count}"
-                )
-            return parts
-        return self.splitter.split(batch, count)
-
-    def _weights(self, microbatches: list[Any], sizes: list[int]) -> list[float]:
-        own = getattr(self.module, "microbatch_weight", None)
-        if not callable(own):
-            return [float(size) for size in sizes]
-        weights = [float(own(m)) for m in microbatches]
-        for index, weight in enumerate(weights):
-            if not 0 <= weight < float("inf"):
-                raise ConfigurationError(
-                    f"{type(self.module).__name__}.microbatch_weight gave {weight} for microbatch {index}; it must be "
-                    f"a finite number, at least 0"
-                )
-        return weights
 
     def _watching_loggers(self, place: str, num_microbatches: int) -> AbstractContextManager[None]:
         """Refuse loggers in a part of a step, and warn of them in one of several microbatches of a whole one."""

@@ -16,6 +16,7 @@ from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.batch import splits_itself
 from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence
 from lightning_holmes.pipeline.own_generators import describe_draw
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
@@ -97,7 +98,7 @@ def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: 
         except HolmesError:
             size, small = 1, batch
             if wanted not in (1, "auto"):  # only the module's split_batch, if it has one, can split this batch
-                if not callable(getattr(module, "split_batch", None)):
+                if not splits_itself(module):
                     raise
                 size = None
         if training:
