@@ -48,7 +48,7 @@ from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.optimizer_states import hiding_states
-from lightning_holmes.strategy.compat.raw_collectives import noticing_raw_collectives
+from lightning_holmes.strategy.compat.raw_collectives import RawCollectives
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 
@@ -211,6 +211,7 @@ class Tripwires(Replacements):
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
         self._told: set[str | tuple[str, str]] = set()
+        self._raw = RawCollectives()
 
     def __enter__(self) -> Self:
         module: Any = self._trainer.lightning_module
@@ -289,7 +290,7 @@ class Tripwires(Replacements):
                 stack.enter_context(hiding_states(self._trainer.strategy.optimizers, hook.name))
             stack.enter_context(_Watch(self._pipeline.names, self._on_read))
             if self._job.placement.pipeline_parallel_size > 1:
-                stack.enter_context(noticing_raw_collectives(functools.partial(self._tell_raw, hook)))
+                stack.enter_context(self._raw.noticing(functools.partial(self._tell_raw, hook)))
             hook.arming = stack.pop_all()
 
     def _disarm(self, hook: _Hook) -> None:

@@ -14,7 +14,7 @@ from torch.distributed import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.strategy.compat.raw_collectives import noticing_raw_collectives
+from lightning_holmes.strategy.compat.raw_collectives import RawCollectives
 
 
 class Codes(pl.LightningModule):
@@ -97,7 +97,7 @@ def test_replicas_take_the_buffers_of_rank_0(size: int, holmes: dict[str, Any]) 
 
 def test_collectives_that_a_file_has_imported_by_name_are_seen() -> None:
     noticed: list[str] = []
-    with noticing_raw_collectives(noticed.append):
+    with RawCollectives().noticing(noticed.append):
         for collective in (dist.all_reduce, all_reduce):
             with pytest.raises(ValueError, match="process group"):
                 collective(torch.ones(()))

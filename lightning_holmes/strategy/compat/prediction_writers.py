@@ -12,7 +12,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.whole_steps import COLLECTIVES
 from lightning_holmes.replacements import Replacements
-from lightning_holmes.strategy.compat.raw_collectives import ALL, noticing_raw_collectives
+from lightning_holmes.strategy.compat.raw_collectives import ALL, RawCollectives
 
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")
 
@@ -37,7 +37,7 @@ class PredictionWriters(Replacements):
         return self
 
     def _write_alone(self, callback: Any, name: str) -> Callable[..., None]:
-        own = getattr(callback, name)
+        own, raw = getattr(callback, name), RawCollectives(ALL)
 
         def refuse(collective: str, *_: Any, **__: Any) -> NoReturn:
             raise UnsupportedModuleError(
@@ -48,7 +48,7 @@ class PredictionWriters(Replacements):
         @functools.wraps(own)
         def write(*args: Any, **kwargs: Any) -> None:
             strategy: Any = self._trainer.strategy
-            with Replacements() as refusing, noticing_raw_collectives(refuse, ALL):
+            with Replacements() as refusing, raw.noticing(refuse):
                 refusing.replace(strategy, **{each: functools.partial(refuse, each) for each in COLLECTIVES})
                 own(*args, **kwargs)
 
