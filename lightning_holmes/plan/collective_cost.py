@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import math
 
+from lightning_holmes.plan.route import Channel
+
 
 def shared(bandwidth: float, sharers: float) -> float:
     """The bandwidth that one of several equal flows gets."""
@@ -39,26 +41,6 @@ def tree_all_reduce_s(num_bytes: float, *, size: int, bandwidth: float, latency:
     return 0.0 if size == 1 else 2 * (math.ceil(math.log2(size)) * latency + num_bytes / bandwidth)
 
 
-def hierarchical_all_reduce_s(
-    num_bytes: float,
-    *,
-    local_size: int,
-    num_hosts: int,
-    local_bandwidth: float,
-    local_latency: float,
-    bandwidth: float,
-    latency: float,
-) -> float:
-    """Seconds of a hierarchical all-reduce: local_size members on each of num_hosts hosts. bandwidth: of a host's NICs, shared by its members."""
-    inside = ring_all_reduce_s(num_bytes, size=local_size, bandwidth=local_bandwidth, latency=local_latency)
-    each = shared(bandwidth, local_size)  # every member reduces its own part across hosts, all at once
-    across = [
-        all_reduce(num_bytes / local_size, size=num_hosts, bandwidth=each, latency=latency)
-        for all_reduce in (ring_all_reduce_s, tree_all_reduce_s)
-    ]
-    return inside + min(across)
-
-
 def two_level_all_reduce_s(
     inside_s: float, num_bytes: float, *, num_clusters: int, bandwidth: float, latency: float
 ) -> float:
@@ -67,36 +49,26 @@ def two_level_all_reduce_s(
     return inside_s + ring_all_reduce_s(num_bytes, size=num_clusters, bandwidth=bandwidth, latency=latency)
 
 
-def all_reduce_s(
-    num_bytes: float,
-    *,
-    local_size: int,
-    num_hosts: int,
-    local_bandwidth: float,
-    local_latency: float,
-    bandwidth: float,
-    latency: float,
-) -> float:
-    """Seconds of the fastest all-reduce (ring, tree or hierarchical) for local_size members on each of num_hosts hosts."""
-    size = local_size * num_hosts
+def all_reduce_s(num_bytes: float, *, local: Channel, channel: Channel, local_size: int, num_hosts: int) -> float:
+    """Seconds of the fastest all-reduce (ring, tree or hierarchical) for local_size members on each of num_hosts hosts.
+
+    Args:
+        local: inside a host.
+        channel: between the hosts; the members of a host share it.
+    """
     if num_hosts == 1:
-        return min(
-            all_reduce(num_bytes, size=size, bandwidth=local_bandwidth, latency=local_latency)
-            for all_reduce in (ring_all_reduce_s, tree_all_reduce_s)
-        )
+        return _ring_or_tree_s(num_bytes, size=local_size, bandwidth=local.bytes_per_s, latency=local.latency_s)
+    bandwidth, latency = channel.bytes_per_s, channel.latency_s
     # one ring or tree through all members enters and leaves each host once
-    slowest = min(bandwidth, local_bandwidth) if local_size > 1 else bandwidth
-    flat = [
-        all_reduce(num_bytes, size=size, bandwidth=slowest, latency=latency)
+    slowest = min(bandwidth, local.bytes_per_s) if local_size > 1 else bandwidth
+    flat = _ring_or_tree_s(num_bytes, size=local_size * num_hosts, bandwidth=slowest, latency=latency)
+    inside = ring_all_reduce_s(num_bytes, size=local_size, bandwidth=local.bytes_per_s, latency=local.latency_s)
+    each = shared(bandwidth, local_size)  # every member reduces its own part across hosts, all at once
+    return min(flat, inside + _ring_or_tree_s(num_bytes / local_size, size=num_hosts, bandwidth=each, latency=latency))
+
+
+def _ring_or_tree_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
+    return min(
+        all_reduce(num_bytes, size=size, bandwidth=bandwidth, latency=latency)
         for all_reduce in (ring_all_reduce_s, tree_all_reduce_s)
-    ]
-    levels = hierarchical_all_reduce_s(
-        num_bytes,
-        local_size=local_size,
-        num_hosts=num_hosts,
-        local_bandwidth=local_bandwidth,
-        local_latency=local_latency,
-        bandwidth=bandwidth,
-        latency=latency,
     )
-    return min(*flat, levels)

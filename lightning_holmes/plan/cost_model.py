@@ -36,7 +36,7 @@ from lightning_holmes.plan.layout_facts import Devices, LayoutFacts, Levels, Sta
 from lightning_holmes.plan.memory import RankMemory, lack_of_memory, stage_in_flight
 from lightning_holmes.plan.node_costs import node_bytes_per_s
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
-from lightning_holmes.plan.route import Channel, Network
+from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.schedule import rank_of_stage, ranks_of_stages, spec_of
 from lightning_holmes.plan.self_adapting import Balance
@@ -122,7 +122,13 @@ class CostModel:
         reduction = 0.0
         if tensor > 1:
             channel, hosts, local = facts.tensor_channels[rank]
-            reduction = _all_reduce(layer.activation_bytes, channel, local, tensor // hosts, hosts)
+            reduction = all_reduce_s(
+                layer.activation_bytes,
+                local=local,
+                channel=channel,
+                local_size=max(1, tensor // hosts),
+                num_hosts=hosts,
+            )
         forward, backward = 2 * reduction, (4 if layer.recomputed else 2) * reduction
         own = self.place_seconds(run, rank, layer)
         return own[0] + forward, own[1] + backward, forward, backward
@@ -327,10 +333,7 @@ class CostModel:
             return 0.0, 0.0
         ratio, scatters = self._gradient_ratio(group)
         num_bytes = trained_bytes * ratio
-        whole, in_levels = (
-            _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts),
-            math.inf,
-        )
+        whole, in_levels = group.all_reduce_s(num_bytes), math.inf
         if group.levels is not None and not self.training.sharded_parameters:
             in_levels = _two_levels(num_bytes, group, group.levels)
         if not sharded:
@@ -344,7 +347,7 @@ class CostModel:
             return num_bytes / self._node_bytes_per_s
         if group.local_size * group.num_hosts == 1:
             return 0.0
-        return _all_reduce(num_bytes, group.channel, group.local, group.local_size, group.num_hosts) / 2
+        return group.all_reduce_s(num_bytes) / 2
 
     def _carried(self, group: StageGroup, trained_bytes: float, sharded: bool) -> tuple[float, float]:
         """Bytes that each host sends plus receives to reduce a stage's gradients, and to gather its parameters: an all-reduce
@@ -408,21 +411,15 @@ class CostModel:
         return 1.0 if same else self.training.activation_ratio_across
 
 
-def _all_reduce(num_bytes: float, channel: Channel, local: Channel, local_size: int, num_hosts: int) -> float:
-    return all_reduce_s(
-        num_bytes,
-        local_size=max(1, local_size),
-        num_hosts=num_hosts,
-        local_bandwidth=local.bytes_per_s,
-        local_latency=local.latency_s,
-        bandwidth=channel.bytes_per_s,
-        latency=channel.latency_s,
-    )
-
-
 def _two_levels(num_bytes: float, group: StageGroup, levels: Levels) -> float:
     local_size = -(-group.local_size * group.num_hosts // (levels.num_clusters * levels.hosts_inside))
-    inside_s = _all_reduce(num_bytes, levels.inside, group.local, local_size, levels.hosts_inside)
+    inside_s = all_reduce_s(
+        num_bytes,
+        local=group.local,
+        channel=levels.inside,
+        local_size=max(1, local_size),
+        num_hosts=levels.hosts_inside,
+    )
     return two_level_all_reduce_s(
         inside_s,
         num_bytes,

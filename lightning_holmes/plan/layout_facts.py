@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_holmes.plan.collective_cost import shared
+from lightning_holmes.plan.collective_cost import all_reduce_s, shared
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.route import LOCAL, Channel, Network
 from lightning_holmes.plan.run_shape import Layout
@@ -44,6 +44,12 @@ class StageGroup:
     cards: tuple[str, ...]
     across: bool = False  # whether the replicas lie in several clusters
     levels: Levels | None = None  # if they lie in several clusters, as many in each
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Seconds of the fastest all-reduce through all of them."""
+        return all_reduce_s(
+            num_bytes, local=self.local, channel=self.channel, local_size=self.local_size, num_hosts=self.num_hosts
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_holmes.plan.collective_cost import (
-    all_reduce_s,
-    hierarchical_all_reduce_s,
-    ring_all_reduce_s,
-    ring_reduce_scatter_s,
-)
+from lightning_holmes.plan.collective_cost import all_reduce_s, ring_all_reduce_s, ring_reduce_scatter_s
+from lightning_holmes.plan.route import Channel
 
 
 @given(st.integers(1, 40), st.floats(0, 1e9), st.floats(1e6, 1e11), st.floats(0, 1e-3))
@@ -28,12 +24,15 @@ def test_ring_step_by_step(size: int, num_bytes: float, bandwidth: float, latenc
 def test_the_best_is_no_slower_than_any_and_no_faster_than_the_bytes(
     local: int, hosts: int, num_bytes: float, bandwidth: float
 ) -> None:
-    how = {"local_bandwidth": 3e11, "local_latency": 1e-6, "bandwidth": bandwidth, "latency": 1e-5}
-    best = all_reduce_s(num_bytes, local_size=local, num_hosts=hosts, **how)
+    inside, between = Channel("local", 3e11, 1e-6), Channel("ethernet", bandwidth, 1e-5)
+    best = all_reduce_s(num_bytes, local=inside, channel=between, local_size=local, num_hosts=hosts)
     if hosts == 1:
         assert best <= ring_all_reduce_s(num_bytes, size=local, bandwidth=3e11, latency=1e-6)
     else:
-        assert best <= hierarchical_all_reduce_s(num_bytes, local_size=local, num_hosts=hosts, **how)
+        # a ring inside each host, and one over the hosts for the part of each member
+        parts_s = ring_all_reduce_s(num_bytes / local, size=hosts, bandwidth=bandwidth / local, latency=1e-5)
+        levels_s = ring_all_reduce_s(num_bytes, size=local, bandwidth=3e11, latency=1e-6) + parts_s
+        assert best <= levels_s * (1 + 1e-9)
         # every host sends at least (n-1)/n of the sum and receives as much
         assert best >= 2 * (hosts - 1) / hosts * num_bytes / bandwidth * (1 - 1e-9)
     assert math.isfinite(best)
