@@ -119,6 +119,11 @@ def choose_sharding(
     module, (optimizer,) = trainer.lightning_module, trainer.strategy.optimizers
     master_weights = keeps_masters(options, module)
     refusal = refusal_of(found, optimizer, trainer)
+    if master_weights and found.level == "parameters" and dtensor.has_dtensor_parameters(module):
+        refusal = refusal or (
+            f"{found.reason}, and of a matrix that is sharded over the tensor group each rank would step its part of the fp32 weights as a "
+            f"matrix of its own"
+        )
     if options.master_weights and not master_weights and replicas == 1:
         return "none", ["sharding: none, there is one replica"]
     if asked.sharding == "optimizer" or master_weights:

@@ -206,7 +206,7 @@ def train(
     """Train two epochs, clipped by norm, with validation after each."""
     seed_everything(11, verbose=False)
     watch = Watch(options.pop("save", None), options.pop("reads", False))
-    ckpt_path = options.pop("ckpt_path", None)
+    ckpt_path, factored = options.pop("ckpt_path", None), options.pop("factored", False)
     scale = options.pop("scale", None)
     if scale is not None:  # 16-bit floats on the CPU, in torch's autocast
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
@@ -221,7 +221,10 @@ def train(
         callbacks=[watch],
         **settings,
     )
-    trainer.fit(build(style, dropout), ckpt_path=ckpt_path)
+    module = build(style, dropout)
+    if factored:
+        vars(module)["configure_optimizers"] = lambda: torch.optim.Adafactor(module.parameters(), lr=0.02)
+    trainer.fit(module, ckpt_path=ckpt_path)
     return trainer, watch
 
 
@@ -373,7 +376,8 @@ def test_the_gpt_of_the_recipes_shares_itself_out(tmp_path: Path) -> None:
 
 def test_two_processes(baseline: Baseline) -> None:
     """A tensor-parallel group alone: clipped by norm and by value; dropout; 16-mixed, whose first steps overflow (16-bit sums
-    are taken in another order: 1e-3); a module that is sharded wrongly or not at all is refused."""
+    are taken in another order: 1e-3); a module that is sharded wrongly or not at all is refused, and so are fp32 masters for an optimizer
+    that reads whole matrices."""
     by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     cases: list[dict[str, Any]] = [
         {"strategy": {}},
@@ -382,17 +386,22 @@ def test_two_processes(baseline: Baseline) -> None:
         {"strategy": {}, "scale": 2.0**20},
         {"strategy": {}, "style": "wrong", "refused": True},
         {"strategy": {}, "style": "none", "refused": True},
+        {"strategy": {"master_weights": True}, "precision": "bf16-true", "factored": True, "refused": True},
     ]
     ranks = launch(2, "test_tensor_parallel:run_all", [{"devices": 2, **case} for case in cases], timeout_s=120)
     baseline.is_met_by([found[0] for found in ranks])
     Baseline(**by_value).is_met_by([found[1] for found in ranks])
     Baseline(HolmesStrategy(), dropout=0.1).is_met_by([found[2] for found in ranks])
     scaled, watch = train("auto", scale=2.0**20)
-    for *_, found, _, _ in ranks:
+    for *_, found, _, _, _ in ranks:
         assert found["losses"] == pytest.approx(watch.losses, rel=1e-3) and found["scale"] == scale_of(scaled)
         assert found["norms"] == pytest.approx(watch.norms, rel=1e-3, nan_ok=True)
     assert 0 < sum(map(math.isfinite, watch.norms)) < len(watch.norms), "some steps overflow, and some do not"
-    for *_, refusal, nothing in ranks:
+    for *_, refusal, nothing, masters in ranks:
+        assert (
+            "each rank would step its part of the fp32 weights as a matrix of its own; use master_weights=False"
+            in masters
+        )
         assert "no parameter of Words is sharded" in nothing
         assert "the gradients of blocks.1.norm.bias (and 1 more parameters) differ between the ranks" in refusal
         assert "SequenceParallel()" in refusal
