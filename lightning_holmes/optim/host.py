@@ -166,15 +166,15 @@ class LocalHost(OptimizerHost):
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         parameters = list(parameters)
         factor = torch.clamp(max_norm / (self.norm(parameters) + 1e-6), max=1.0)  # as torch does
-        multiply_all(self._clipped(parameters), factor)
+        multiply_all(self.clipped(parameters), factor)
         self._note_shown()
 
     def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         self.absorb()
-        clamp_all(self._clipped(parameters), max_value)
+        clamp_all(self.clipped(parameters), max_value)
         self._note_shown()
 
-    def _clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    def clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return every gradient that clipping scales, each element once; ``parameters``: the optimizer's."""
         return [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]
 

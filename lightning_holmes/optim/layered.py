@@ -57,7 +57,7 @@ class LayeredReducer(UnitReducer):
         self._trained: dict[int | None, list[Unit]] = {}
         self._buffers = StageBuffers({}, self._device)
 
-    def _take(self, units: list[Unit]) -> None:
+    def take_units(self, units: list[Unit]) -> None:
         """Make buffers for the gradients of ``units``."""
         for work in self._works:  # of an earlier batch of the window; its buffers are about to be replaced
             work.wait()
@@ -82,7 +82,7 @@ class LayeredReducer(UnitReducer):
             if unit in before or any(self.parameters[name].requires_grad for name in unit.names)
         ]
         if trained != self.units:
-            self._take(trained)
+            self.take_units(trained)
         self._hook_parameters(name for unit in self.units for name in unit.names)
         self.on_laid_out()
         if self._is_new:

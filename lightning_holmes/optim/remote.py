@@ -61,8 +61,8 @@ class RemoteReducer(LayeredReducer):
         self.options: Callable[[], list[dict[str, Any]]] = list
         self._is_last = False
 
-    def _take(self, units: list[Unit]) -> None:
-        super()._take(units)
+    def take_units(self, units: list[Unit]) -> None:
+        super().take_units(units)
         self._host_memory.reserve(map(self._sizes, (*self._stages, None)))
 
     def begin(self, *, last: bool) -> None:

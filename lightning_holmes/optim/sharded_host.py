@@ -322,10 +322,10 @@ class ShardedHost(LocalHost):
         names = {named.get(id(p)) for p in parameters}
         return [entry for entry in self._owned() if entry[0] in names]
 
-    def _clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    def clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return every gradient that clipping scales, each element once; including whole gradients that hooks see."""
         # without master weights those of pieces are views of whole ones
-        pieces = [] if self.whole_gradients and not self._master else super()._clipped(self._tensors.values())
+        pieces = [] if self.whole_gradients and not self._master else super().clipped(self._tensors.values())
         return [*pieces, *self._whole()]
 
     # states
