@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderStateDict
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import CheckpointError, ConfigurationError
-from lightning_holmes.optim.remote import OwnedStates
-from lightning_holmes.optim.shard_states import MASTER_WEIGHT
+from lightning_holmes.optim.shard_states import MASTER_WEIGHT, OwnedStates
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.torch_private import has_load_hooks

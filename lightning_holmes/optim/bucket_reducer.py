@@ -85,9 +85,8 @@ class BucketReducer(UnitReducer):
         # readiness
         self._live = False
         self._passing: int | None = None
-        self._missing: list[
-            set[tuple[str, int]]
-        ] = []  # of each unit: parameters and stages that have not finished their gradients
+        self._missing: dict[str, set[int]] = {}
+        self._unready: list[int] = []
         self._place: dict[str, int] = {}
         self._next = 0
         self._shared_works: list[dist.Work] = []
@@ -112,8 +111,8 @@ class BucketReducer(UnitReducer):
         self._next = 0
         self._live = last and self.overlaps and self.collective is not None and self._copies_checked
         if self._live:
-            stages = {n: self._stages_of.get(n, self._stages) for n in self._gradients}
-            self._missing = [{(n, stage) for n in unit.names for stage in stages[n]} for unit in self.units]
+            self._missing = {n: set(self._stages_of.get(n, self._stages)) for n in self._gradients}
+            self._unready = [len(unit.names) for unit in self.units]
             self._place = {n: index for index, unit in enumerate(self.units) for n in unit.names}
 
     def backward(self, stage: int, *, first: bool, last: bool) -> None:
@@ -126,7 +125,7 @@ class BucketReducer(UnitReducer):
         backward did not reach."""
         self._passing = None
         if self._live:
-            for name in self._place:
+            for name in self._missing:
                 self._pass(name, stage)
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -255,8 +254,14 @@ class BucketReducer(UnitReducer):
 
     def _pass(self, name: str, stage: int) -> None:
         """Note that ``stage`` has finished a parameter's gradient; launch the buckets that are ready."""
-        self._missing[self._place[name]].discard((name, stage))
-        while self._next < len(self.units) and not self._missing[self._next] and not self.units[self._next].ranks:
+        missing = self._missing[name]
+        if stage not in missing:
+            return
+        missing.discard(stage)
+        if missing:
+            return
+        self._unready[self._place[name]] -= 1
+        while self._next < len(self.units) and not self._unready[self._next] and not self.units[self._next].ranks:
             self._launch(self.units[self._next])
 
     def _launch(self, unit: Unit) -> None:

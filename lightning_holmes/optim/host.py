@@ -22,6 +22,7 @@ from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.loss_scale import LossScale
 from lightning_holmes.optim.reducer import LocalReducer
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.torch_private import clamp_all, multiply_all
 
 _SHOWN = 5  # names in a message
@@ -31,6 +32,11 @@ class OptimizerHost:
     """The place where the optimizer of a run steps.
 
     All ranks must create one, with equal arguments, and call :meth:`take_gradients`, :meth:`norm` and the clipping methods together."""
+
+    @property
+    def shards(self) -> OwnedStates | None:
+        """The owner of the optimizer's states; None if the optimizer steps whole parameters on this rank."""
+        return None
 
     def take_gradients(self, *, last: bool, skipped: bool = False) -> None:
         """Give the accumulated gradients to the optimizer; after the ``last`` batch of a window they are reduced.
@@ -138,43 +144,51 @@ class LocalHost(OptimizerHost):
         return 1.0 if self._scale is None else self._scale.factor()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """See OptimizerHost. Copies of a parameter count once: those of other stages, and in a tensor group."""
-        self.absorb()
+        return self._whole_norm(parameters)
+
+    def _whole_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        names = {id(p): name for name, p in self._reducer.parameters.items()}
+        held = ((names[id(p)], p) for p in parameters if id(p) in names)
+        return self._norm(held, (self._groups.pipeline, self._groups.tensor_parallel))
+
+    def _norm(self, held: Iterable[tuple[str, nn.Parameter]], groups: Sequence[dist.ProcessGroup | None]) -> Tensor:
+        """Return the 2-norm of the gradients of ``held`` over all ranks of ``groups``, whose ranks have different elements. Copies of a
+        parameter count once: those of other stages, and in a tensor group."""
         first = self._groups.tensor_parallel is None or self._groups.tensor_parallel_rank == 0
         gradients = [
             dtensor.local_part(tensor.grad)
-            for name, tensor in self._held(parameters)
+            for name, tensor in held
             if tensor.grad is not None
             and name
             and self._is_owner(name)
             and (first or dtensor.is_split(self._reducer.parameters[name]))
         ]
         norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self._device)
-        if all(group is None for group in self._over):
+        if all(group is None for group in groups):
             return norm
         squared = norm.to(self._device, torch.float32 if self._device.type == "mps" else torch.float64).square()
-        for group in self._over:
+        for group in groups:
             if group is not None:
                 dist.all_reduce(squared, group=group)
         return in_precision_of(self._reducer.parameters.values(), squared.sqrt())
 
-    def _held(self, parameters: Iterable[nn.Parameter]) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return what the optimizer steps on this rank of ``parameters``, with their names."""
-        names = {id(p): name for name, p in self._reducer.parameters.items()}
-        return [(names[id(p)], p) for p in parameters if id(p) in names]
-
     def clip_by_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> None:
         parameters = list(parameters)
-        factor = torch.clamp(max_norm / (self.norm(parameters) + 1e-6), max=1.0)  # as torch does
-        multiply_all(self.clipped(parameters), factor)
+        self.absorb()
+        factor = torch.clamp(max_norm / (self._step_norm(parameters) + 1e-6), max=1.0)  # as torch does
+        multiply_all(self._clipped(parameters), factor)
         self._note_shown()
 
     def clip_by_value(self, parameters: Iterable[nn.Parameter], max_value: float) -> None:
         self.absorb()
-        clamp_all(self.clipped(parameters), max_value)
+        clamp_all(self._clipped(parameters), max_value)
         self._note_shown()
 
-    def clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    def _step_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Return the norm by which gradients are clipped; ``parameters``: the optimizer's."""
+        return self._whole_norm(parameters)
+
+    def _clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return every gradient that clipping scales, each element once; ``parameters``: the optimizer's."""
         return [dtensor.local_part(p.grad) for p in parameters if p.grad is not None]
 

@@ -54,15 +54,12 @@ class LayeredReducer(UnitReducer):
         self._device = groups.builder.device
         self._open: dict[int | None, list[Tensor]] = {}
         self._busy: list[Work | None] = [None] * NUM_BUFFERS
-        self._trained: dict[int | None, list[Unit]] = {}
-        self._buffers = StageBuffers({}, self._device)
+        self._take_trained()
 
-    def take_units(self, units: list[Unit]) -> None:
-        """Make buffers for the gradients of ``units``."""
-        for work in self._works:  # of an earlier batch of the window; its buffers are about to be replaced
-            work.wait()
-        self.units = units
-        self._trained = {stage: [u for u in units if u.stage == stage] for stage in (*self._stages, None)}
+    def _take_trained(self) -> None:
+        """Make buffers for the gradients of all units that are trained now."""
+        self.units = [unit for unit in self.shards.units if unit.is_trained]
+        self._trained = {stage: [u for u in self.units if u.stage == stage] for stage in (*self._stages, None)}
         self._buffers = StageBuffers({stage: self._sizes(stage) for stage in self._stages}, self._device)
 
     def _sizes(self, stage: int | None) -> list[tuple[int, torch.dtype]]:
@@ -73,16 +70,19 @@ class LayeredReducer(UnitReducer):
     def begin(self, *, last: bool) -> None:
         """Begin a batch: its backwards add to the gradients accumulated so far; ``last``: the last batch of a window.
 
-        Units that were trained in any batch have buffers, since one that is frozen in mid-window keeps its sums.
+        Parameters that were frozen when the shards were laid out may be trained now.
         """
-        before = set(self.units)
-        trained = [
+        thawed = [
             unit
             for unit in self.shards.units
-            if unit in before or any(self.parameters[name].requires_grad for name in unit.names)
+            if not unit.is_trained and any(self.parameters[name].requires_grad for name in unit.names)
         ]
-        if trained != self.units:
-            self.take_units(trained)
+        for unit in thawed:
+            self.shards.thaw(unit)
+        if thawed:
+            for work in self._works:  # of an earlier batch of the window; its buffers are about to be replaced
+                work.wait()
+            self._take_trained()
         self._hook_parameters(name for unit in self.units for name in unit.names)
         self.on_laid_out()
         if self._is_new:
@@ -151,7 +151,7 @@ class LayeredReducer(UnitReducer):
             use_here(buffer)  # nothing else keeps the gradients that several stages share
             if self.collective is not None:
                 self.collective.scatter(buffer)
-            share = self.shards.share(buffer)
+            share = buffer.view(self.shards.size, -1)[self.shards.rank]
             if unit.gradient is None:
                 unit.gradient = share.clone()
             else:

@@ -22,7 +22,7 @@ from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.objects import any_of
 from lightning_holmes.comm.queue import Work
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim.after_step import after_step
+from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.elementwise import marks_of
 from lightning_holmes.optim.host import OptimizerHost, in_precision_of
 from lightning_holmes.optim.host_memory import HostMemory
@@ -30,7 +30,6 @@ from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
 from lightning_holmes.optim.node.link import Action, Link, Transfer
 from lightning_holmes.optim.remote_parameters import RemoteParameters, answer_of
-from lightning_holmes.optim.sharded_host import ShardedHost
 from lightning_holmes.optim.unit import Unit
 from lightning_holmes.plan.placement import Placement
 
@@ -60,9 +59,6 @@ class RemoteReducer(LayeredReducer):
         self.is_eager = is_eager
         self.options: Callable[[], list[dict[str, Any]]] = list
         self._is_last = False
-
-    def take_units(self, units: list[Unit]) -> None:
-        super().take_units(units)
         self._host_memory.reserve(map(self._sizes, (*self._stages, None)))
 
     def begin(self, *, last: bool) -> None:
@@ -83,7 +79,7 @@ class RemoteReducer(LayeredReducer):
 
     def _start_reduction(self, units: Sequence[Unit], buffers: Sequence[Tensor], label: str) -> Work:
         """Start to send gradients; the work that is returned is done when their buffers may be used again."""
-        window, is_last, shards = self.window, self._is_last, self.shards
+        window, is_last, tree = self.window, self._is_last, self.shards.tree
         touched = [torch.tensor([name in self._touched for name in unit.names], dtype=torch.uint8) for unit in units]
         self.is_half_done |= is_last
         hosts: list[Tensor] = []
@@ -92,24 +88,18 @@ class RemoteReducer(LayeredReducer):
             self._host_memory.wait()
             transfers: list[Transfer] = []
             for unit, flags, host in zip(units, touched, hosts or buffers, strict=True):
-                link, number = shards.link_of(unit)
-                transfers += shards.order(link, Action.GRADIENT, unit=number, number=window, flag=is_last)
+                link, number = self.shards.link_of(unit)
+                transfers += self.shards.order(link, Action.GRADIENT, unit=number, number=window, flag=is_last)
                 transfers.append(link.send(flags))
-                if shards.sums is not None and host.numel():
-                    shards.sums.scatter(host)
-                if shards.sums is not None or flags.any():
-                    transfers.append(link.send(shards.share(host)))
+                if tree.size > 1 or flags.any():
+                    tree.sum(host)
+                    transfers.append(link.send(tree.share(host)))
             for transfer in transfers:
                 transfer.wait()
 
         if not self._host_memory.copies:
             return self.queue.start(push, "bucket_reduce", of=label)
-
-        def copy() -> None:
-            hosts.extend(self._host_memory.beside(buffers))
-            self._host_memory.copy(buffers, hosts)
-
-        copied = self.queue.start(copy)
+        copied = self.queue.start(lambda: hosts.extend(self._host_memory.start_copying(buffers)))
         self._works.append(self.queue.start(push, "bucket_reduce", of=label))
         return copied
 
@@ -135,7 +125,7 @@ class RemoteReducer(LayeredReducer):
 
 
 class RemoteHost(OptimizerHost):
-    """Optimizer nodes step, and hold the states. All replicas must create one, with equal arguments. It gives states as ShardedHost does.
+    """Optimizer nodes step, and hold the states; implements OwnedStates, too. All replicas must create one, with equal arguments.
 
     Args:
         names: for each of the optimizer's groups, the names of the parameters that this rank's stages hold.
@@ -170,7 +160,11 @@ class RemoteHost(OptimizerHost):
         optimizer.state.clear()
         self.loaded(first)
         reducer.options = lambda: options_of(optimizer)
-        self._hook = after_step(optimizer, self._commit)
+        self._hook = AfterStep(optimizer, self._commit)
+
+    @property
+    def shards(self) -> "RemoteHost":
+        return self
 
     # a step
 
@@ -289,7 +283,7 @@ class RemoteHost(OptimizerHost):
         return found  # type: ignore[no-any-return]
 
     def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the states, one unit at a time; see ShardedHost."""
+        """Yield the states, one unit at a time; see OwnedStates."""
         self._parameters.settle()
         for unit in self._parameters.units:
             give_back_freed_memory()  # of the unit before, which is large
@@ -323,7 +317,3 @@ def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
         f"this {type(optimizer).__name__} steps after the fit for which it was made: optimizer nodes have taken its parameters and states; "
         f"make a new one, in configure_optimizers for a fit, or use optimizer_nodes=0"
     )
-
-
-OwnedStates = ShardedHost | RemoteHost
-"""The hosts that own optimizer states which are not kept for whole parameters on this rank."""

@@ -1,11 +1,11 @@
 """RemoteParameters: parameters that optimizer nodes hold, and that are whole on a worker only while their stage is computed.
 
 It works like StageShards, with the same units, and the same two buffers that stages use in turn, but a unit comes from a node, and the
-worker keeps no shard of it: for P bytes of parameters it receives P bytes for each pass. Where workers of a cluster sum among themselves,
-each sends and receives its share of a unit, and they gather the rest.
+worker keeps no shard of it: for P bytes of parameters it receives P bytes for each pass. Where workers of a cluster sum among themselves
+(``tree``), each receives its share of a unit, and they gather the rest.
 
     parameters = RemoteParameters(by_name, stages=(0, 1, 2), stages_of=..., shared={}, num_replicas=1, replica=0, device=device, ...)
-    layouts = parameters.lay_out_units(stepped, master_weights=False)     # for each node
+    layouts = parameters.lay_out_units(master_weights=False)     # for each node
     parameters.links = nodes.open(...)
     parameters.lay_out(by_elements=True)                                        # from now on nodes hold the values
     parameters.unshard(1).wait()
@@ -17,12 +17,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.collectives import Collective
+from lightning_holmes.comm.collectives import PointToPoint
+from lightning_holmes.comm.lost import naming
 from lightning_holmes.comm.queue import ThreadQueue
-from lightning_holmes.errors import HolmesError
+from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.node.link import FETCHED, Action, Link, Transfer
 from lightning_holmes.optim.stage_buffers import allocate
@@ -31,8 +33,34 @@ from lightning_holmes.optim.unit import Piece, Unit
 from lightning_holmes.plan.node_routes import place_units
 
 _LOW = (torch.bfloat16, torch.float16)
-_TOLD = ("names", "shapes", "starts", "numel", "dtype", "has_masters")  # what nodes know of a unit
+_TOLD = ("names", "shapes", "starts", "numel", "dtype", "is_trained", "has_masters")  # what nodes know of a unit
 _HOST = torch.device("cpu")
+_GATHER = 7  # gloo's tag: gradients are summed in the same group at the same time
+
+
+class Tree:
+    """The sums inside a cluster of workers, over ``group``: a worker sends the sum of its share of each unit, and gets that share of new
+    parameters. Without a group it sends and gets everything."""
+
+    def __init__(self, group: dist.ProcessGroup | None, describe: Callable[[dist.ProcessGroup | None], str]) -> None:
+        self._group, self._describe = group, describe
+        self.place, self.size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+    def share(self, flat: Tensor) -> Tensor:
+        """Return this worker's share of a unit, (numel,)."""
+        return flat.view(self.size, -1)[self.place]
+
+    def sum(self, flat: Tensor) -> None:
+        """Replace this worker's share by its sum over the cluster."""
+        if self._group is not None and flat.numel():
+            with naming(lambda: f"while gradients were summed in {self._describe(self._group)}"):
+                PointToPoint(self._group).scatter(flat)
+
+    def gather(self, flat: Tensor) -> None:
+        """Replace the other workers' shares by what they hold."""
+        if self._group is not None and flat.numel():
+            with naming(lambda: f"while parameters were handed on in {self._describe(self._group)}"):
+                PointToPoint(self._group, tag=_GATHER).gather(flat.view(torch.uint8))
 
 
 class RemoteParameters(StageShards):
@@ -45,8 +73,7 @@ class RemoteParameters(StageShards):
             of the nodes, and gives them the initial values.
         device: the device of parameters while their stage is computed.
         num_nodes: the number of nodes that hold them. A stage's parameters form a unit on each node; these are fetched in parallel.
-        sums: sums gradients inside this worker's cluster, beside ``collective``, which hands on parameters there; None: this worker sends and
-            gets everything.
+        tree: the sums inside this worker's cluster.
 
     Attributes:
         links: the links to this rank's nodes.
@@ -64,39 +91,44 @@ class RemoteParameters(StageShards):
         replica: int,
         device: torch.device,
         num_nodes: int,
-        sums: Collective | None = None,
+        tree: Tree,
         **others: Any,
     ) -> None:
-        super().__init__(parameters, queue=ThreadQueue(device), **others)
+        queue = ThreadQueue(device)
+        super().__init__(parameters, size=1, rank=0, queue=queue, collective=None, **others)
         self.links: Sequence[Link] = ()
         self.commands = ThreadQueue(device)
         self.version = 0
-        self.num_replicas, self.replica, self.sums = num_replicas, replica, sums
+        self.num_replicas, self.replica, self.tree = num_replicas, replica, tree
         self._num_nodes = num_nodes
         self._places_of: dict[Unit, tuple[int, int]] = {}  # by unit its node and its number
-        self._has_failed = False
+        self._has_failed = self._has_masters = False
         self._host_memory = HostMemory(device)  # the queue's
 
-    def lay_out_units(self, stepped: Collection[str], *, master_weights: bool) -> list[dict[int, dict[str, Any]]]:
+    def lay_out_units(
+        self, *, master_weights: bool, with_states: Collection[str] = ()
+    ) -> list[dict[int, dict[str, Any]]]:
         """Lay out the units; returns for each node its units by number, in the order of the forward, as plain data.
 
         Args:
-            stepped: the parameters in the optimizer's groups, also those that are frozen now.
             master_weights: whether nodes hold and step low-precision parameters in fp32.
+            with_states: parameters that were trained before; their units get room for states even if they are frozen now.
         """
         for stage, ranks, names in self.grouped():
             unit = self._cut(names, stage, ranks)
-            self._add(unit)
-        self.pieces.clear()  # nodes hold whole units
+            unit.numel = -(-unit.numel // self.tree.size) * self.tree.size
+            unit.is_trained |= not set(with_states).isdisjoint(names)
+            self._add(unit, is_new=False)
         self._make_buffers()
         self._host_memory.reserve([(u.numel, u.dtype) for u in units] for units in self._of_stage.values())
+        self._has_masters = master_weights
         units = dict(enumerate(self.units))
         num_bytes = {i: unit.numel * unit.dtype.itemsize for i, unit in units.items()}
         nodes = place_units(num_bytes, self._num_nodes, {i: unit.stage for i, unit in units.items()})
         found: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._num_nodes)]
         for index in sorted(units, key=lambda i: _place(units[i].stage)):
             unit = units[index]
-            unit.has_masters = master_weights and unit.dtype in _LOW and not set(stepped).isdisjoint(unit.names)
+            unit.has_masters = master_weights and unit.is_trained and unit.dtype in _LOW
             self._places_of[unit] = nodes[index], index
             found[nodes[index]][index] = {key: getattr(unit, key) for key in _TOLD}
         return found
@@ -111,6 +143,22 @@ class RemoteParameters(StageShards):
             of_nodes = [[names[i] for i in sorted(places) if places[i] == place] for place in range(self._num_nodes)]
             found += [(stage, ranks, of_node) for of_node in of_nodes if of_node]
         return found
+
+    def _new_shard(self, numel: int, like: Tensor) -> Tensor:
+        return torch.zeros(0, dtype=like.dtype)
+
+    def thaw(self, unit: Unit) -> None:
+        """Mark a unit as trained; see StageShards. Nodes keep no fp32 masters of low-precision parameters that were frozen.
+
+        Raises:
+            UnsupportedModuleError: trained parameters have fp32 masters on the nodes, but this low-precision unit has none.
+        """
+        if self._has_masters and unit.dtype in _LOW:
+            raise UnsupportedModuleError(
+                f"{unit.names[0]} is trained from now on, but was frozen when optimizer nodes were given it, and they keep no fp32 master of it: "
+                f"let it be trained in the first batch, or use master_weights=False or {self.cure}"
+            )
+        super().thaw(unit)
 
     def lay_out(
         self,
@@ -212,18 +260,16 @@ class RemoteParameters(StageShards):
         version = self.version
 
         def bring() -> None:
-            hosts = self._host_memory.beside(buffers)
-            transfers: list[Transfer] = []
-            for unit, host in zip(units, hosts, strict=True):
-                link, index = self.link_of(unit)
-                transfers += self.order(link, Action.FETCH, unit=index, number=version)
-                transfers.append(link.receive(self.share(host), FETCHED + index))
-            for transfer in transfers:
-                transfer.wait()
-            for host in hosts:
-                if self.collective is not None and host.numel():
-                    self.collective.gather(host.view(torch.uint8))
-            self._host_memory.copy(hosts, buffers)
+            with self._host_memory.receiving(buffers) as hosts:
+                transfers: list[Transfer] = []
+                for unit, host in zip(units, hosts, strict=True):
+                    link, index = self.link_of(unit)
+                    transfers += self.order(link, Action.FETCH, unit=index, number=version)
+                    transfers.append(link.receive(self.tree.share(host), FETCHED + index))
+                for transfer in transfers:
+                    transfer.wait()
+                for host in hosts:
+                    self.tree.gather(host)
 
         of = f"of {units[0].names[0]} to {units[-1].names[-1]}" if units else ""
         return self.queue.start(bring, "bucket_gather", of=of)
@@ -247,6 +293,12 @@ class RemoteParameters(StageShards):
         """See StageShards. Each replica fetches only the units of which it wants a parameter."""
         self.settle()
         yield from super().each_whole(destination)
+
+    def destination(self, name: str) -> int:
+        """Return the replica that saves a parameter and its states: parameters are distributed round-robin."""
+        if not self._holders:
+            self._holders = {name: number % self.num_replicas for number, name in enumerate(self.parameters)}
+        return self._holders[name]
 
     def put(self, write: Callable[[], None]) -> None:
         super().put(write)

@@ -23,7 +23,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.queue import Work, use_here
 from lightning_holmes.optim.arriving import Arrival
 from lightning_holmes.optim.bucket_reducer import BucketReducer
-from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, cut_by_parameters, holders_of
+from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, cut_by_parameters
 
 
 class ShardMemory:
@@ -35,7 +35,7 @@ class ShardMemory:
 
     Attributes:
         is_whole: whether every replica holds whole parameters, of which pieces are views.
-        units, pieces: as they are laid out; pieces of all replicas.
+        units: as they are laid out.
     """
 
     is_whole: bool
@@ -43,10 +43,7 @@ class ShardMemory:
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, size: int, rank: int) -> None:
         self.parameters = parameters
         self.size, self.rank = size, rank
-        self.num_replicas = size
         self.units: list[Unit] = []
-        self.pieces: list[Piece] = []
-        self._holders: dict[str, int] = {}
 
     @property
     def generation(self) -> int:
@@ -56,14 +53,6 @@ class ShardMemory:
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
         """Cut the parameters by elements, or assign whole ones; returns the pieces of all replicas, in the same order on all."""
         raise NotImplementedError
-
-    def destination(self, name: str) -> int:
-        """Return the replica that saves a parameter, or its state, to a checkpoint folder: one that holds much of it. With DTensors, whose local
-        parts may differ in size between the ranks of a tensor group, its index decides instead, so that these ranks agree."""
-        if not self._holders:
-            pieces = () if any(map(dtensor.is_dtensor, self.parameters.values())) else self.pieces
-            self._holders = holders_of(self.parameters, pieces, self.num_replicas)
-        return self._holders[name]
 
     def values(self, piece: Piece) -> Tensor:
         """Return the values of one of this rank's pieces, (piece.numel,), in memory that the optimizer may write to."""
@@ -125,14 +114,13 @@ class ReplicatedMemory(ShardMemory):
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
         self.close()
         self.units = list(self._reducer.units)
-        self.pieces = (cut_by_elements if by_elements else cut_by_parameters)(self.units, self.size)
-        self._holders = {}
-        self._runs = _runs(self.pieces, self.units)
+        pieces = (cut_by_elements if by_elements else cut_by_parameters)(self.units, self.size)
+        self._runs = _runs(pieces, self.units)
         for unit in self.units:
             self._flatten(unit)
         if self._watched is not None:
             self.watch(self._watched)
-        return self.pieces
+        return pieces
 
     def _flatten(self, unit: Unit) -> None:
         """Move the parameters of a unit into one tensor."""

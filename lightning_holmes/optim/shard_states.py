@@ -5,13 +5,14 @@ moments of Adam) are cut and joined; entries for the parameter as a whole (its s
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.gloo import wait_for
@@ -21,6 +22,37 @@ from lightning_holmes.optim.unit import Piece
 MASTER_WEIGHT = "master_weight"
 """The entry of a parameter's state that is the parameter itself in fp32."""
 _SMALL = 64  # elements; tensors up to this size are sent with the descriptions of the others
+
+
+class OwnedStates(Protocol):
+    """Optimizer states that are not kept for whole parameters on this rank: a sharded optimizer's, or those of optimizer nodes."""
+
+    whole_gradients: bool
+    """Whether each replica has whole gradients in ``p.grad``."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's optimizer."""
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters whose states this rank reads from a checkpoint."""
+
+    def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
+        """Cut ``states``, of whole parameters by name, into one state for each entry of the optimizer's groups."""
+
+    def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Load the remaining parts of ``states``, of whole parameters by name, after ``optimizer.load_state_dict``."""
+
+    def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the states as they are now, by parameter name, each whole on the replica ``destination(name)``, or on all, some in memory at a
+        time. All replicas must call, and iterate to the end."""
+
+    def destination(self, name: str) -> int:
+        """Return the replica that saves a parameter's state to a checkpoint folder."""
+
+    def prepare(self) -> None:
+        """Take up new parameter groups of the optimizer; called when a batch begins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,14 +28,14 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.optim.after_step import after_step
+from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.bucket_reducer import BucketReducer
 from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
 from lightning_holmes.optim.host import LocalHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, collect_states, cut_state
-from lightning_holmes.optim.unit import Piece, adopt
+from lightning_holmes.optim.unit import Piece, adopt, holders_of
 from lightning_holmes.torch_private import tensor_version
 
 FROZEN = -1
@@ -65,7 +66,7 @@ class ShardedStep:
 
 
 class ShardedHost(LocalHost):
-    """Shards the optimizer of ``step`` over the replicas. All replicas must create one, with equal arguments.
+    """Shards the optimizer of ``step`` over the replicas; implements OwnedStates, too. All replicas must create one, with equal arguments.
 
     Args:
         memory: holds the values and gradients of the pieces.
@@ -90,12 +91,15 @@ class ShardedHost(LocalHost):
         self.whole_gradients = memory.is_whole and (step.whole_gradients or steps_parameters)
         self._names = [list(of_group) for of_group in step.names]
         self._memory = memory
+        self._rank = 0 if replicas is None else dist.get_rank(replicas)
+        self._size = 1 if replicas is None else dist.get_world_size(replicas)
         self._found = step.found
         self._replicas = replicas
         self._master = step.master_weights
         self._generation = -1
         self._shown: dict[str, tuple[Tensor | None, int]] = {}
         self._pieces: list[Piece] = []
+        self._holders: dict[str, int] = {}
         self._tensors: dict[Piece, nn.Parameter] = {}
         self._versions: dict[
             int, int
@@ -105,7 +109,7 @@ class ShardedHost(LocalHost):
         self._filler = None if self._scale is None else self._make_filler()
         first = {n: dict(optimizer.state[parameters[n]]) for n in self._group_of if optimizer.state.get(parameters[n])}
         self._lay_out(first)
-        self._hook = after_step(optimizer, self._stepped)
+        self._hook = AfterStep(optimizer, self._stepped)
         reducer.on_laid_out = self.prepare
         if isinstance(reducer, BucketReducer):
             reducer.sums_shares = replicas is not None and self.by_elements and not self.whole_gradients
@@ -123,16 +127,15 @@ class ShardedHost(LocalHost):
         Args:
             states: the states of whole parameters, by name.
         """
-        memory = self._memory
-        assigned = memory.lay_out(by_elements=self.by_elements)
+        assigned = self._memory.lay_out(by_elements=self.by_elements)
         in_bucket = {piece.name for piece in assigned}
         pieces = [piece for piece in assigned if piece.name in self._group_of]
         for number, name in enumerate(n for n in self._group_of if n not in in_bucket):
-            size, rank = dtensor.local_part(memory.parameters[name]).numel(), number % memory.size
-            pieces.append(Piece(name=name, start=0, stop=size, rank=rank, unit=FROZEN, offset=0))
-        self._pieces, self._versions = pieces, {}
-        self._tensors = {piece: self._make_tensor(piece) for piece in pieces if piece.rank == memory.rank}
-        self._generation = memory.generation
+            size = dtensor.local_part(self._memory.parameters[name]).numel()
+            pieces.append(Piece(name=name, start=0, stop=size, rank=number % self._size, unit=FROZEN, offset=0))
+        self._pieces, self._holders, self._versions = pieces, {}, {}
+        self._tensors = {piece: self._make_tensor(piece) for piece in pieces if piece.rank == self._rank}
+        self._generation = self._memory.generation
         for key in [k for k in self.optimizer.state if isinstance(k, Tensor)]:
             del self.optimizer.state[key]
         for group, of_group in zip(self.optimizer.param_groups, self._held_by_group(), strict=True):
@@ -306,6 +309,10 @@ class ShardedHost(LocalHost):
 
     # this rank's pieces
 
+    @property
+    def shards(self) -> "ShardedHost":
+        return self
+
     def _owned(self) -> Iterable[tuple[str, nn.Parameter]]:
         yield from ((piece.name, tensor) for piece, tensor in self._tensors.items())
         if self._filler is not None:
@@ -316,23 +323,27 @@ class ShardedHost(LocalHost):
         gradients = [self._memory.parameters[name].grad for name in self._group_of] if self.whole_gradients else []
         return [dtensor.local_part(gradient) for gradient in gradients if gradient is not None]
 
-    def _held(self, parameters: Iterable[nn.Parameter]) -> Iterable[tuple[str, nn.Parameter]]:
-        """Return this rank's pieces of ``parameters``, whole ones or pieces."""
-        named = {id(p): name for name, p in (*self._reducer.parameters.items(), *self._owned())}
-        names = {named.get(id(p)) for p in parameters}
-        return [entry for entry in self._owned() if entry[0] in names]
+    def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        if self.whole_gradients and not self._master:
+            return self._whole_norm(parameters)
+        given = {id(p) for p in parameters}
+        names = {name for name, p in self._reducer.parameters.items() if id(p) in given}
+        return self._norm((entry for entry in self._owned() if entry[0] in names), self._over)
 
-    def clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    def _step_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        return self._norm(self._owned(), self._over)
+
+    def _clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return every gradient that clipping scales, each element once; including whole gradients that hooks see."""
-        # without master weights those of pieces are views of whole ones
-        pieces = [] if self.whole_gradients and not self._master else super().clipped(self._tensors.values())
-        return [*pieces, *self._whole()]
+        whole = self._whole()
+        if self.whole_gradients and not self._master:
+            return whole  # those of pieces are views
+        return [*(dtensor.local_part(t.grad) for t in self._tensors.values() if t.grad is not None), *whole]
 
     # states
 
     def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the states as they are now, by parameter name, each whole on the replica ``destination(name)``, or on all, one unit at a time.
-        All replicas must call, and iterate to the end."""
+        """Yield the states as they are now, one unit at a time; see OwnedStates."""
         self.settle()
         local = self._states_of_pieces()
         units: dict[int, list[Piece]] = {}
@@ -372,8 +383,15 @@ class ShardedHost(LocalHost):
         )
 
     def destination(self, name: str) -> int:
-        """Return the replica that saves a parameter's state to a checkpoint folder."""
-        return self._memory.destination(name)
+        """Return the replica that saves a parameter's state: one that holds much of it. With DTensors, whose local parts may
+        differ in size between the ranks of a tensor group, its index decides instead, so that these ranks agree."""
+        if not self._holders:
+            numbers = enumerate(self._group_of)
+            if any(dtensor.is_dtensor(p) for p in self._memory.parameters.values()):
+                self._holders = {name: number % self._size for number, name in numbers}
+            else:
+                self._holders = holders_of(self._group_of, self._pieces, self._size)
+        return self._holders[name]
 
     def cut(self, piece: Piece, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a piece, cut from the state of the whole parameter."""
@@ -387,7 +405,7 @@ class ShardedHost(LocalHost):
 
     @property
     def names(self) -> set[str]:
-        """The parameters whose states this rank reads from a checkpoint: those of which it has pieces."""
+        """The names of the parameters of which this rank has pieces."""
         return {piece.name for piece in self._tensors}
 
     def cut_by_group(self, states: Mapping[str, Mapping[str, Any]]) -> list[list[dict[str, Any] | None]]:
@@ -398,7 +416,7 @@ class ShardedHost(LocalHost):
         ]
 
     def loaded(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore the master weights that ``states``, of whole parameters by name, contains; after ``optimizer.load_state_dict``."""
+        """Restore the master weights that ``states`` contains; after ``optimizer.load_state_dict``."""
         for piece in self._tensors if self._master else ():
             if piece.name in states:
                 self._restore_master(piece, states[piece.name])

@@ -33,7 +33,7 @@ from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work, use_here
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.stage_buffers import StageBuffers, allocate
-from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, deal_parameters, side_by_side
+from lightning_holmes.optim.unit import Piece, Unit, cut_by_elements, deal_parameters, holders_of, side_by_side
 
 _SMALL = 1 / 16  # of the largest stage's bytes: the memory that small stages may take beside the buffers
 
@@ -77,6 +77,8 @@ class StageShards(ShardMemory, ParameterExchange):
         """Whether units are cut by elements, or else into whole parameters."""
         self.stays = False
         """Whether parameters stay sharded after :meth:`close`."""
+        self._pieces: list[Piece] = []
+        self._holders: dict[str, int] = {}
         self.queue, self.collective = queue, collective
         self.stages, self.shared = tuple(stages), shared
         self._stages_of = stages_of
@@ -112,28 +114,27 @@ class StageShards(ShardMemory, ParameterExchange):
             former: shards that hold the same parameters, and are replaced by these.
         """
         if self.units and by_elements == self.by_elements:
-            return self.pieces
+            return self._pieces
         if self.units:
             bring = functools.partial(self.bring_into, self.parameters, units=list(self.units))
         self.by_elements = by_elements
-        self.pieces, self.units, self._of_stage, self._holders = [], [], {}, {}
+        self._pieces, self.units, self._of_stage, self._holders = [], [], {}, {}
         for stage, ranks, names in self.grouped():
             unit = self._cut(names, stage, ranks)
-            held = [] if former is None else [u for u in former.units if u.values.numel() * self.size == unit.numel]
-            unit.values = next((own.values for own in held if unit.is_like(own)), unit.values)
-            self._add(unit)
-            if unit.values.numel():
+            same = None if former is None else next((own for own in former.units if unit.is_like(own)), None)
+            if same is not None:
+                unit.values = same.values
+                self._add(unit, is_new=False)
                 continue
             if former is not None:
                 former.bring_into(self.parameters, names)
             elif bring is not None:
                 bring(names)
-            unit.values = torch.zeros(unit.numel // self.size, dtype=unit.dtype, device=unit.device)
-            self._keep(unit)
+            self._add(unit)
         if former is not None:
             former.queue.close()
         self._make_buffers()
-        return self.pieces
+        return self._pieces
 
     def grouped(self) -> list[tuple[int | None, tuple[int, ...], list[str]]]:
         """Return, for each unit to make, the stage that reads it, the pipeline ranks that share it, and its parameter names."""
@@ -160,18 +161,31 @@ class StageShards(ShardMemory, ParameterExchange):
             {name: self.parameters[name] for name in names}, multiple_of=self.size, stage=stage, ranks=ranks
         )
         if self.by_elements:
-            self.pieces += cut_by_elements([unit], self.size, first=index)
+            self._pieces += cut_by_elements([unit], self.size, first=index)
         else:
-            self.pieces += deal_parameters(unit, self.size, index=index)
+            self._pieces += deal_parameters(unit, self.size, index=index)
+        unit.values = self._new_shard(unit.numel, self.parameters[names[0]])
         return unit
 
-    def _add(self, unit: Unit) -> None:
+    def _new_shard(self, numel: int, like: Tensor) -> Tensor:
+        """Allocate this replica's shard of a unit of ``numel`` elements."""
+        return torch.zeros(numel // self.size, dtype=like.dtype, device=like.device)
+
+    def destination(self, name: str) -> int:
+        """Return the replica that saves a parameter to a checkpoint folder."""
+        if not self._holders:
+            self._holders = holders_of(self.parameters, self._pieces, self.size)
+        return self._holders[name]
+
+    def thaw(self, unit: Unit) -> None:
+        """Mark a unit as trained whose parameters were frozen when they were laid out. All ranks that hold it must call."""
+        unit.is_trained = True
+
+    def _add(self, unit: Unit, *, is_new: bool = True) -> None:
         self.units.append(unit)
         self._of_stage.setdefault(unit.stage, []).append(unit)
-
-    def share(self, flat: Tensor) -> Tensor:
-        """Return this replica's share of a unit, (numel,)."""
-        return flat.view(self.size, -1)[self.rank]
+        if is_new:
+            self._keep(unit)
 
     def bring_into(
         self, parameters: Mapping[str, nn.Parameter], names: Collection[str], *, units: Sequence[Unit] | None = None
@@ -223,7 +237,7 @@ class StageShards(ShardMemory, ParameterExchange):
         def bring() -> None:
             for unit, buffer in zip(units, buffers, strict=True):
                 use_here(buffer)
-                self.share(buffer).copy_(unit.values)
+                buffer.view(self.size, -1)[self.rank].copy_(unit.values)
                 if self.collective is not None:
                     self.collective.gather(buffer)
 

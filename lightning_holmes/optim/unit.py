@@ -29,6 +29,7 @@ class Unit:
         dtype, device: the parameters'.
         stage: the stage that reads the parameters; None: several stages do, or a small one.
         ranks: the pipeline ranks that share the parameters; () if only one holds them.
+        is_trained: whether a parameter had requires_grad when they were laid out, or later.
         has_masters: whether their owner holds and steps them in fp32, and they are rounded from that.
         values: the parameters, (numel,), or (numel / replicas,) if each replica holds its share; empty while they lie elsewhere.
         gradient: their gradients, of the same size, or None before the first reduction; elements without a parameter are zero. They are
@@ -43,6 +44,7 @@ class Unit:
     device: torch.device
     stage: int | None = None
     ranks: tuple[int, ...] = ()
+    is_trained: bool = True
     has_masters: bool = False
     values: Tensor = field(default_factory=lambda: _NOTHING)
     gradient: Tensor | None = None
@@ -65,8 +67,8 @@ class Unit:
             self.gradient = _rounded_in_place(self.gradient, self.dtype)
 
     def is_like(self, other: "Unit") -> bool:
-        """Whether ``other`` has the same parameters in the same layout."""
-        mine, theirs = ((u.names, u.starts, u.numel, u.dtype) for u in (self, other))
+        """Whether ``other`` has the same parameters in the same layout, and as much of them here."""
+        mine, theirs = ((u.names, u.starts, u.numel, u.dtype, u.values.numel()) for u in (self, other))
         return mine == theirs
 
     def __str__(self) -> str:
@@ -96,6 +98,7 @@ def side_by_side(
         device=first.device,
         stage=stage,
         ranks=ranks,
+        is_trained=first.requires_grad,
     )
 
 

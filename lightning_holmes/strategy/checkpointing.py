@@ -23,7 +23,8 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import fabric, pl
 from lightning_holmes.lightning_private import average_model, collects_checkpoint, restore_loaders
-from lightning_holmes.optim.remote import OwnedStates, RemoteHost
+from lightning_holmes.optim.remote import RemoteHost
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.fit import Fit

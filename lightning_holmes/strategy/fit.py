@@ -22,9 +22,10 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
 from lightning_holmes.optim.loss_weights import start_loss_scales
-from lightning_holmes.optim.remote import OwnedStates, RemoteHost
+from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.sharded_host import ShardedStep
 from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
@@ -146,14 +147,14 @@ class Fit(Run):
         undo.callback(self._give_back_groups)
         part = self.part()
         if options.optimizer_nodes:
-            self.gradients = make_remote_gradients(part, self._fill_nodes)
+            with_states = self.context.loaded_state.names_of_states(self.parameter_groups.names_of)
+            self.gradients = make_remote_gradients(part, fill=self._fill_nodes, with_states=with_states)
         elif self.plan.sharding == "parameters":
             self.gradients, self.stage_shards = make_layered_gradients(part, self.stage_shards)
         else:
             self.gradients = make_gradients(part)
         self.has_gradients = True
-        host = self.gradients.host
-        self.exchange, self.shards = self.gradients.reducer, host if isinstance(host, OwnedStates) else None
+        self.exchange, self.shards = self.gradients.reducer, self.gradients.host.shards
         if isinstance(self.shards, RemoteHost):
             self.shards.optimizer.state = StateOnNodes(self.shards.optimizer)  # type: ignore[assignment]
         undo.callback(self._close_gradients)

@@ -1,13 +1,12 @@
 """Gradients of a fit: the functions that make a reducer, which is the exchange that a step's schedule calls, and the optimizer's host together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lightning_holmes.comm.collectives import COMPRESSIONS, Collective, Named, PointToPoint, make_collective
+from lightning_holmes.comm.collectives import COMPRESSIONS, Collective, make_collective
 from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
@@ -18,7 +17,7 @@ from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import describe_optimizer
 from lightning_holmes.optim.reducer import LocalReducer
 from lightning_holmes.optim.remote import RemoteHost, RemoteReducer, marks_on
-from lightning_holmes.optim.remote_parameters import RemoteParameters
+from lightning_holmes.optim.remote_parameters import RemoteParameters, Tree
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.sharded_host import ShardedHost, ShardedStep
 from lightning_holmes.optim.stage_shards import StageShards
@@ -31,8 +30,6 @@ from lightning_holmes.plan.plan import Plan
 from lightning_holmes.strategy import sharding
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.options import Options
-
-_GATHER = 7  # gloo's tag where nodes' workers hand on parameters: they sum gradients in the same group at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +174,15 @@ def make_layered_gradients(part: TrainedPart, present: StageShards | None) -> tu
     return Gradients(reducer=reducer, host=host), shards
 
 
-def make_remote_gradients(part: TrainedPart, fill: Callable[[RemoteParameters], None]) -> Gradients:
+def make_remote_gradients(
+    part: TrainedPart, *, fill: Callable[[RemoteParameters], None], with_states: Collection[str]
+) -> Gradients:
     """Move parameters and optimizer states to optimizer nodes, and make the gradients for them: from here on a rank holds no parameters. All
     ranks must call.
 
     Args:
         fill: lays out the parameters, which are connected to their nodes by then, and gives the nodes the values.
+        with_states: the names of parameters whose optimizer states are loaded afterwards.
 
     Raises:
         UnsupportedModuleError: nodes cannot hold the parameters, or step the optimizer.
@@ -206,10 +206,6 @@ def make_remote_gradients(part: TrainedPart, fill: Callable[[RemoteParameters], 
     is_tree = sync is not None and groups.builder.backend == "gloo"
     is_tree = is_tree and sums_inside([clusters[rank] for rank in ranks], nodes.clusters_of(own))
     inside = None if sync is None or not is_tree else sync.inside or sync.whole
-    about: dict[str, Any] = {"size": 1, "rank": 0, "collective": None}
-    if sync is not None and inside is not None:
-        sums, about["collective"] = (Named(PointToPoint(inside, tag=tag), sync, inside) for tag in (0, _GATHER))
-        about |= {"size": dist.get_world_size(inside), "rank": dist.get_rank(inside), "sums": sums}
     remote = RemoteParameters(
         parameters.by_name,
         stages=pipeline.stages,
@@ -219,18 +215,18 @@ def make_remote_gradients(part: TrainedPart, fill: Callable[[RemoteParameters], 
         replica=groups.data_parallel_rank,
         device=groups.builder.device,
         num_nodes=len(own),
+        tree=Tree(inside, groups.builder.describe),
         absence=pipeline.absence,
         compiled=pipeline.compiled_parameters,
-        **about,
     )
-    units = remote.lay_out_units({n for names in step.names for n in names}, master_weights=step.master_weights)
+    units = remote.lay_out_units(master_weights=step.master_weights, with_states=with_states)
     told = describe_optimizer(step.optimizer, step.names, marks_on(parameters.by_name, step.names))
     state_bytes = step.found.state_bytes * (2 if step.master_weights else 1)
     remote.links = nodes.open(
         {
             "optimizer": told | {"state_bytes": state_bytes},
             "states": part.options.optimizer_states,
-            "share": (remote.rank, remote.size),
+            "share": (remote.tree.place, remote.tree.size),
         },
         clusters=places,
         pipeline_rank=groups.pipeline_rank,

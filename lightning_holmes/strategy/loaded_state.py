@@ -88,6 +88,15 @@ class LoadedState:
             _put_settings(optimizer, each.state)
             self.optimizers[place] = replace(each, num_groups=max(each.num_groups, len(saved)))
 
+    def names_of_states(self, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]) -> set[str]:
+        """Return the names of the parameters whose states wait; ``names_of``: see :meth:`put_optimizers`."""
+        found = set()
+        for each in self.optimizers:
+            saved = set(map(str, each.state["state"]))  # names, or numbers
+            names = [name for of_group in names_of(each.optimizer) for name in of_group]
+            found |= {name for number, name in enumerate(names) if name in saved or str(number) in saved}
+        return found
+
     def put_optimizers(self, load: Load, names_of: Callable[[Optimizer], Sequence[Sequence[str]]]) -> None:
         """Load the waiting states into the optimizers of this rank; settings that have changed since they were loaded are kept.
 

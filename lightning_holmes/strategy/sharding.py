@@ -17,7 +17,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.optim.elementwise import Separability, test_separability
-from lightning_holmes.optim.remote import OwnedStates
+from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.unit import sum_dtype
 from lightning_holmes.pipeline.attributes import attribute_tensors
 from lightning_holmes.pipeline.device_speed import total_memory_bytes

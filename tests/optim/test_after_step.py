@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_holmes.optim.after_step import after_step
+from lightning_holmes.optim.after_step import AfterStep
 
 pytestmark = pytest.mark.versions
 
@@ -32,7 +32,7 @@ def test_once_for_each_step_also_where_one_has_raised() -> None:
     nested: list[None] = []
     optimizer.register_step_post_hook(lambda *_: nested.append(None))
     done: list[None] = []
-    handle = after_step(optimizer, lambda: done.append(None))
+    handle = AfterStep(optimizer, lambda: done.append(None))
     optimizer.step()
     assert (len(done), len(nested)) == (1, 2)
     optimizer.fails = True

@@ -164,7 +164,6 @@ def work(payload: tuple[str, str, list[Case]]) -> dict[str, Any]:
         found["thawed"] = run_thawing(Path(name), with_nodes)
     if size == 1:
         found |= run_refusals(Path(name)) | {"scaled": run_scaled(Path(name), with_nodes)}
-        found["thawed masters"] = [thaw_with_masters(Path(name), count) for count in (0, 1)]
         found |= {f"raises in {where}": save_on_exception(Path(name), where, with_nodes(1)) for where in RAISES}
     return found
 
@@ -445,6 +444,8 @@ REASONS = {
     "a tensor as an option": "param_groups[0]['lr'] is a tensor, and only plain numbers are sent",
     "an option that changes in a step": "training_step of Model changes lr of the optimizer, while optimizer nodes update a layer",
     "an option that changes in the last step": "training_step of Model changes lr of the optimizer, while optimizer nodes update a layer",
+    "thawed on disk": "is trained from now on, but was frozen when its place on disk was taken",
+    "thawed without a master": "is trained from now on, but was frozen when optimizer nodes were given it",
     "a group in mid-run": "the parameter groups of SGD were changed while the module trains, and optimizer nodes step those",
     "finetuning": "the callback Unfreezes adds parameters to the optimizer while the module trains",
     "thawed in a step": "scale was frozen when the batch began, and is trained in it: its gradient would be lost",
@@ -465,30 +466,19 @@ def run_refusals(folder: Path) -> dict[str, Any]:
             trainer.fit(module, datamodule=Data())
         except Exception as error:
             found[why] = f"{type(error).__name__}: {error}"
-    return found | run_used_optimizers(folder)
+    return found | run_used_optimizers(folder) | run_thawing_in_vain(folder)
 
 
-def run_thawing(folder: Path, strategy: Any = lambda *_, **__: None) -> dict[str, Any]:
-    """Return the weights of fits in which parameters thaw: where nodes update layers at once, and, with states on disk, between two
-    batches of an accumulation window."""
+def run_thawing(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]:
+    """Return the weights of fits in which parameters thaw: where nodes update layers at once, and between two batches of an
+    accumulation window."""
     found = {}
-    in_window: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2}
-    for name, states, options in (("at once", "memory", {}), ("in a window", str(folder / "states"), in_window)):
+    for name, options in (("at once", {}), ("in a window", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2})):
         torch.manual_seed(7)
         module = Thawing()
-        made = strategy(2, 2, optimizer_states=states)
-        make_trainer(folder, strategy=made, **options).fit(module, datamodule=Data())
+        make_trainer(folder, strategy=strategy(2, 2), **options).fit(module, datamodule=Data())
         found[name] = state_of(module)
     return found
-
-
-def thaw_with_masters(folder: Path, num_nodes: int) -> dict[str, Tensor]:
-    """Return the weights of a fit in bf16 with fp32 masters in which parameters thaw."""
-    torch.manual_seed(7)
-    module, options = Thawing(), {"master_weights": True}
-    strategy = with_nodes(1, **options) if num_nodes else HolmesStrategy(pipeline_parallel_size=1, **options)
-    make_trainer(folder, strategy=strategy, precision="bf16-true").fit(module, datamodule=Data())
-    return state_of(module)
 
 
 class Unfreezes(BaseFinetuning):
@@ -500,6 +490,22 @@ class Unfreezes(BaseFinetuning):
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.layers, optimizer)
+
+
+def run_thawing_in_vain(folder: Path) -> dict[str, Any]:
+    """Return the errors of runs in which parameters thaw and a node has no place for the state they need."""
+    disk: dict[str, Any] = {"optimizer_states": str(folder / "states")}
+    found = {}
+    for name, strategy, precision in (
+        ("thawed on disk", disk, "32-true"),
+        ("thawed without a master", {"master_weights": True}, "bf16-true"),
+    ):
+        trainer = make_trainer(folder, strategy=with_nodes(1, **strategy), precision=precision)
+        try:
+            trainer.fit(Thawing(), datamodule=Data())
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def run_used_optimizers(folder: Path) -> dict[str, Any]:

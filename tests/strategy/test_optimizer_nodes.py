@@ -144,9 +144,6 @@ def test_what_was_frozen_at_first_is_trained(folder: Path, found: Records) -> No
     for name, expected in run_thawing(folder).items():
         for rank in found["thawed"]:
             assert_same(rank[name], expected)
-    without, nodes = found["thawed masters"][0]
-    for name, value in nodes.items():
-        torch.testing.assert_close(value, without[name], rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.xdist_group("optimizer_nodes")

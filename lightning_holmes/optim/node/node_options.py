@@ -89,21 +89,20 @@ def make_storage(
     optimizer, limit = about["optimizer"], options.memory_bytes
     folder = options.folder(about["states"], name=name)
     resident = psutil.Process().memory_info().rss
-    stepped = {n for names in optimizer["names"] for n in names}
-    needs = {
-        i: needs_of(unit, optimizer["state_bytes"], is_stepped=not stepped.isdisjoint(unit.names))
-        for i, unit in units.items()
-    }
     if folder is None or not units:
-        wanted = resident + sum(sum(of.values()) if of["states"] else of["values"] for of in needs.values())
+        stepped = {n for names in optimizer["names"] for n in names}
+        most = {i: needs_of(unit, optimizer["state_bytes"], is_trained=True) for i, unit in units.items()}
+        may_train = [i for i, unit in units.items() if unit.is_trained or not stepped.isdisjoint(unit.names)]
+        wanted = resident + sum(sum(of.values()) if i in may_train else of["values"] for i, of in most.items())
         if limit is not None and wanted > limit:
             raise ConfigurationError(
                 f"{name}: parameters, gradients and optimizer states make {wanted / 1e6:.0f} MB of the process, more than its --memory "
                 f"{limit / 1e6:.0f}M: let them live on disk (--states FOLDER), or use more optimizer nodes"
             )
-        return Memory(needs)
+        return Memory(most)
     # what an update takes beside the sections: new states, and states that are loaded, are allocated first and copied; kernels that are
     # not fused have intermediate values; gradients of another type are cast, and masters rounded
+    needs = {i: needs_of(unit, optimizer["state_bytes"], is_trained=unit.is_trained) for i, unit in units.items()}
     kind: type[Optimizer] = find_class(optimizer, may_import=False)
     fuses = all(may_fuse(kind, group, held_dtype(unit)) for group in optimizer["groups"] for unit in units.values())
     beside = max(
@@ -124,11 +123,12 @@ def held_dtype(unit: Unit) -> torch.dtype:
     return torch.float32 if unit.has_masters else unit.dtype
 
 
-def needs_of(unit: Unit, state_bytes: float, *, is_stepped: bool) -> Needs:
+def needs_of(unit: Unit, state_bytes: float, *, is_trained: bool) -> Needs:
     """Return the bytes of a unit's sections; ``state_bytes``: the bytes of the optimizer's states for each element."""
     states = math.ceil(state_bytes * unit.numel) + 4 * ALIGNED * len(unit.names)
+    gradient = unit.numel * sum_dtype(unit.dtype).itemsize
     return {
         "values": unit.numel * held_dtype(unit).itemsize,
-        "gradient": unit.numel * sum_dtype(unit.dtype).itemsize,
-        "states": states * is_stepped,
+        "gradient": gradient * is_trained,
+        "states": states * is_trained,
     }

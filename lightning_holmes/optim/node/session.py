@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError
+from lightning_holmes.errors import ConfigurationError, ConnectionLostError, HolmesError, UnsupportedModuleError
 from lightning_holmes.optim.node.description import find_class
 from lightning_holmes.optim.node.link import DATA, FETCHED, FETCHES, Action, Link, Order, Transfer
 from lightning_holmes.optim.node.node_options import NodeOptions, held_dtype, make_storage
@@ -177,6 +177,11 @@ class Session:
     def _gradient(self, order: Order) -> None:
         unit, window = self.units[order.unit], order.number
         names = unit.layout.names
+        if not unit.layout.is_trained and self._storage.on_disk:
+            raise UnsupportedModuleError(
+                f"{names[0]} is trained from now on, but was frozen when its place on disk was taken, without room for states: "
+                f'let it be trained in the first batch, or use optimizer_states="memory"'
+            )
         flags = [torch.empty(len(names), dtype=torch.uint8) for _ in self._links]
         for transfer in [link.receive(f) for link, f in zip(self._links, flags, strict=True)]:
             transfer.wait()

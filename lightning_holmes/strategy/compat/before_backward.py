@@ -61,6 +61,6 @@ def held_values(pipeline: PipelineModule, shards: StageShards | None) -> list[Te
     """Return the trained parameters as this rank has them between steps: whole, its shards of them, or none. Frozen parameters are left out: most
     belong to a teacher, an average that such hooks update, and that no backward reads."""
     if shards is not None:
-        return [u.values for u in shards.units if any(shards.parameters[name].requires_grad for name in u.names)]
+        return [unit.values for unit in shards.units if unit.is_trained]
     own = (pipeline.parameters[name] for name in sorted(pipeline.local_parameters))
     return [dtensor.local_part(parameter) for parameter in own if parameter.requires_grad]
