@@ -333,7 +333,7 @@ class AbsentParameter(nn.Parameter):
         if func in READS_NO_VALUE:
             with without_torch_functions():
                 return func(*args, **kwargs)
-        source = _source_among((*args, *kwargs.values()))
+        source = next((_source_of(t) for t in _tensors((args, kwargs)) if isinstance(t, AbsentParameter)), None)
         if source is not None and not source.absence.is_in_step:
             source.refuse_apart()
         if func == SET_DATA:
@@ -408,18 +408,6 @@ def _derived(mark: type[nn.Parameter], ordinary: type[nn.Parameter]) -> type[nn.
 def _source_of(parameter: Tensor) -> Source:
     source: Source = vars(parameter)[_SOURCE]
     return source
-
-
-def _source_among(values: Sequence[Any]) -> Source | None:
-    """The source of the first absent parameter in an operation's arguments."""
-    for value in values:
-        if isinstance(value, AbsentParameter):
-            return _source_of(value)
-        if isinstance(value, (list, tuple, Mapping)):
-            found = _source_among(tuple(value.values()) if isinstance(value, Mapping) else value)
-            if found is not None:
-                return found
-    return None
 
 
 def _seen(value: Any) -> Any:

@@ -18,7 +18,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,7 +139,7 @@ class PipelineModule:
         """Notices draws from generators of the module's own, in the step that runs now."""
         self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Source]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
-        self._elsewhere: dict[str, Source] = {}
+        self._elsewhere: dict[str, tuple[Source, bool]] = {}  # and whether reads are noticed
         self.divide(structure, partition, stages)
 
     @classmethod
@@ -279,20 +279,20 @@ class PipelineModule:
         if self.structure is None:
             return
         self._install_gates()
+        compiled = self.compiled_parameters
         for name, parameter in self.parameters.items():
             if name not in self.local_parameters:
                 blank, cure = placeholder(dtensor.detached(parameter)), "pipeline_parallel_size=1"
-                self._elsewhere[name] = Source(absence=self.absence, what=name, cure=cure, blank=blank)
-        self.let_go(self._elsewhere)
+                source = Source(absence=self.absence, what=name, cure=cure, blank=blank)
+                self._elsewhere[name] = source, compiled.get(name, True)
+                self.let_go(name)
 
-    def let_go(self, names: Iterable[str]) -> None:
-        """Free the values of these parameters of other stages."""
-        compiled = self.compiled_parameters
-        for name in names:
-            parameter, source = self.parameters[name], self._elsewhere[name]
-            dtensor.replace_local(parameter, source.blank)
-            if compiled.get(name, True):
-                self.absence.hide(parameter, source)
+    def let_go(self, name: str) -> None:
+        """Free the value of a parameter of another stage."""
+        parameter, (source, is_noticed) = self.parameters[name], self._elsewhere[name]
+        dtensor.replace_local(parameter, source.blank)
+        if is_noticed:
+            self.absence.hide(parameter, source)
 
     def _install_gates(self) -> None:
         places: dict[nn.Module, list[int]] = {}
@@ -305,7 +305,7 @@ class PipelineModule:
     def twin(self, copy: nn.Module) -> "PipelineModule":
         """The same stages of ``copy``, a copy of the module that shares its parameters, with gates of their own."""
         twin = PipelineModule(copy, self.structure, self.partition, self.stages, self.device)
-        twin.parameters, twin.absence, twin._elsewhere = self.parameters, self.absence, self._elsewhere
+        twin.parameters, twin.absence = self.parameters, self.absence
         twin._install_gates()
         return twin
 

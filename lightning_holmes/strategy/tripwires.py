@@ -432,7 +432,7 @@ class Tripwires(Replacements):
             data = self._from_owner(name, dtensor.detached(parameter))
             if name not in self._pipeline.local_parameters:
                 dtensor.replace_local(parameter, data)
-                self._brought.callback(self._pipeline.let_go, [name])
+                self._brought.callback(self._pipeline.let_go, name)
 
     def _bring_gradients(self, names: list[str]) -> None:
         if not names:

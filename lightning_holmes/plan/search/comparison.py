@@ -305,8 +305,8 @@ def prefer(found: Sequence[Prediction], training: Training) -> Prediction:
         # of equal plans a layered schedule comes last, since it holds the activations of all microbatches; an eager one is no less simple: it
         # sends the same tensors sooner, and is taken wherever that saves anything, so that the gain, which depends on the measured speeds, does
         # not decide
-        saved = math.floor((entry.step_s / fastest - 1) / _NEARLY)
-        return slower, entry.run.num_chunks, spec.is_split, spec.is_layered, saved, spec.is_eager
+        at_all_slower = math.floor((entry.step_s / fastest - 1) / _NEARLY)
+        return slower, entry.run.num_chunks, spec.is_split, spec.is_layered, at_all_slower, spec.is_eager
 
     return min(kept, key=rank)
 
