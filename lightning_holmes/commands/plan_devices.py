@@ -122,6 +122,7 @@ def _common_device(device_type: str | None, topology: Topology, here: DeviceSpee
             local_latency_s=here.local_latency_s,
             efficiency=1.0,
             efficiency_source="measured",
+            moved_bytes_per_s=here.moved_bytes_per_s,
         )
     return find_device_type(device_type)
 

@@ -9,12 +9,10 @@ They do not pass through operators, so trace.py watches the attributes themselve
 """
 
 import enum
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -23,7 +21,7 @@ from lightning_holmes.comm.wire import attributes_of
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import FABRIC, TRAINER, UPDATE_COUNT
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.object_state import Path, each_value, is_looked_into
+from lightning_holmes.pipeline.object_state import Path, content, each_value, is_looked_into
 from lightning_holmes.pipeline.structure import BEFORE
 from lightning_holmes.torch_private import MODULE_REGISTRIES
 
@@ -31,10 +29,8 @@ Place = tuple[int, bool]  # position (see structure.py), whether inside that lay
 
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.Size, type)
 """Values that are the same on every stage if they are the same on one."""
-_SCALARS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 RESERVED = frozenset(vars(pl.LightningModule())) | frozenset(vars(nn.Module())) | {"log", "all_gather", "forward"}
 """Attributes of every module, which are not the user's."""
-_MAX_ENTRIES = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,20 +49,9 @@ class Use:
         return f"{self.owner}.{self.key}" if self.owner else self.key
 
 
-def plain_content(value: Any, depth: int = 0) -> Hashable:
-    """A hashable description of the Python values and NumPy arrays in ``value``, its containers and objects; tensors and objects of
-    libraries count by their class only."""
-    if isinstance(value, _SCALARS):
-        return type(value).__name__, repr(value)
-    if isinstance(value, np.ndarray):
-        return "array", value.shape, value.tobytes() if value.nbytes < _MAX_ENTRIES else float(value.sum())
-    if depth < 4 and isinstance(value, Mapping):
-        return tuple((repr(k), plain_content(v, depth + 1)) for k, v in list(value.items())[:_MAX_ENTRIES])
-    if depth < 4 and isinstance(value, (list, tuple, deque)):
-        return len(value), tuple(plain_content(v, depth + 1) for v in list(value)[-_MAX_ENTRIES:])
-    if depth < 4 and is_looked_into(value):
-        return type(value).__name__, *((k, plain_content(v, depth + 1)) for k, v in attributes_of(value).items())
-    return type(value).__name__
+def plain_content(value: Any) -> Hashable:
+    """A hashable description of the Python values and NumPy arrays in ``value``; tensors count by their class only."""
+    return content(value, lambda tensor: type(tensor).__name__)
 
 
 def snapshot(module: nn.Module) -> dict[tuple[str, Path], Hashable]:
@@ -101,7 +86,7 @@ def value_at(module: nn.Module, owner: str, path: Path) -> Any:
 
 def changes(before: Mapping[Any, Hashable], after: Mapping[Any, Hashable]) -> list[Any]:
     """The keys whose content differs, or that are new."""
-    return [key for key, content in after.items() if key not in before or before[key] != content]
+    return [key for key, found in after.items() if key not in before or before[key] != found]
 
 
 class AttributeWatch:
@@ -140,11 +125,11 @@ class AttributeWatch:
 
         def notice() -> None:
             """If the content has changed, record that the place that last read or set the attribute has changed it."""
-            content = plain_content(values.get(key))
-            if content != last[0] and last[1] is not None:
+            found = plain_content(values.get(key))
+            if found != last[0] and last[1] is not None:
                 use.written.add(last[1])
                 use.grew_at.add(last[1])
-                last[0] = content
+                last[0] = found
 
         def read(_: Any) -> Any:
             if key not in values:

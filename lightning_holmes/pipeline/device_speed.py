@@ -2,7 +2,7 @@
 
     dtype = product_dtype(module, plugin.train_step_context, torch.device("cpu"))      # of a step's matrix products
     speed = probe_device(torch.device("cpu"), seconds=0.05, dtype=dtype)
-    speed.flops_per_s, speed.operator_s
+    speed.flops_per_s, speed.moved_bytes_per_s, speed.operator_s
 
 Ranks measure at the same time because they will compute at the same time: the ranks of one host share its cores. A
 host with a share of a core runs with pauses, so there the measurement must last over several scheduling periods.
@@ -19,10 +19,12 @@ from dataclasses import dataclass
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_holmes.plan.device_type import DeviceType, type_of_device
 
 _CPU_SIZE, _CUDA_SIZE = 256, 2048
+_CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 18, 1 << 24
 _LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
 _LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _OPERATORS = 50  # between two readings of the clock
@@ -34,20 +36,20 @@ class DeviceSpeed:
 
     Attributes:
         flops_per_s: FLOPs per second of matrix products, measured.
+        moved_bytes_per_s: bytes per second that an activation function reads and writes, measured; a step's other operators are taken
+            to move theirs as fast.
         operator_s: seconds to run a tiny operator, measured.
         memory_bytes: the total memory of the device.
         local_bytes_per_s, local_latency_s: of a transfer one way to another process of the host. Not measured: those
             of the device's type if its name is known, else typical values.
-        update_s_per_byte: seconds of AdamW's step for each byte of parameters. Not measured: that of the device's
-            type if its name is known, else 0.
     """
 
     flops_per_s: float
+    moved_bytes_per_s: float
     operator_s: float
     memory_bytes: float
     local_bytes_per_s: float
     local_latency_s: float
-    update_s_per_byte: float = 0.0
 
 
 def product_dtype(
@@ -73,28 +75,31 @@ def product_dtype(
 
 
 def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) -> DeviceSpeed:
-    """Measure ``device`` for about ``seconds``, with matrix products in ``dtype``."""
-    size = _CUDA_SIZE if device.type == "cuda" else _CPU_SIZE
+    """Measure ``device`` for about ``seconds``, with tensors of ``dtype``."""
+    size, elements, at_once = _CPU_SIZE, _CPU_ELEMENTS, 1
+    if device.type == "cuda":
+        size, elements, at_once = _CUDA_SIZE, _CUDA_ELEMENTS, 10
     matrix = torch.ones(size, size, device=device, dtype=dtype)
     result = torch.empty_like(matrix)
+    activations = torch.ones(elements, device=device, dtype=dtype)
     tiny = torch.ones(8, device=device)
     with torch.no_grad():
         for _ in range(3):
             torch.mm(matrix, matrix, out=result)
+            functional.gelu(activations)
             tiny + tiny
-        products = _rate(
-            device, seconds * 4 / 5, 1 if device.type == "cpu" else 10, lambda: torch.mm(matrix, matrix, out=result)
-        )
-        operators = _rate(device, seconds / 5, _OPERATORS, lambda: tiny + tiny)
+        products = _rate(device, 0.5 * seconds, at_once, lambda: torch.mm(matrix, matrix, out=result))
+        moves = _rate(device, 0.3 * seconds, at_once, lambda: functional.gelu(activations))
+        operators = _rate(device, 0.2 * seconds, _OPERATORS, lambda: tiny + tiny)
     known = _known_type(device)
     local, latency = _LOCAL_BYTES_PER_S[device.type], _LOCAL_LATENCY_S[device.type]
     return DeviceSpeed(
         flops_per_s=2.0 * size**3 * products,
+        moved_bytes_per_s=2.0 * activations.nbytes * moves,
         operator_s=1 / operators,
         memory_bytes=total_memory_bytes(device),
         local_bytes_per_s=local if known is None else known.local_bytes_per_s,
         local_latency_s=latency if known is None else known.local_latency_s,
-        update_s_per_byte=0.0 if known is None else known.update_s_per_byte,
     )
 
 

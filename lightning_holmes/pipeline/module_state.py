@@ -6,11 +6,9 @@ any class counts by its attributes (object_state.py).
 """
 
 import zlib
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -22,9 +20,9 @@ from lightning_holmes.lightning_private import set_update_count
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import RESERVED
 from lightning_holmes.pipeline.object_state import (
-    CONTAINERS,
     PLAIN,
     Path,
+    content,
     each_value,
     is_looked_into,
     is_plain,
@@ -37,8 +35,6 @@ TOPIC_STATE = 2
 
 _UNCHANGED = object()
 _SMALL_BYTES = 1 << 16
-_SCALARS = frozenset((type(None), bool, int, str, bytes))
-"""Of these is nearly everything that a module holds. Floats need more care: a NaN is not equal to itself."""
 Key = tuple[str, Path]
 """A module's name, and the path of a value below it; a buffer's whole name has an empty path."""
 
@@ -227,29 +223,15 @@ def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dic
     """The fingerprints of attributes by module and path, and of buffers by their whole name."""
     # the attributes of an object have keys of their own
     found: dict[Key, Hashable] = {
-        key: _Seen(v) if type(v) not in _SCALARS and is_looked_into(v) else _fingerprint(v)
-        for key, v in attributes.items()
+        key: _Seen(value) if is_looked_into(value) else _fingerprint(value) for key, value in attributes.items()
     }
     return found | {(name, ()): _fingerprint(buffer) for name, buffer in buffers.items()}
 
 
 def _fingerprint(value: Any) -> Hashable:
     """A hashable value that differs once ``value`` has changed."""
-    if type(value) in _SCALARS:
-        return type(value).__name__, value
-    if isinstance(value, Tensor):
-        content = zlib.crc32(_bytes_of(value)) if _is_small_on_host(value) else 0
-        return _Seen(value, tensor_version(value)), content
-    if isinstance(value, np.ndarray):
-        return "array", value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())
-    kind = type(value)
-    inner: Hashable = ()
-    if kind not in CONTAINERS and (isinstance(value, CONTAINERS) or is_looked_into(value)):
-        inner = tuple((name, _fingerprint(attribute)) for name, attribute in attributes_of(value).items())
-    if isinstance(value, dict):
-        return "dict", tuple((_fingerprint(k), _fingerprint(v)) for k, v in value.items()), inner
-    if isinstance(value, (list, tuple, deque, set, frozenset)):
-        return kind.__name__, tuple(_fingerprint(v) for v in value), inner
-    if inner or is_looked_into(value):  # an object in a container
-        return kind.__name__, inner
-    return type(value).__name__, repr(value) if isinstance(value, float) else value
+    return content(value, _of_tensor)
+
+
+def _of_tensor(tensor: Tensor) -> Hashable:
+    return _Seen(tensor, tensor_version(tensor)), zlib.crc32(_bytes_of(tensor)) if _is_small_on_host(tensor) else 0

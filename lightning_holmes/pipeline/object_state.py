@@ -13,8 +13,9 @@ import enum
 import pathlib
 import sys
 import types
+import zlib
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ _LIBRARIES = frozenset(
 _OF_VALUES = ("__main__", "argparse", "collections", "types")
 """Modules of the standard library whose classes only hold values."""
 _MOST_DEEP = 40
+_CONSTANTS = frozenset((type(None), bool, int, str, bytes))
+"""Of these is nearly everything that a module holds. Floats need more care: a NaN is not equal to itself."""
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
@@ -124,6 +127,41 @@ def each_value(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, A
         yield path, value
         for name, attribute in attributes_of(value).items():
             yield from each_value(attribute, (*path, name), seen)
+
+
+def content(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable:
+    """A hashable description of ``value``, its containers and objects, which differs once any of them has changed; of what is neither
+    plain, a container nor looked into it is the class. ``of_tensor`` describes a tensor."""
+    if type(value) in _CONSTANTS:
+        return type(value).__name__, value
+    known: dict[int, Any] = {}
+
+    def of(value: Any, depth: int) -> Hashable:
+        kind = type(value)
+        if kind in _CONSTANTS:
+            return kind.__name__, value
+        if isinstance(value, Tensor):
+            return of_tensor(value)
+        if isinstance(value, np.ndarray):
+            return "array", value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())
+        if isinstance(value, PLAIN):
+            return kind.__name__, value if isinstance(value, _VALUES) else repr(value)
+        is_held, is_object = isinstance(value, (*CONTAINERS, Mapping)), is_looked_into(value)
+        if not (is_held or is_object) or id(value) in known or depth > _MOST_DEEP:
+            return kind.__name__
+        known[id(value)] = value
+        found: list[Hashable] = [kind.__name__]
+        if isinstance(value, Mapping):
+            found += [(of(key, depth + 1), of(inner, depth + 1)) for key, inner in value.items()]
+        elif isinstance(value, (set, frozenset)):
+            found.append(frozenset(value))
+        elif is_held:
+            found += [of(inner, depth + 1) for inner in value]
+        if is_object or kind not in CONTAINERS:
+            found += [(name, of(inner, depth + 1)) for name, inner in attributes_of(value).items()]
+        return tuple(found)
+
+    return of(value, 0)
 
 
 def merge(present: Any, received: Any) -> Any:

@@ -20,8 +20,6 @@ from lightning_holmes.plan.layer_cost import ModelCost, check_count
 
 _MESSAGE_S = {"cpu": 150e-6, "cuda": 30e-6}  # seconds of a rank's own time to start a transfer
 _SPLIT_RATIO = {"cpu": 1.2, "cuda": 1.1}
-_MICROBATCH_GAIN = {"cpu": 0.15, "cuda": 0.08}  # on CPUs messages take time of the cores that compute
-_CHUNKS_GAIN = {"cpu": 0.10, "cuda": 0.05}
 # A rank's time in a step outside of microbatches and the optimizer (the trainer's loops, data, logs, checks), in times of a tiny
 # operator: about 15 ms if one takes 3 us. From the timelines of small runs on an idle link.
 _STEP_OPERATORS = 5000
@@ -58,8 +56,6 @@ class Training:
             processors carry them (sockets).
         own_s: seconds of the slowest rank's own time in a step outside of microbatches, transfers and the optimizer: loops, data, logs.
         split_ratio: seconds of a split backward for each second of a whole one. From GPT blocks: 1.0 to 1.24 on CPUs; assumed on GPUs.
-        microbatch_gain, chunks_gain: the share of a step that more microbatches, or several stages a rank, must save by prediction
-            to be chosen (search/comparison.py).
         sequence_parallel: activations between tensor-parallel parts are sharded, too (Korthikanti et al. 2022).
         memory_share: share of a device's memory that a plan may use.
     """
@@ -78,8 +74,6 @@ class Training:
     byte_s: float = 0.0
     own_s: float = 0.0
     split_ratio: float = 1.0
-    microbatch_gain: float = 0.08
-    chunks_gain: float = 0.05
     sequence_parallel: bool = False
     memory_share: float = 0.92
 
@@ -122,8 +116,6 @@ def make_training(
         optimizer_nodes=asked.optimizer_nodes,
         update_s_per_byte=update_s_per_byte * (_FP32 / weight if master else 1.0),
         split_ratio=_SPLIT_RATIO.get(device, 1.0),
-        microbatch_gain=_MICROBATCH_GAIN.get(device, _MICROBATCH_GAIN["cuda"]),
-        chunks_gain=_CHUNKS_GAIN.get(device, _CHUNKS_GAIN["cuda"]),
         message_s=_MESSAGE_S.get(device, _MESSAGE_S["cpu"]),
         byte_s=_BYTE_OPERATORS * operator_s * carries,
         own_s=_STEP_OPERATORS * operator_s,

@@ -2,7 +2,7 @@
 model that plans are predicted with.
 
 FLOPs are counted on rank 0, on one microbatch of two samples (pipeline/profile.py). The speed of each rank comes from a short
-measurement that all ranks make at the same time, in the dtype of the step's matrix products. Both are rounded coarsely, so that
+measurement that all ranks make at the same time, in the dtype of the step's matrix products, of these and of memory traffic. Both are rounded coarsely, so that
 every start on the same hosts finds the same costs.
 """
 
@@ -58,7 +58,7 @@ class Costs:
 
     Attributes:
         model: the profile of the layers.
-        speeds: by rank; the FLOPs a second are rounded.
+        speeds: by rank; the FLOPs and bytes a second are rounded.
         described: how the costs were found, in words.
     """
 
@@ -106,16 +106,20 @@ def find_costs(
     if isinstance(found, str):
         return found
     rates = rounded_speeds([s.flops_per_s for s in speeds], device.type)
+    moves = rounded_speeds([s.moved_bytes_per_s for s in speeds], device.type)
     return Costs(
         model=found,
-        speeds=tuple(replace(s, flops_per_s=rate) for s, rate in zip(speeds, rates, strict=True)),
+        speeds=tuple(
+            replace(speed, flops_per_s=rate, moved_bytes_per_s=moved)
+            for speed, rate, moved in zip(speeds, rates, moves, strict=True)
+        ),
         described=f"FLOPs counted; {_described(job, rates)}",
     )
 
 
 def _operator_s(speeds: Sequence[DeviceSpeed]) -> float:
     """Return the seconds of a tiny operator; one slow reading does not decide."""
-    return rounded(statistics.median(speed.operator_s for speed in speeds))
+    return rounded(statistics.median(speed.operator_s for speed in speeds), 4)
 
 
 def rounded_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
@@ -223,6 +227,7 @@ def make_cost_model(
             local_bytes_per_s=min(speed.local_bytes_per_s for speed in of_host[host.name]),
             local_latency_s=max(speed.local_latency_s for speed in costs.speeds),
             efficiency=1.0,
+            moved_bytes_per_s=min(speed.moved_bytes_per_s for speed in of_host[host.name]),
         )
         for host in topology.hosts
     ]
@@ -232,7 +237,7 @@ def make_cost_model(
         costs.model,
         batch_samples=batch_size * placement.data_parallel_size,
         device=device,
-        update_s_per_byte=max(speed.update_s_per_byte for speed in costs.speeds),
+        update_s_per_byte=max(kind.update_s_per_byte for kind in devices),
         operator_s=operator_s,
         carries=sockets and device == "cpu",
     )

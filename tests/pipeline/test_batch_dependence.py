@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -232,6 +233,10 @@ class Leaves(Classifier):
         self.what, self.losses, self.seen, self.when = what, [torch.zeros(())], 0, 0.0
         self.sums = {"x": torch.zeros(4)}
         self.latest = torch.zeros(())
+        self.sizes: set[int] = set()
+        self.labels: set[int] = set()
+        self.deep: Any = {"a": {"b": [{"c": {"d": [{"e": 0}]}}]}}
+        self.table = np.zeros((100, 100))
 
     def training_step(self, batch: Any) -> Tensor:
         loss = super().training_step(batch)
@@ -244,13 +249,25 @@ class Leaves(Classifier):
         elif self.what == "seen":
             self.seen += len(batch["x"])
             self.sums["x"] = self.sums["x"] + batch["x"].sum(0)
+        elif self.what == "sizes":
+            self.sizes.add(len(batch["x"]))
+        elif self.what == "deep":
+            self.deep["a"]["b"][0]["c"]["d"][0]["e"] += 1
+        elif self.what == "table":
+            self.table[len(batch["x"])], self.table[0] = 1.0, self.table[0] - 1.0  # the sum stays
+        elif self.what == "labels":
+            self.labels.update(batch["y"].tolist())
         elif self.what == "time":
             self.when = time.perf_counter()
         return loss
 
 
 @pytest.mark.parametrize(
-    ("what", "named"), [("last", True), ("latest", True), ("losses", True), ("seen", False), ("time", False)]
+    ("what", "named"),
+    [
+        *(("last", True), ("latest", True), ("losses", True), ("sizes", True), ("deep", True), ("table", True)),
+        *(("seen", False), ("labels", False), ("time", False)),
+    ],
 )
 def test_what_a_step_leaves_on_the_module_is_compared(what: str, named: bool) -> None:
     module = Leaves(what)

@@ -31,7 +31,6 @@ from lightning_holmes.plan.search.candidates import SearchSpace, SetUp, make_set
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
 from lightning_holmes.plan.search.refine import refine
 from lightning_holmes.plan.self_adapting import NothingFitsError
-from lightning_holmes.plan.training import Training
 
 _SIMULATED = 8  # candidates of all layouts that are simulated at least, in addition to the number of runners-up
 _TRIED = 3  # layouts for which every candidate is tried
@@ -40,8 +39,12 @@ _TRIED = 3  # layouts for which every candidate is tried
 _LARGEST = 2**16
 _FITTING = 3
 _NEARLY = 0.002
-_ALIKE = 0.03  # plans of one layout are compared in steps of this share
-_SPLIT_GAIN = 0.05  # the share of a step that split backwards must save, since their cost depends on the layers
+_ALIKE = 0.01  # plans of one layout are compared in steps of this share
+# the shares of a step that these must save by prediction, which leaves out some of their costs
+MICROBATCH_GAIN = 0.08  # more microbatches
+CHUNKS_GAIN = 0.02  # several stages a rank: a step took 0 to 2 % longer than predicted, relative to plans without (docs/log.md, 2026-11-23)
+_LAYERED_GAIN = 0.005  # a layered schedule, which holds the activations of all microbatches
+_SPLIT_GAIN = 0.05  # split backwards, whose cost depends on the layers
 _NO_MEMORY = "does not fit the memory"
 
 
@@ -123,7 +126,7 @@ class _Search:
         tried = self._try_fastest(compared) if compared else self._try_all(set_ups[0])
         if not tried:
             raise self._nothing_fits()
-        unrefined = prefer(tried, self.cost_model.training)
+        unrefined = prefer(tried)
         best = self._refined(unrefined)
         others = {entry.run: entry for entry in (*(entry for _, entry in compared), *tried) if entry.run != best.run}
         slower = [entry for entry in others.values() if entry.step_s >= best.step_s * (1 - _NEARLY)]
@@ -173,10 +176,10 @@ class _Search:
         best: dict[SetUp, float] = {}
         for set_up, entry in compared:
             best[set_up] = min(entry.step_s, best.get(set_up, math.inf))
-        most = min(best.values()) * (1 + self.cost_model.training.microbatch_gain)
+        most = min(best.values()) * (1 + MICROBATCH_GAIN)
         near = sorted((set_up for set_up, step_s in best.items() if step_s <= most), key=lambda set_up: best[set_up])
         tried = [found for set_up in near[:_TRIED] if (found := self._try_all(set_up))]
-        picked = [self._refined(prefer(found, self.cost_model.training)) for found in tried]
+        picked = [self._refined(prefer(found)) for found in tried]
         fastest = min(pick.step_s for pick in picked)
 
         def rank(pick: Prediction) -> tuple[Any, ...]:
@@ -282,30 +285,26 @@ class _Search:
         return nothing_fits(self.cost_model, runs, lacks=self.lacks)
 
 
-def prefer(found: Sequence[Prediction], training: Training) -> Prediction:
-    """Choose between several plans of one layout. Predictions leave out some costs, so that more microbatches, several stages a rank and split
-    backwards must save a share of the step, and of plans that are nearly as fast the simplest is chosen.
+def prefer(found: Sequence[Prediction]) -> Prediction:
+    """Choose between several plans of one layout: several stages a rank, layered schedules, split backwards and more microbatches must each
+    save a share of the step; of plans that are nearly as fast the simplest is chosen."""
 
-    Steps with several stages a rank took 0 to 2 % longer than predicted, relative to plans without (docs/log.md, 2026-11-23).
-    """
+    def handicapped(entry: Prediction) -> float:
+        spec = spec_of(entry.run.schedule)
+        chunks, layered, split = entry.run.num_chunks > 1, spec.is_layered, spec.is_split
+        return entry.step_s * (1 + chunks * CHUNKS_GAIN + layered * _LAYERED_GAIN + split * _SPLIT_GAIN)
 
-    def needed(entry: Prediction) -> float:
-        split = _SPLIT_GAIN if spec_of(entry.run.schedule).is_split else 0.0
-        return max(split, training.chunks_gain if entry.run.num_chunks > 1 else 0.0)
-
-    plain = min((p.step_s for p in found if needed(p) == 0), default=math.inf)
-    kept = [p for p in found if needed(p) == 0 or p.step_s < plain * (1 - needed(p))] or list(found)
-    limit = min(p.step_s for p in kept) * (1 + training.microbatch_gain)
-    count = min(p.run.num_microbatches for p in kept if p.step_s <= limit)
-    kept = [p for p in kept if p.run.num_microbatches == count]
-    fastest = min(p.step_s for p in kept)
+    seconds = {id(entry): handicapped(entry) for entry in found}
+    limit = min(seconds.values()) * (1 + MICROBATCH_GAIN)
+    count = min(p.run.num_microbatches for p in found if seconds[id(p)] <= limit)
+    kept = [p for p in found if p.run.num_microbatches == count]
+    fastest = min(seconds[id(p)] for p in kept)
 
     def rank(entry: Prediction) -> tuple[Any, ...]:
-        slower, spec = math.floor((entry.step_s / fastest - 1) / _ALIKE), spec_of(entry.run.schedule)
-        # of equal plans a layered schedule comes last, since it holds the activations of all microbatches; an eager one is no less simple: it
-        # sends the same tensors sooner, and is taken wherever that saves anything, so that the gain, which depends on the measured speeds, does
-        # not decide
-        at_all_slower = math.floor((entry.step_s / fastest - 1) / _NEARLY)
+        slower, spec = math.floor((seconds[id(entry)] / fastest - 1) / _ALIKE), spec_of(entry.run.schedule)
+        # an eager schedule is no less simple: it sends the same tensors sooner, and is taken wherever that saves anything, so that the gain,
+        # which depends on the measured speeds, does not decide
+        at_all_slower = math.floor((seconds[id(entry)] / fastest - 1) / _NEARLY)
         return slower, entry.run.num_chunks, spec.is_split, spec.is_layered, at_all_slower, spec.is_eager
 
     return min(kept, key=rank)

@@ -11,7 +11,7 @@ from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, predict
-from lightning_holmes.plan.search.comparison import SearchResult
+from lightning_holmes.plan.search.comparison import CHUNKS_GAIN, MICROBATCH_GAIN, SearchResult
 
 
 def describe_result(
@@ -32,9 +32,9 @@ def describe_result(
     if isinstance(options.partition, str) and options.partition != "uniform":
         notes.append(_describe_partition(options.partition, cost_model, best))
     if options.num_microbatches == "auto":
-        notes.append(_describe_microbatches(result, cost_model.training.microbatch_gain))
+        notes.append(_describe_microbatches(result))
     if options.schedule == "auto":
-        notes.append(_describe_schedule(result, cost_model.training.chunks_gain, not_interleaved))
+        notes.append(_describe_schedule(result, not_interleaved))
     if result.sharding_note is not None:
         notes.append(result.sharding_note)
     notes += cost_model.network.link_notes()
@@ -58,7 +58,7 @@ def _describe_partition(rule: str, cost_model: CostModel, best: Prediction) -> s
     return note + f"; by count a step would take {ratio:.2f}x as long"
 
 
-def _describe_microbatches(result: SearchResult, gain: float) -> str:
+def _describe_microbatches(result: SearchResult) -> str:
     best, run = result.unrefined, result.best.run
     others = [
         f"{entry.run.num_microbatches}: {entry.step_s / best.step_s:.2f}x"
@@ -68,15 +68,13 @@ def _describe_microbatches(result: SearchResult, gain: float) -> str:
     ]
     reason = "the fastest by prediction"
     if any(entry.step_s < best.step_s for entry in result.tried if entry.run.num_microbatches > run.num_microbatches):
-        reason = (
-            f"more must save {gain:.0%} by prediction, since counted FLOPs do not know what small microbatches lose"
-        )
+        reason = f"more must save {MICROBATCH_GAIN:.0%} by prediction, since counted FLOPs do not know what small microbatches lose"
     note = f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples"
     separator = ", " if reason.startswith("the fastest") else "; "
     return note + separator + reason + (f" ({', '.join(others)})" if others else "")
 
 
-def _describe_schedule(result: SearchResult, chunks_gain: float, not_interleaved: str | None) -> str:
+def _describe_schedule(result: SearchResult, not_interleaved: str | None) -> str:
     best, run = result.unrefined, result.best.run
     fastest: dict[tuple[str, int], float] = {}
     for entry in result.tried:
@@ -89,7 +87,7 @@ def _describe_schedule(result: SearchResult, chunks_gain: float, not_interleaved
     ]
     note = f"schedule: {_name(run.schedule, run.num_chunks)}" + (f" ({', '.join(others)})" if others else "")
     if run.num_chunks == 1 and any(chunks > 1 for _, chunks in fastest):
-        note += f"; several stages a rank are taken where they save {100 * chunks_gain:.0f} %"
+        note += f"; several stages a rank are taken where they save {CHUNKS_GAIN:.0%}"
     return note + (f"; {not_interleaved}" if not_interleaved is not None else "")
 
 

@@ -14,16 +14,18 @@ from lightning_holmes.plan.prediction import Prediction, fits, predict
 
 _LARGEST = 2048  # stages x microbatches: a larger simulation takes too long to be repeated
 _MOST = 64  # the largest number of simulations
+GAIN = 0.025
+"""The share of a step that a move must save: less cannot be told by prediction, and measured speeds, which differ from start to start, would
+decide."""
 
 
 def refine(cost_model: CostModel, prediction: Prediction) -> Prediction:
-    """Return the prediction of the best partition that single moves lead to. A move must save half of what several stages a
-    rank must: less cannot be told by prediction, and measured speeds, which differ from start to start, would decide.
+    """Return the prediction of the best partition that single moves lead to. A move must save :data:`GAIN`.
 
     Forbidden split points are not tried, and partitions that do not fit the memory are not taken. At most 64 partitions are simulated;
     none if stages x microbatches exceed 2048.
     """
-    run, best, gain = prediction.run, prediction, cost_model.training.chunks_gain / 2
+    run, best = prediction.run, prediction
     if best.partition.num_stages * run.num_microbatches > _LARGEST:
         return best
     tried = {best.partition}
@@ -34,7 +36,7 @@ def refine(cost_model: CostModel, prediction: Prediction) -> Prediction:
         found = [predict(cost_model, run, partition) for partition in candidates]
         found = [entry for entry in found if fits(entry) or not fits(best)]
         fastest = min(found, key=lambda entry: entry.step_s, default=best)
-        if fastest.step_s > best.step_s * (1 - gain):
+        if fastest.step_s > best.step_s * (1 - GAIN):
             return best
         best = fastest
 

@@ -7,7 +7,7 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_partition
 from lightning_holmes.plan.prediction import Prediction, predict
 from lightning_holmes.plan.run_shape import RunShape
-from lightning_holmes.plan.search.refine import refine
+from lightning_holmes.plan.search.refine import GAIN, refine
 
 RUN = RunShape(layout=LAYOUT, schedule="1f1b", num_microbatches=8, microbatch_samples=2)
 
@@ -22,7 +22,7 @@ def first_dealt(model: CostModel) -> Prediction:
 def test_two_stages_come_to_the_best_of_all_partitions(speed: float, bandwidth: float) -> None:
     model = costs(speeds=(1.0, speed), bandwidth=bandwidth, layers=10)
     every = [predict(model, RUN, Partition((first, 10 - first))).step_s for first in range(1, 10)]
-    assert refine(model, first_dealt(model)).step_s <= min(every) / (1 - model.training.chunks_gain / 2)
+    assert refine(model, first_dealt(model)).step_s <= min(every) / (1 - GAIN)
 
 
 def test_a_slow_link_takes_layers_from_the_slow_rank() -> None:
