@@ -171,6 +171,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callabl
     "object": (Meter, lambda m, loss: m.kept.add(loss.item()), float),
     "list": (list, lambda m, loss: m.kept.append(loss), lambda kept: float(sum(kept))),
     "counter": (collections.Counter, lambda m, loss: m.kept.update(steps=1), lambda kept: float(kept["steps"])),
+    "set": (set, lambda m, loss: m.kept.add(loss.item()), lambda kept: float(sum(kept))),
     "nested": (lambda: {"a": [0.0]}, lambda m, loss: m.kept["a"].append(loss.item()), lambda kept: sum(kept["a"])),
     "buffer": (Kept, lambda m, loss: m.kept.add(loss), float),
     "data": (lambda: Kept(data=True), lambda m, loss: m.kept.add(loss), float),
