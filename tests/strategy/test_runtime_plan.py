@@ -362,7 +362,7 @@ def test_the_command_and_a_run_take_a_step_to_be_made_of_the_same(tmp_path: Path
             trainer={"devices": "2", "precision": case["precision"]},
         ).training
         commands = dataclasses.asdict(planned)
-        for measured in ("byte_s", "own_s"):
+        for measured in ("byte_s", "own_s", "update_s_per_byte"):
             assert commands.pop(measured) > 0 and lives.pop(measured) > 0
         assert commands == lives, case
 
