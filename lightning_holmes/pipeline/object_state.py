@@ -98,7 +98,7 @@ def _can_be_sent(value: Any, depth: int) -> bool:
 def is_looked_into(value: Any) -> bool:
     """Whether ``value`` is an object whose attributes count as state of their own."""
     kind = type(value)
-    if isinstance(value, (*PLAIN, *_NOT_LOOKED_INTO, *CONTAINERS)) or is_of_library(kind):
+    if kind in _CONSTANTS or isinstance(value, (*PLAIN, *_NOT_LOOKED_INTO, *CONTAINERS)) or is_of_library(kind):
         return False
     return hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
 
@@ -132,36 +132,37 @@ def each_value(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, A
 def content(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable:
     """A hashable description of ``value``, its containers and objects, which differs once any of them has changed; of what is neither
     plain, a container nor looked into it is the class. ``of_tensor`` describes a tensor."""
-    if type(value) in _CONSTANTS:
-        return type(value).__name__, value
-    known: dict[int, Any] = {}
+    return _described(value, of_tensor, {}, 0)
 
-    def of(value: Any, depth: int) -> Hashable:
-        kind = type(value)
-        if kind in _CONSTANTS:
-            return kind.__name__, value
-        if isinstance(value, Tensor):
-            return of_tensor(value)
-        if isinstance(value, np.ndarray):
-            return "array", value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())
-        if isinstance(value, PLAIN):
-            return kind.__name__, value if isinstance(value, _VALUES) else repr(value)
-        is_held, is_object = isinstance(value, (*CONTAINERS, Mapping)), is_looked_into(value)
-        if not (is_held or is_object) or id(value) in known or depth > _MOST_DEEP:
-            return kind.__name__
-        known[id(value)] = value
-        found: list[Hashable] = [kind.__name__]
-        if isinstance(value, Mapping):
-            found += [(of(key, depth + 1), of(inner, depth + 1)) for key, inner in value.items()]
-        elif isinstance(value, (set, frozenset)):
-            found.append(frozenset(value))
-        elif is_held:
-            found += [of(inner, depth + 1) for inner in value]
-        if is_object or kind not in CONTAINERS:
-            found += [(name, of(inner, depth + 1)) for name, inner in attributes_of(value).items()]
-        return tuple(found)
 
-    return of(value, 0)
+def _described(
+    value: Any, of_tensor: Callable[[Tensor], Hashable], known: dict[int, tuple[int, Any]], depth: int
+) -> Hashable:
+    """See :func:`content`; ``known``: by id the containers and objects that are described already, each with its number: one that is held
+    twice is described once."""
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return kind.__name__, value
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if isinstance(value, np.ndarray):
+        return "array", value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes())
+    if isinstance(value, PLAIN):
+        return kind.__name__, value if isinstance(value, _VALUES) else repr(value)
+    is_held, is_object = isinstance(value, (*CONTAINERS, Mapping)), is_looked_into(value)
+    if not (is_held or is_object) or depth > _MOST_DEEP:
+        return kind.__name__
+    if id(value) in known:
+        return kind.__name__, known[id(value)][0]
+    known[id(value)] = len(known), value
+    held: list[Any] = []
+    if isinstance(value, Mapping):
+        held += [each for entry in value.items() for each in entry]
+    elif is_held:
+        held += value
+    if is_object or kind not in CONTAINERS:
+        held += [each for entry in attributes_of(value).items() for each in entry]
+    return kind.__name__, tuple(_described(each, of_tensor, known, depth + 1) for each in held)
 
 
 def merge(present: Any, received: Any) -> Any:

@@ -1,9 +1,9 @@
 """Costs of a module on the hosts of a job: the FLOPs of its layers, and the speed of each rank; found by all ranks together. And the cost
 model that plans are predicted with.
 
-FLOPs are counted on rank 0, on one microbatch of two samples (pipeline/profile.py). The speed of each rank comes from a short
-measurement that all ranks make at the same time, in the dtype of the step's matrix products, of these and of memory traffic. Both are rounded coarsely, so that
-every start on the same hosts finds the same costs.
+FLOPs are counted on rank 0, on one microbatch of two samples (pipeline/profile.py). The speed of each rank, in matrix products and in
+memory traffic, comes from a short measurement that all ranks make at the same time, in the dtype of the step's matrix products. It is
+rounded coarsely, so that every start on the same hosts finds the same costs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Modules that no split into microbatches can run exactly are found by a trial, and named."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_holmes
+from lightning_holmes.pipeline.attributes import plain_content
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 
@@ -225,56 +227,59 @@ def test_what_a_step_returns_is_compared(what: str, words: str) -> None:
     assert (found is None) == (not words) and (found is None or words in found.reason), found
 
 
+LEFT: dict[str, tuple[Callable[[Any, Tensor, Any], Any], bool]] = {
+    "last": (lambda m, loss, batch: setattr(m, "last", loss), True),
+    "latest": (lambda m, loss, batch: setattr(m, "latest", loss), True),
+    "losses": (lambda m, loss, batch: m.losses.append(loss), True),
+    "sizes": (lambda m, loss, batch: m.sizes.add(len(batch["x"])), True),
+    "deep": (lambda m, loss, batch: m.deep["a"]["b"][0]["c"]["d"][0].append(0), True),
+    "table": (lambda m, loss, batch: m.table.put([0, len(batch["x"])], [m.table[0] - 1, 1.0]), True),  # the sum stays
+    "seen": (lambda m, loss, batch: m.see(batch["x"]), False),
+    "labels": (lambda m, loss, batch: m.labels.update(batch["y"].tolist()), False),
+    "time": (lambda m, loss, batch: setattr(m, "when", time.perf_counter()), False),
+}
+"""What a step leaves on its module, and whether it differs with the number of parts of a batch."""
+
+
 class Leaves(Classifier):
     """Leaves something on itself."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.losses, self.seen, self.when = what, [torch.zeros(())], 0, 0.0
-        self.sums = {"x": torch.zeros(4)}
-        self.latest = torch.zeros(())
-        self.sizes: set[int] = set()
-        self.labels: set[int] = set()
-        self.deep: Any = {"a": {"b": [{"c": {"d": [{"e": 0}]}}]}}
-        self.table = np.zeros((100, 100))
+        self.sums, self.latest, self.table = {"x": torch.zeros(4)}, torch.zeros(()), np.zeros(10_000)
+        self.sizes, self.labels = set[int](), set[int]()
+        self.deep: Any = {"a": {"b": [{"c": {"d": [[]]}}]}}
 
     def training_step(self, batch: Any) -> Tensor:
         loss = super().training_step(batch)
-        if self.what == "last":
-            self.last = loss.detach()
-        elif self.what == "latest":
-            self.latest = loss.detach()
-        elif self.what == "losses":
-            self.losses.append(loss.detach())
-        elif self.what == "seen":
-            self.seen += len(batch["x"])
-            self.sums["x"] = self.sums["x"] + batch["x"].sum(0)
-        elif self.what == "sizes":
-            self.sizes.add(len(batch["x"]))
-        elif self.what == "deep":
-            self.deep["a"]["b"][0]["c"]["d"][0]["e"] += 1
-        elif self.what == "table":
-            self.table[len(batch["x"])], self.table[0] = 1.0, self.table[0] - 1.0  # the sum stays
-        elif self.what == "labels":
-            self.labels.update(batch["y"].tolist())
-        elif self.what == "time":
-            self.when = time.perf_counter()
+        LEFT[self.what][0](self, loss.detach(), batch)
         return loss
 
+    def see(self, x: Tensor) -> None:
+        self.seen += len(x)
+        self.sums["x"] = self.sums["x"] + x.sum(0)
 
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        *(("last", True), ("latest", True), ("losses", True), ("sizes", True), ("deep", True), ("table", True)),
-        *(("seen", False), ("labels", False), ("time", False)),
-    ],
-)
+
+@pytest.mark.parametrize(("what", "named"), [(what, named) for what, (_, named) in LEFT.items()])
 def test_what_a_step_leaves_on_the_module_is_compared(what: str, named: bool) -> None:
     module = Leaves(what)
     found = find_batch_dependence(module, "training_step", batch(), (), BatchSplitter()).dependence
     assert (found is not None and f"leaves self.{what} on the module" in found.reason) == named
     assert found is None or named
     assert not hasattr(module, "last") and len(module.losses) == 1 and module.seen == 0
+
+
+class Member:
+    value = 0
+
+
+def test_contents_differ_after_one_of_two_places_or_an_object_in_a_set_has_changed() -> None:
+    one, other, member = (0, 0), (1, 1), Member()
+    pairs, members = [one, other, one], {member}
+    before = plain_content(pairs), plain_content(members)
+    pairs[2], member.value = other, 1
+    assert plain_content(pairs) != before[0] and plain_content(members) != before[1]
 
 
 class Recurrent(LightningModule):

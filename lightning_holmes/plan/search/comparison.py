@@ -294,17 +294,16 @@ def prefer(found: Sequence[Prediction]) -> Prediction:
         chunks, layered, split = entry.run.num_chunks > 1, spec.is_layered, spec.is_split
         return entry.step_s * (1 + chunks * CHUNKS_GAIN + layered * _LAYERED_GAIN + split * _SPLIT_GAIN)
 
-    seconds = {id(entry): handicapped(entry) for entry in found}
-    limit = min(seconds.values()) * (1 + MICROBATCH_GAIN)
-    count = min(p.run.num_microbatches for p in found if seconds[id(p)] <= limit)
+    limit = min(map(handicapped, found)) * (1 + MICROBATCH_GAIN)
+    count = min(p.run.num_microbatches for p in found if handicapped(p) <= limit)
     kept = [p for p in found if p.run.num_microbatches == count]
-    fastest = min(seconds[id(p)] for p in kept)
+    fastest = min(map(handicapped, kept))
 
     def rank(entry: Prediction) -> tuple[Any, ...]:
-        slower, spec = math.floor((seconds[id(entry)] / fastest - 1) / _ALIKE), spec_of(entry.run.schedule)
+        over, spec = handicapped(entry) / fastest - 1, spec_of(entry.run.schedule)
         # an eager schedule is no less simple: it sends the same tensors sooner, and is taken wherever that saves anything, so that the gain,
         # which depends on the measured speeds, does not decide
-        at_all_slower = math.floor((seconds[id(entry)] / fastest - 1) / _NEARLY)
+        slower, at_all_slower = math.floor(over / _ALIKE), math.floor(over / _NEARLY)
         return slower, entry.run.num_chunks, spec.is_split, spec.is_layered, at_all_slower, spec.is_eager
 
     return min(kept, key=rank)
