@@ -187,6 +187,18 @@ def tune(tmp_path_factory):
     return folder
 
 
+def lines_in(folder: Path) -> list[str]:
+    """Return the options for a CSV file of every step in ``folder``."""
+    return [
+        "--trainer.log_every_n_steps=1",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.callbacks=null",
+        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+        f"--trainer.logger.init_args.save_dir={folder}",
+        "--trainer.logger.init_args.version=0",
+    ]
+
+
 def tune_options(recipe: str, tune: Path, folder: Path) -> list[str]:
     return [
         "fit",
@@ -202,12 +214,7 @@ def tune_options(recipe: str, tune: Path, folder: Path) -> list[str]:
         "--trainer.max_steps=4",
         "--trainer.val_check_interval=4",
         "--trainer.limit_val_batches=1",
-        "--trainer.log_every_n_steps=1",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.callbacks=null",
-        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
-        f"--trainer.logger.init_args.save_dir={folder}",
-        "--trainer.logger.init_args.version=0",
+        *lines_in(folder),
     ]
 
 
@@ -263,12 +270,7 @@ def test_the_demo_learns_on_four_processes(tmp_path):
         f"--config={config_of('gpt_tiny')}",
         "--trainer.max_steps=20",
         "--trainer.limit_val_batches=0",
-        "--trainer.log_every_n_steps=1",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.callbacks=null",
-        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
-        f"--trainer.logger.init_args.save_dir={tmp_path}",
-        "--trainer.logger.init_args.version=0",
+        *lines_in(tmp_path),
     ]
     launch(4, "test_recipes:run_cli", [command], timeout_s=240)
     losses = losses_of(tmp_path)

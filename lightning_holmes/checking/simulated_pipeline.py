@@ -28,6 +28,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.batch_dependence import find_batch_dependence
 from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.request import StepRequest, StepResult
 from lightning_holmes.pipeline.shadow import replace_parameters, shadow_copy
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -99,7 +100,7 @@ def check(
         num_microbatches=num_microbatches,
         tolerance=tolerance,
     )
-    with at_first_step(module, batch, names) as first:
+    with Outside(module).preserved(), at_first_step(module, batch, names) as first:
         report.notes = first.notes
         try:
             _check_steps(first.modules, batch, report, pipeline_parallel_size, schedule, num_chunks, partition)
@@ -137,6 +138,10 @@ def _check_steps(
                 raise UnsupportedModuleError(f"num_microbatches={num_microbatches}: {found.reason}")
             if found is not None:
                 report.dependence = found.reason
+        if num_microbatches > 1 and structure.outside and not report.dependence:
+            report.dependence = (
+                f"the step changes {structure.outside[0]}, outside of the module, once for each microbatch"
+            )
         for name, module in modules.items():
             count = num_microbatches if name == "training_step" else 1
             plain = _reference(module, structure, name, batch, count, splitter)

@@ -37,6 +37,7 @@ _ENDED_TICKS = 3  # of silence, before a neighbour looks whether the process has
 _CENSUS_TICKS = 3  # of silence beside an error that is certain already
 _PATIENCE_S = 20.0  # a rank that waits for longer finds out for whom
 _BUSY = 0.05  # a thread that computes for more than this part of the time does not wait
+_BUSY_TICKS = 5  # and is looked at so often, since that takes 1 to 2.5 ms of a core (a wait may spin: CUDA's)
 _SHOWN = 5  # frames of a stack, and ranks, that a message shows
 _STANDARD = (sysconfig.get_paths()["stdlib"] + os.sep, "<")
 _INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
@@ -104,6 +105,7 @@ class Heartbeat:
         self._host, self._machine = socket.gethostname(), _machine()
         self.number = self._waited = 0
         self._at: tuple[str, ...] = ()
+        self._stack: list[tuple[str, str]] = []
         self._dump = _nameless_file()
         self._asked = self._asks_late = False
         self._census: tuple[int, dict[int, _Beat]] | None = None
@@ -130,13 +132,14 @@ class Heartbeat:
         self._say_at(-1, "", False, False, [])
 
     def _say(self) -> None:
-        frames = self._frames()
-        waits, stack = _waits(frames), _shown(frames)
-        place, in_step = self.where()
-        at = (place, *stack)
         now, computed_s = time.monotonic(), self._cpu_s()
         is_busy = computed_s - self._computed_s > _BUSY * (now - self._looked)
         self._computed_s, self._looked = computed_s, now
+        if not is_busy or self.number % _BUSY_TICKS == 0:
+            self._stack = self._frames()
+        waits, stack = _waits(self._stack), _shown(self._stack)
+        place, in_step = self.where()
+        at = (place, *stack)
         self._waited = self._waited + 1 if waits and not is_busy and at == self._at else 0
         self._at = at
         if not waits or is_busy:

@@ -27,6 +27,7 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, splits_itself, weighted_mean
 from lightning_holmes.pipeline.divisors import are_shares
+from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import preserved_generators
 from lightning_holmes.pipeline.replay import MERGES, merge_values, usual_merge
 from lightning_holmes.pipeline.seeds import preserved_random_state
@@ -89,7 +90,7 @@ def find_batch_dependence(
     found, moved = _Differences(), []
     if parts is not None:
         small, halves, weights = parts
-        with preserved_random_state(trial.device_of(small)), preserved_generators(module):
+        with preserved_random_state(trial.device_of(small)), preserved_generators(module), Outside(module).preserved():
             if not splits_itself(module):
                 time = _read_as_time(trial.lengths(small), trial.lengths(halves[0]))
                 if time is not None:

@@ -30,6 +30,7 @@ from lightning_holmes.comm.absent import Absence, AbsentParameter, Placeholder, 
 from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws
 from lightning_holmes.pipeline.seeds import derive_seed, seed_all
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
@@ -137,6 +138,8 @@ class PipelineModule:
         self.absence = Absence()
         self.draws: OwnDraws | None = None
         """Notices draws from generators of the module's own, in the step that runs now."""
+        self.outside: Outside | None = None
+        """Notices what the step that runs now changes outside of the module."""
         self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Source]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
         self._elsewhere: dict[str, tuple[Source, bool]] = {}  # and whether reads are noticed
@@ -373,6 +376,8 @@ class PipelineModule:
         else:
             if self.draws is not None:
                 self.draws.arrive(is_first=run.position == BEFORE)
+            if self.outside is not None and run.position == BEFORE and self.num_stages > 1:
+                self.outside.begin()  # what comes before the layers runs on every stage
             self._go_to(run, index)
         if stage_of_layer == run.stage:
             self._seed(run, 2 * index + 2)
@@ -541,9 +546,14 @@ class PipelineModule:
         """Context in which the gates act for ``run``."""
         previous, self.current, self.absence.counts = self.current, run, False
         draws = contextlib.nullcontext() if self.draws is None else self.draws.around(is_backward=run.backward)
+        outside = None if run.backward else self.outside
+        if outside is not None:
+            outside.begin()
         try:
             with draws, self.absence.stepping():
                 yield run
+            if outside is not None:
+                outside.refuse_written(f"{type(self.module).__name__}.{run.step_name}")
         finally:
             self.current = previous
 

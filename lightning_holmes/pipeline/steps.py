@@ -22,6 +22,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, splits_itself
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.divisors import Divisors
+from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws, OwnGenerators, States, set_states, states_of
 from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
 from lightning_holmes.pipeline.replay import MetricWindow, merge_calls
@@ -84,6 +85,7 @@ class StepDriver:
         self._has_warned = self._has_warned_of_loggers = False
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
         self._found = OwnGenerators(module)
+        self._outside = Outside(module)
 
     @property
     def _generators(self) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class StepDriver:
 
     def over(self, pipeline: PipelineModule) -> "StepDriver":
         """A driver like this one that runs the stages of ``pipeline``."""
-        return StepDriver(
+        driver = StepDriver(
             pipeline,
             self.p2p,
             schedule=self.schedule,
@@ -116,6 +118,8 @@ class StepDriver:
             splitter=self.splitter,
             tensor_p2p=self.tensor_p2p,
         )
+        driver._outside = self._outside
+        return driver
 
     def _other_ranks(self) -> list[int]:
         return [rank for rank in range(self.pipeline_parallel_size) if rank != self.last_rank]
@@ -165,6 +169,8 @@ class StepDriver:
         self.is_inside_part = count > 1 or self.pipeline_parallel_size > 1
         guarded = self._metrics if count > 1 else {}
         self.pipeline.draws = draws
+        is_known = structure is not None and structure.outside  # several microbatches then have a warning
+        self.pipeline.outside = self._outside if is_in_parts and not is_known else None
 
         def refuse_compute(metric: str) -> None:
             raise UnsupportedModuleError(describe_compute(place, metric))
@@ -178,7 +184,7 @@ class StepDriver:
             ):
                 self.runner.run(batch)
         finally:
-            self.is_inside_part, self.pipeline.draws = False, None
+            self.is_inside_part, self.pipeline.draws, self.pipeline.outside = False, None, None
         if is_in_parts:
             self._found.refuse_new(place)
         for each in unseen:

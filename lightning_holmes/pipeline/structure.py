@@ -66,7 +66,7 @@ class ModuleStructure:
     and before their end. ``changed_parameters``: parameters that a layer changes in place in its forward.
     ``kept_values``: Python values that the step changes on the module, at any position. ``step_metrics``: metrics
     that are logged on each step. ``computed_metrics``: metrics whose ``compute`` the step calls. ``draws``: the generators of its
-    own from which the step draws.
+    own from which the step draws. ``outside``: what the step writes outside of the module, such as a global.
     """
 
     layers: str
@@ -81,6 +81,7 @@ class ModuleStructure:
     kept_values: tuple[str, ...] = ()
     computed_metrics: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -190,4 +191,5 @@ class ModuleStructure:
             kept_values=tuple(dict.fromkeys(self.kept_values + other.kept_values)),
             computed_metrics=tuple(dict.fromkeys(self.computed_metrics + other.computed_metrics)),
             draws=tuple(dict.fromkeys(self.draws + other.draws)),
+            outside=tuple(dict.fromkeys(self.outside + other.outside)),
         )

@@ -45,6 +45,7 @@ from lightning_holmes.pipeline.attributes import (
 )
 from lightning_holmes.pipeline.following import FollowPython, FollowValues, Sources
 from lightning_holmes.pipeline.layers import LayerCalls, NotTheLayersError, along_layers
+from lightning_holmes.pipeline.outside import CURE, Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws, find_generators, set_states, states_of
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
@@ -107,11 +108,19 @@ class Tracer:
         self.generators = find_generators(self.shadow)
         self.draws = OwnDraws(self.place, self.generators, states_of(self.generators))
         self.drawn: tuple[str, ...] = ()
+        self.outside = Outside(module)
+        self.changes_outside = False
+        self.outside_early: list[str] = []
+        self.outside_late: list[str] = []
         self.tensor_ranks = mesh[dtensor.AXIS].mesh.tolist() if mesh is not None and has_axis else None
 
     # the run
 
     def run(self, arguments: tuple[Any, ...], context: Callable[[], Any] | None) -> ModuleStructure:
+        with self.outside.preserved():
+            return self._run(arguments, context)
+
+    def _run(self, arguments: tuple[Any, ...], context: Callable[[], Any] | None) -> ModuleStructure:
         self._refuse_layers()
         sources = self.sources
         for name, parameter in self.shadow.named_parameters():
@@ -132,7 +141,7 @@ class Tracer:
             changed = changes(before, snapshot(self.shadow))
             after = attribute_tensors(self.shadow)
             buffers = any(key in sources.written_at for key in buffer_keys.values())
-            if changed or buffers or set(after) != kept or sources.of(after.values()):
+            if changed or buffers or set(after) != kept or sources.of(after.values()) or self.changes_outside:
                 self.stale, self.read_before, sources.read_at = len(sources.kinds), sources.read_at, {}
                 watch = AttributeWatch(self.shadow, changed, self._place, self.original)
                 output = self._pass(arguments, context)
@@ -151,6 +160,7 @@ class Tracer:
         sources = self.sources
         sources.begin_pass()
         self.calls.begin()
+        self.outside.begin()
         attributes = {name: sources.of([t]) for name, t in attribute_tensors(self.shadow).items()}
         step = getattr(self.shadow, self.step_name)
         arguments = tree.map_all_tensors(Tensor.clone, arguments)  # a step may change its batch
@@ -171,12 +181,20 @@ class Tracer:
             finally:
                 self.is_running = False
         self.calls.end()
+        self.outside_late = self._written_outside()
         sources.read(sources.of(tree.tensors_of(output)), self.num_layers)
         for name, tensor in attribute_tensors(self.shadow).items():
             owner = self._layer_of_attribute(name)
             taint = sources.of([tensor]) & ~attributes.get(name, 0)
             sources.read(taint, self.num_layers if owner is None else owner)
         return output
+
+    def _written_outside(self) -> list[str]:
+        """What the step has written outside of the module since this was last called."""
+        self.changes_outside |= self.outside.has_changed()
+        written = self.outside.written()
+        self.outside.begin()
+        return written
 
     def _place(self) -> Place | None:
         return (self.sources.here, self.sources.inside) if self.is_running else None
@@ -206,6 +224,8 @@ class Tracer:
         sources.position, sources.inside = index, True
         given = plain_parts((args, kwargs))
         self.draws.arrive(is_first=index == 0)
+        if index == 0:
+            self.outside_early = self._written_outside()
         output = forward(*args, **kwargs)
         sources.inside = False
         self.draws.arrive(is_first=False)
@@ -371,6 +391,9 @@ class Tracer:
                     what = f"{what}, kept and read {self._where(reader)} of the next step"
                     bypasses.append(Bypass(first_split_point=max(reader, 0), last_split_point=position - 1, what=what))
         bypasses += self._bypasses_of_attributes() + self._bypasses_of_hooks()
+        for what in self.outside_late:
+            what = f"{what}, which the step changes outside of the module, where the ranks of other stages do not see it ({CURE})"
+            bypasses.append(Bypass(first_split_point=0, last_split_point=self.num_layers - 2, what=what))
         for layer, number in sorted(self.sharded_outputs):
             what = (
                 f"the layout of output {number} of layer {layer}, a DTensor, of which only plain tensors travel between "
@@ -404,6 +427,7 @@ class Tracer:
             changed_parameters=tuple(self.parameter_writes),
             computed_metrics=tuple(dict.fromkeys(self.computed_metrics)),
             draws=self.drawn,
+            outside=(*self.outside_early, *self.outside_late),
             kept_values=tuple(use.name for use in self.uses if use.grew_at and use.key != UPDATE_COUNT),
         )
 
@@ -453,7 +477,7 @@ class Tracer:
     def _early_changes(self, buffer_keys: dict[str, int]) -> list[str]:
         """The names of what the step changes on the module outside of the layers and before the last one ends: every
         stage changes it."""
-        names = [name for name, key in buffer_keys.items() if key in self.sources.written_early]
+        names = [name for name, key in buffer_keys.items() if key in self.sources.written_early] + self.outside_early
         for use in self.uses:
             if any(not inside and position < self.num_layers for position, inside in use.grew_at):
                 names.append(use.owner if use.key == UPDATE_COUNT else use.name)

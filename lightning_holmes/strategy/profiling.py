@@ -25,6 +25,7 @@ from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.device_speed import DeviceSpeed, probe_device, product_dtype
+from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.profile import profile_step
 from lightning_holmes.pipeline.seeds import preserved_random_state
@@ -146,7 +147,12 @@ def _profiled(
     own = getattr(module, "split_batch", None)
     device = context.job.connection.device
     try:
-        with preserved_random_state(device), preserved_trainer(trainer), context.builder.stand_ins():
+        with (
+            preserved_random_state(device),
+            preserved_trainer(trainer),
+            Outside(module).preserved(),
+            context.builder.stand_ins(),
+        ):
             parts = -(-whole // 2)
             if callable(own) and parts > 1:
                 part = next(iter(own(sample.batch, parts)))

@@ -129,6 +129,12 @@ def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: 
                 )
             splits, reason = False, f"the step draws from {what}, a generator of its own"
             known = replace(known, dependence=known.dependence or reason)
+        if splits and found is not None and found.outside:
+            if wanted == "auto":
+                splits, reason = False, f"the step changes {found.outside[0]}, outside of the module"
+                known = replace(known, dependence=known.dependence or reason)
+            else:
+                pl.utilities.rank_zero_warn(_describe_kept_values(module, step_name, found.outside))
         if splits and (found is None or not found.changed_parameters):
             company = None
             with (
@@ -198,11 +204,11 @@ def microbatches_argument(step_name: str) -> str:
 
 
 def _describe_kept_values(module: "pl.LightningModule", step_name: str, names: tuple[str, ...]) -> str:
-    """Return a warning that a step which runs for each microbatch changes attributes of the module."""
+    """Return a warning that a step which runs for each microbatch changes attributes of the module, or values outside of it."""
     argument = microbatches_argument(step_name)
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     return (
-        f"{type(module).__name__}.{step_name} changes {shown} on the module. It runs once for each microbatch, so with several of "
+        f"{type(module).__name__}.{step_name} changes {shown}. It runs once for each microbatch, so with several of "
         f"them that happens as many times a batch, where plain Lightning does it once; {argument}=1 does, too"
     )
 

@@ -1,6 +1,7 @@
 """Ranks that are late or silent are named with their place; threads of one process stand for ranks, and the test for
 their clocks."""
 
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -102,8 +103,12 @@ def test_where_all_wait_each_says_for_what_and_a_rank_that_computes_waits_for_no
         assert ranks.beats[0].late.count("waits for others in threading.py") == 2
         assert "job_store.py" in ranks.beats[0].late
     with Ranks(computes, computes) as ranks:
+        looked, frames = [], ranks.beats[0]._frames
+        ranks.beats[0]._cpu_s = itertools.count().__next__  # type: ignore[method-assign, assignment]
+        ranks.beats[0]._frames = lambda: looked.append(1) or frames()  # type: ignore[method-assign, func-returns-value]
         ranks.tick({0, 1}, 30)
         assert not any(beat.late for beat in ranks.beats.values())
+        assert len(looked) == 6, "each look at a thread's stack takes time from it"
 
 
 def test_a_connection_that_failed_tells_who_is_silent_at_once() -> None:

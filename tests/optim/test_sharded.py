@@ -46,24 +46,20 @@ class Lamb(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    state = self.state[p]
-                    state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.1)
-                    state["count"] = state.get("count", 0) + 1
-                    p.sub_(state["mean"] * (group["lr"] * p.norm() / (state["mean"].norm() + 1e-6)))
+                    self.update(p, group["lr"])
+
+    def update(self, p: Any, lr: float) -> None:
+        state = self.state[p]
+        state["mean"] = state.get("mean", torch.zeros_like(p)).lerp(p.grad, 0.1)
+        state["count"] = state.get("count", 0) + 1
+        p.sub_(state["mean"] * (lr * p.norm() / (state["mean"].norm() + 1e-6)))
 
 
-class Marked(torch.optim.Optimizer):
+class Marked(Lamb):
     """Reads a learning rate that is stored as an attribute of each parameter."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.own_rate * p.grad)
+    def update(self, p: Any, lr: float) -> None:
+        p.sub_(p.own_rate * p.grad)
 
 
 class Derived(torch.optim.SGD):

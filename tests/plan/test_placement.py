@@ -9,6 +9,7 @@ import pytest
 from counting import count_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import topology_of
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.errors import ConfigurationError
@@ -21,17 +22,8 @@ from lightning_holmes.plan.placement import (
 )
 
 
-def make_topology(**sizes: int) -> Topology:
-    return Topology(
-        clusters=tuple(
-            Cluster(name=name, hosts=(Host(name=f"host-{name}", devices=size),)) for name, size in sizes.items()
-        ),
-        source="my.yaml",
-    )
-
-
 def test_two_clusters() -> None:
-    topology = make_topology(a=4, b=4)
+    topology = topology_of(a=4, b=4)
     placement = make_placement(topology, world_size=8, pipeline_parallel_size=2)
     assert placement == Placement(((0, 1, 2, 3), (4, 5, 6, 7)))
     assert placement.data_parallel_group(1) == (4, 5, 6, 7)
@@ -44,7 +36,7 @@ def test_two_clusters() -> None:
 
 
 def test_refused() -> None:
-    topology = make_topology(a=4, b=4)
+    topology = topology_of(a=4, b=4)
     with pytest.raises(ConfigurationError, match=r"pipeline_parallel_size=3 .* world size 8; .*: 1, 2, 4, 8"):
         make_placement(topology, world_size=8, pipeline_parallel_size=3)
     with pytest.raises(ConfigurationError, match=r"my\.yaml has 8 devices \(a: 4, b: 4\).*world size is 6"):
@@ -69,7 +61,7 @@ def test_tensor_groups() -> None:
 
 
 def test_a_tensor_group_that_no_host_holds_is_refused() -> None:
-    topology = make_topology(a=4, b=6)
+    topology = topology_of(a=4, b=6)
     with pytest.raises(ConfigurationError, match=r"=4 does not divide the 6 devices of host host-b.*: 1, 2$"):
         make_placement(topology, world_size=10, pipeline_parallel_size=1, tensor_parallel_size=4)
     with pytest.raises(ConfigurationError, match=r"tensor_parallel_size=3 .* 4 devices of host host-a"):
@@ -85,21 +77,21 @@ def test_a_tensor_group_that_no_host_holds_is_refused() -> None:
 
 
 def test_the_pipeline_size_counts_tensor_groups() -> None:
-    topology = make_topology(a=4, b=6)
+    topology = topology_of(a=4, b=6)
     size, reason = choose_pipeline_size(topology, 2)
     assert size == 5 and "a stage of 2 ranks" in reason and "no replicas" in reason, "five groups are not two stages"
-    assert choose_pipeline_size(make_topology(a=8, b=8), 4) == (2, "2, one for each cluster")
+    assert choose_pipeline_size(topology_of(a=8, b=8), 4) == (2, "2, one for each cluster")
 
 
 def test_clusters_of_nearly_one_size_do_not_make_a_long_pipeline() -> None:
-    for topology in (make_topology(a=56, b=64), make_topology(a=64, b=56)):
+    for topology in (topology_of(a=56, b=64), topology_of(a=64, b=56)):
         size, reason = choose_pipeline_size(topology)
         assert size == 2 and "one for each cluster nearly" in reason and "would be 15" in reason
-    size, reason = choose_pipeline_size(make_topology(a=56, b=64), 8)
+    size, reason = choose_pipeline_size(topology_of(a=56, b=64), 8)
     assert size == 3 and "would be 15" in reason, "seven and eight tensor groups are not halved"
     for devices in (56, 64):
-        assert choose_pipeline_size(make_topology(a=devices)) == (1, "1, one for each cluster")
-    assert choose_pipeline_size(make_topology(a=2, b=4))[0] == 3, "no group leaves its cluster"
+        assert choose_pipeline_size(topology_of(a=devices)) == (1, "1, one for each cluster")
+    assert choose_pipeline_size(topology_of(a=2, b=4))[0] == 3, "no group leaves its cluster"
 
 
 def card(kind: TransportKind, fabric: str, *, up: bool = True) -> Nic:

@@ -1,7 +1,7 @@
 """Saved plans against another topology or model: refused with the difference."""
 
 import pytest
-from plans import plan_of
+from plans import plan_of, topology_of
 
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError
@@ -11,28 +11,19 @@ from lightning_holmes.plan.saved_plan import check_plan
 PLAN = plan_of((0, 1), (2, 3), stages=(5, 4))
 
 
-def topology(**sizes: int) -> Topology:
-    return Topology(
-        clusters=tuple(
-            Cluster(name=name, hosts=(Host(name=f"host-{name}", devices=size),)) for name, size in sizes.items()
-        ),
-        source="here.yaml",
-    )
-
-
 def test_the_same_topology_and_model_pass() -> None:
-    check_plan(PLAN, topology=topology(east=2, west=2), layers="layers", num_layers=9)
-    check_plan(PLAN, topology=topology(east=2, west=2))
+    check_plan(PLAN, topology=topology_of(east=2, west=2), layers="layers", num_layers=9)
+    check_plan(PLAN, topology=topology_of(east=2, west=2))
 
 
 @pytest.mark.parametrize(
     ("here", "model", "words"),
     [
-        (topology(east=4, west=4), {}, ["has 4 ranks", "here.yaml has 8 devices"]),
-        (topology(east=2, north=2), {}, ["pipeline rank 1 is on cluster west", "here that is north"]),
-        (topology(east=1, west=3), {}, ["pipeline rank 0 is on cluster east", "east+west"]),
-        (topology(east=2, west=2), {"layers": "model.h"}, ["'layers'", "'model.h'"]),
-        (topology(east=3, west=2), {"num_layers": 12}, ["5 devices", "assigns 9 layers", "has 12"]),
+        (topology_of(east=4, west=4), {}, ["has 4 ranks", "here.yaml has 8 devices"]),
+        (topology_of(east=2, north=2), {}, ["pipeline rank 1 is on cluster west", "here that is north"]),
+        (topology_of(east=1, west=3), {}, ["pipeline rank 0 is on cluster east", "east+west"]),
+        (topology_of(east=2, west=2), {"layers": "model.h"}, ["'layers'", "'model.h'"]),
+        (topology_of(east=3, west=2), {"num_layers": 12}, ["5 devices", "assigns 9 layers", "has 12"]),
     ],
 )
 def test_differences_are_named(here: Topology, model: dict, words: list[str]) -> None:
@@ -43,7 +34,7 @@ def test_differences_are_named(here: Topology, model: dict, words: list[str]) ->
 
 
 def test_the_same_hosts_numbered_in_another_order_pass() -> None:
-    here = topology(east=2, west=2)
+    here = topology_of(east=2, west=2)
     turned = Topology(
         clusters=tuple(
             Cluster(

@@ -37,13 +37,7 @@ class Recorder(Logger):
         super().__init__()
         self.lines: list[tuple[int, dict[str, float]]] = []
 
-    @property
-    def name(self) -> str:
-        return "recorder"
-
-    @property
-    def version(self) -> int:
-        return 0
+    name, version = "recorder", 0
 
     @property
     def experiment(self) -> Any:

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -15,23 +14,8 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from lightning_holmes import HolmesStrategy
-from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.elementwise import test_separability as find_separability
 from lightning_holmes.strategy.sharding import gradient_readers, refusal_of
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"sharding": True}, "sharding=True is not known"),
-        ({"master_weights": 1}, "master_weights=1"),
-        ({"sharding": "none", "master_weights": True}, 'sharding is "none"'),
-    ],
-)
-def test_impossible_arguments_name_the_argument(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words):
-        HolmesStrategy(**arguments)
 
 
 def refused(optimizer: torch.optim.Optimizer, *callbacks: pl.Callback, module: nn.Module | None = None) -> str:
