@@ -6,16 +6,19 @@ what it changes elsewhere in or after its layers stays on that rank, so that suc
 it changes before its layers every stage changes alike. A value that is set once is a cache, of which each process has its own: an entry
 that is added to a dict, a value in place of None.
 
-Looked at is what the code of the module's classes names, and that of the functions and classes that it names.
+Looked at is what the code of the module's classes names, and that of the functions and classes that it names, of the user's own files.
 
     outside = Outside(module)
     outside.begin(); step()
-    outside.written()           # ["LOSSES of train.py"]
+    outside.written()                   # ["LOSSES of train"]
     with outside.preserved(): step()
 """
 
 import functools
 import operator
+import os
+import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,21 +34,24 @@ from lightning_holmes.comm.wire import attributes_of
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
-from lightning_holmes.pipeline.object_state import each_value, is_library, is_looked_into, is_of_library
+from lightning_holmes.pipeline.object_state import each_value, is_library, is_looked_into
 from lightning_holmes.torch_private import tensor_version
 
 CURE = "keep it on the module (self.losses), from which it is brought to all ranks"
-_MUTABLE = (list, dict, set, deque)
-_DESCRIPTORS = (types.FunctionType, staticmethod, classmethod, property, types.MethodType, types.MemberDescriptorType)
+_HELD = (list, dict, set, deque, Tensor, np.ndarray)
+_CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, types.MemberDescriptorType)
+_CODE_OR_PARTS = (*_CODE, type, types.ModuleType, nn.Module)
 _MOST_FUNCTIONS = 5000
 _MOST_ENTRIES = 10_000
+_MOST_THINGS = 2000
+_INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
 _SMALL_BYTES = 1 << 16
 _GONE = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Names:
-    """Some names of a namespace: globals of a file, attributes of a class, variables of a function. ``where``: in words, with a place for a name."""
+    """Some names of a namespace: a file, a class, an enclosing function. ``where``: a format for the name in messages."""
 
     where: str
     names: set[str]
@@ -53,13 +59,10 @@ class _Names:
     put: Callable[[str, Any], None]
     drop: Callable[[str], None]
 
-    def read(self) -> dict[str, Any]:
-        return {name: value for name in self.names if (value := self.get(name)) is not _GONE}
-
 
 @dataclass(frozen=True, slots=True)
 class _Was:
-    """What one thing held, and what it is called."""
+    """What a thing held; ``what``: its name, or a format for the names of its parts."""
 
     what: str
     thing: Any
@@ -67,10 +70,11 @@ class _Was:
 
 
 class Outside:
-    """What steps of ``module`` can change outside of it, as far as their code names it; found at the first use."""
+    """What steps of ``module`` can change outside of it, as far as their code names it."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
+        self._package = type(module).__module__.partition(".")[0]
         self._names: list[_Names] | None = None
         self._uses_trainer = False
         self._before: list[_Was] = []
@@ -81,15 +85,16 @@ class Outside:
 
     def written(self) -> list[str]:
         """What has been written since :meth:`begin`, other than what was set for the first time."""
-        found = [was.what.format(key) for was in self._before for key in _written(was.thing, was.held)]
-        return list(dict.fromkeys(found))
+        found = [(was, key) for was in self._before for key in _written(was.thing, was.held)]
+        own = _ids_below(self._module) if found else set()
+        return list(dict.fromkeys(was.what.format(key) for was, key in found if id(was.thing) not in own))
 
     def has_changed(self) -> bool:
         """Whether anything differs from what it was at :meth:`begin`."""
         return any(not _is_same(was.thing, was.held) for was in self._before)
 
     def refuse_written(self, place: str) -> None:
-        """Called after a forward of one of several stages or microbatches.
+        """Called after the forward of one of several stages or microbatches.
 
         Raises:
             UnsupportedModuleError: it has changed something, which it had not when it was traced.
@@ -102,7 +107,7 @@ class Outside:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Put everything back on exit."""
+        """Put everything back on exit; of tensors and arrays small ones."""
         before = self._record(copies=True)
         try:
             yield
@@ -113,196 +118,181 @@ class Outside:
 
     def _record(self, *, copies: bool = False) -> list[_Was]:
         if self._names is None:
-            self._names, self._uses_trainer = _Finder(self._module).find()
+            self._names, self._uses_trainer = _Finder(self._package).find(self._module)
         found: list[_Was] = []
-        seen = _ids_below(self._module)
+        seen: set[int] = set()
         for names in self._names:
-            _remember(names, names.where, found, seen, copies=copies)
+            self._remember(names, names.where, found, seen, copies=copies)
         trainer = trainer_of(self._module) if self._uses_trainer else None
-        if trainer is not None:
-            for each in (*trainer.callbacks, trainer.datamodule):
-                if is_looked_into(each):
-                    _remember(each, f"{type(each).__name__}.{{}}", found, seen, copies=copies)
+        for each in () if trainer is None else (*trainer.callbacks, trainer.datamodule):
+            if _is_own_object(each, self._package):
+                self._remember(each, f"{type(each).__name__}.{{}}", found, seen, copies=copies)
         return found
+
+    def _remember(self, thing: Any, what: str, found: list[_Was], seen: set[int], *, copies: bool) -> None:
+        """Add to ``found`` what ``thing``, and each thing below it, holds; ``copies``: with the values of small tensors."""
+        if id(thing) in seen or len(found) >= _MOST_THINGS:
+            return
+        seen.add(id(thing))
+        held = _held(thing, copies=copies)
+        found.append(_Was(what, thing, held))
+        parts = held.items() if isinstance(held, dict) else [("", p) for p in held] if isinstance(held, list) else []
+        for name, value in parts if len(parts) <= _MOST_ENTRIES else ():
+            if type(value) is not nn.Parameter and (isinstance(value, _HELD) or _is_own_object(value, self._package)):
+                self._remember(value, what.format(name), found, seen, copies=copies)
 
 
 class _Finder:
-    """Finds the names outside of a module that its code can reach."""
+    """Finds the names outside of a module that its code can reach; ``package``: that of the module."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._by_namespace: dict[int, _Names] = {}
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._by_space: dict[int, _Names] = {}
         self._classes: dict[type, None] = {}
         self._functions: list[types.FunctionType] = []
-        self._seen: set[types.CodeType] = set()
 
-    def find(self) -> tuple[list[_Names], bool]:
-        for part in self._module.modules():
+    def find(self, module: nn.Module) -> tuple[list[_Names], bool]:
+        """The names, and whether the code names the trainer's callbacks or data module."""
+        for part in module.modules():
             self._add_class(type(part))
             for value in vars(part).values():
                 self._add(value)
+        seen: set[types.CodeType] = set()
         named: set[str] = set()
-        while self._functions and len(self._seen) < _MOST_FUNCTIONS:
+        while self._functions and len(seen) < _MOST_FUNCTIONS:
             function = self._functions.pop()
-            if function.__code__ not in self._seen:
-                self._seen.add(function.__code__)
+            if function.__code__ not in seen:
+                seen.add(function.__code__)
                 names = _names_in(function.__code__)
                 named |= names
                 self._look_up(function, names)
         for kind in self._classes:
-            own = {n for n in vars(kind).keys() & named if not (n.startswith("__") or _is_code(vars(kind)[n]))}
-            if own:
-                self._by_namespace[id(kind)] = _Names(
-                    f"{kind.__qualname__}.{{}}",
-                    own,
-                    lambda name, kind=kind: vars(kind).get(name, _GONE),  # type: ignore[misc]
-                    lambda name, value, kind=kind: setattr(kind, name, value),  # type: ignore[misc]
-                    lambda name, kind=kind: delattr(kind, name),  # type: ignore[misc]
-                )
-        return list(self._by_namespace.values()), not named.isdisjoint(("callbacks", "datamodule"))
+            get = functools.partial(_attribute, kind)
+            for name in vars(kind).keys() & named:
+                self._found(kind, f"{kind.__qualname__}.{{}}", name, get, functools.partial(setattr, kind))
+        return list(self._by_space.values()), not named.isdisjoint(("callbacks", "datamodule"))
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if base not in self._classes and not is_of_library(base):
+            if base not in self._classes and _is_own(base.__module__, self._package):
                 self._classes[base] = None
                 for value in vars(base).values():
                     self._add(value)
 
     def _add(self, value: Any) -> None:
-        """Note the code that a value has, which may name other values."""
+        """Note the code of a value, which may name other values."""
         if isinstance(value, (staticmethod, classmethod, types.MethodType)):
             value = value.__func__
         if isinstance(value, property):
             self._add(value.fget)
             self._add(value.fset)
         elif isinstance(value, types.FunctionType):
-            if not is_library(value.__module__ or ""):
+            if _is_own(value.__module__ or "", self._package):
                 self._functions.append(value)
         elif isinstance(value, type):
             self._add_class(value)
-        elif is_looked_into(value):
+        elif _is_own_object(value, self._package):
             self._add_class(type(value))
 
     def _look_up(self, function: types.FunctionType, names: set[str]) -> None:
-        space = function.__globals__
-        for name in names & space.keys():
-            value = space[name]
-            if not isinstance(value, types.ModuleType):
-                self._found(space, name, value)
-            elif not is_library(value.__name__):
-                for inner in names & vars(value).keys():
-                    self._found(vars(value), inner, vars(value)[inner])
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for name, cell in cells.items():
-            value = _content_of(cell)
-            self._add(value)
-            if not _is_code(value):
-                self._by_namespace[id(cell)] = _Names(
-                    f"{{}} around {function.__qualname__}",
-                    {name},
-                    lambda _, cell=cell: _content_of(cell),  # type: ignore[misc]
-                    lambda _, value, cell=cell: setattr(cell, "cell_contents", value),  # type: ignore[misc]
-                    lambda _, cell=cell: delattr(cell, "cell_contents"),  # type: ignore[misc]
-                )
+        spaces = [function.__globals__]
+        files = [value for name in names if isinstance(value := spaces[0].get(name), types.ModuleType)]
+        spaces += [vars(file) for file in files if _is_own(file.__name__, self._package)]
+        for space in spaces:
+            where = f"{{}} of {space.get('__name__', 'a file')}"
+            for name in names & space.keys():
+                self._found(space, where, name, lambda name, of=space: of.get(name, _GONE), space.__setitem__)  # type: ignore[misc]
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            put = functools.partial(_fill, cell)
+            self._found(cell, f"{{}} around {function.__qualname__}", name, functools.partial(_content_of, cell), put)
 
-    def _found(self, space: dict[str, Any], name: str, value: Any) -> None:
+    def _found(
+        self, space: Any, where: str, name: str, get: Callable[[str], Any], put: Callable[[str, Any], None]
+    ) -> None:
+        value = get(name)
         self._add(value)
-        if not (name.startswith("__") or _is_code(value)):
-            known = self._by_namespace.setdefault(
-                id(space),
-                _Names(
-                    f"{{}} of {space.get('__name__', 'a file')}",
-                    set(),
-                    lambda name: space.get(name, _GONE),
-                    space.__setitem__,
-                    lambda name: space.pop(name, None),
-                ),
-            )
-            known.names.add(name)
+        if not (name.startswith("__") or isinstance(value, _CODE_OR_PARTS)):
+            drop = space.pop if isinstance(space, dict) else functools.partial(delattr, space)
+            self._by_space.setdefault(id(space), _Names(where, set(), get, put, drop)).names.add(name)
 
 
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (*_DESCRIPTORS, type, types.ModuleType, nn.Module))
+def _is_own(name: str, package: str) -> bool:
+    """Whether a file, by the name of its module, is the user's: of the ``package`` of the module that runs, or not installed."""
+    own = name.partition(".")[0]
+    return own == package or not (is_library(name) or _is_installed(own))
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    found = set(code.co_names)
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            found |= _names_in(each)
-    return found
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return (getattr(sys.modules.get(package), "__file__", None) or "").startswith(_INSTALLED)
 
 
-def _content_of(cell: types.CellType) -> Any:
+def _is_own_object(value: Any, package: str) -> bool:
+    return is_looked_into(value) and _is_own(type(value).__module__, package)
+
+
+def _attribute(kind: type, name: str) -> Any:
+    return vars(kind).get(name, _GONE)
+
+
+def _content_of(cell: types.CellType, _: str) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
         return _GONE
 
 
+def _fill(cell: types.CellType, _: str, value: Any) -> None:
+    cell.cell_contents = value
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+
+
 def _ids_below(module: nn.Module) -> set[int]:
     """The ids of what a module holds, which is watched as its state."""
-    seen: set[int] = set()
-    for part in module.modules():
-        for value in vars(part).values():
-            if isinstance(value, _MUTABLE):
-                seen.add(id(value))
-            elif is_looked_into(value):
-                for _ in each_value(value, (), seen):
-                    pass
-    return seen
-
-
-def _remember(thing: Any, what: str, found: list[_Was], seen: set[int], *, copies: bool) -> None:
-    """Add what ``thing``, and each thing below it, holds now to ``found``. ``what``: its name, or a format for the names of its parts;
-    ``copies``: with the values of small tensors."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    held = _held(thing, copies=copies)
-    found.append(_Was(what, thing, held))
-    if isinstance(held, dict):
-        parts = list(held.items())
-    else:
-        parts = [("", each) for each in held] if isinstance(held, (list, set)) else []
-    for name, value in parts if len(parts) <= _MOST_ENTRIES else ():
-        is_held = isinstance(value, (*_MUTABLE, Tensor, np.ndarray)) or is_looked_into(value)
-        if is_held and not isinstance(value, nn.Parameter):
-            _remember(value, what.format(name), found, seen, copies=copies)
+    looked: set[int] = set()
+    values = [value for part in module.modules() for value in vars(part).values()]
+    return {id(value) for value in values} | {id(v) for value in values for _, v in each_value(value, (), looked)}
 
 
 def _held(thing: Any, *, copies: bool = False) -> Any:
-    """What a thing holds: a dict of its parts, a list, a set; of a tensor its version and of a small tensor or array the values."""
+    """The parts of a thing, a dict if they have names; of a tensor its version and values, of an array its values."""
     if isinstance(thing, _Names):
-        return thing.read()
+        return {name: value for name in thing.names if (value := thing.get(name)) is not _GONE}
     if isinstance(thing, Tensor):
         return tensor_version(thing), thing.detach().clone() if copies and thing.nbytes <= _SMALL_BYTES else None
     if isinstance(thing, np.ndarray):
         return thing.copy() if thing.nbytes <= _SMALL_BYTES else None
-    if isinstance(thing, (dict, set)):
-        return dict(thing) if isinstance(thing, dict) else set(thing)
-    return list(thing) if isinstance(thing, (list, deque)) else attributes_of(thing)
+    for kind, copied in ((dict, dict), (set, set), (list, list), (deque, list)):
+        if isinstance(thing, kind):
+            return copied(thing)
+    return attributes_of(thing)
 
 
 def _written(thing: Any, held: Any) -> list[Any]:
     """The names of the parts that have been written, other than those that are new or were None; [""] for a thing without names."""
     if isinstance(thing, Tensor):
-        return [""] if tensor_version(thing) != held[0] else []
-    if isinstance(thing, np.ndarray):
-        return [""] if held is not None and thing.tobytes() != held.tobytes() else []
-    now = _held(thing)
-    if isinstance(held, dict):
-        return [key for key, value in held.items() if value is not None and now.get(key, _GONE) is not value]
-    if isinstance(held, list):
-        return [] if len(now) == len(held) and all(map(operator.is_, now, held)) else [""]
-    return [""] if now != held else []
+        is_written = tensor_version(thing) != held[0]
+    elif isinstance(thing, np.ndarray):
+        is_written = held is not None and thing.tobytes() != held.tobytes()
+    elif isinstance(held, dict):
+        now = _held(thing)
+        return [name for name, part in held.items() if part is not None and now.get(name, _GONE) is not part]
+    else:
+        now = _held(thing)
+        is_written = (
+            now != held if isinstance(held, set) else len(now) != len(held) or any(map(operator.is_not, now, held))
+        )
+    return [""] if is_written else []
 
 
 def _is_same(thing: Any, held: Any) -> bool:
     if not isinstance(held, dict):
         return not _written(thing, held)
     now = _held(thing)
-    return now.keys() == held.keys() and all(map(operator.is_, now.values(), map(held.get, now)))
+    return now.keys() == held.keys() and all(now[name] is part for name, part in held.items())
 
 
 def _put_back(thing: Any, held: Any) -> None:
@@ -312,20 +302,12 @@ def _put_back(thing: Any, held: Any) -> None:
                 thing.copy_(held[1])
     elif isinstance(thing, np.ndarray):
         thing[...] = held
-    elif isinstance(thing, list):
-        thing[:] = held
-    elif isinstance(thing, (set, dict)):
+    elif isinstance(thing, (set, dict, list, deque)):
         thing.clear()
-        thing.update(held)
-    elif isinstance(thing, deque):
-        thing.clear()
-        thing.extend(held)
+        (thing.update if isinstance(thing, (set, dict)) else thing.extend)(held)
     else:
-        put, drop = (
-            (thing.put, thing.drop)
-            if isinstance(thing, _Names)
-            else (functools.partial(object.__setattr__, thing), functools.partial(object.__delattr__, thing))
-        )
+        set_part, drop_part = functools.partial(object.__setattr__, thing), functools.partial(object.__delattr__, thing)
+        put, drop = (thing.put, thing.drop) if isinstance(thing, _Names) else (set_part, drop_part)
         for name in _held(thing).keys() - held.keys():
             drop(name)
         for name, value in held.items():

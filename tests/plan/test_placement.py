@@ -39,7 +39,7 @@ def test_refused() -> None:
     topology = topology_of(a=4, b=4)
     with pytest.raises(ConfigurationError, match=r"pipeline_parallel_size=3 .* world size 8; .*: 1, 2, 4, 8"):
         make_placement(topology, world_size=8, pipeline_parallel_size=3)
-    with pytest.raises(ConfigurationError, match=r"my\.yaml has 8 devices \(a: 4, b: 4\).*world size is 6"):
+    with pytest.raises(ConfigurationError, match=r"here\.yaml has 8 devices \(a: 4, b: 4\).*world size is 6"):
         make_placement(topology, world_size=6, pipeline_parallel_size=2)
     for grid in (((0, 1), (2,)), ((0, 0),), ((1, 2),), ()):
         with pytest.raises(ConfigurationError, match="placement"):
@@ -168,7 +168,7 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, int, int]:
             mine = ranks[cluster, index]
             hosts.append(Host(name=f"host-{cluster}-{index}", devices=devices, nics=tuple(nics), ranks=mine))
         clusters.append(Cluster(name=f"cluster-{cluster}", hosts=tuple(hosts)))
-    topology = Topology(clusters=tuple(clusters), source="my.yaml")
+    topology = Topology(clusters=tuple(clusters), source="here.yaml")
     assert topology.num_devices <= 10_000
     num_groups = topology.num_devices // tensor
     sizes = [choose_pipeline_size(topology, tensor)[0]]

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_holmes import HolmesStrategy, check
 from lightning_holmes.errors import HolmesError
 
+pytestmark = pytest.mark.xdist_group("outside_state")
+
 
 class Meter:
     total = 0.0
