@@ -150,6 +150,7 @@ class _Finder:
         self._by_space: dict[int, _Names] = {}
         self._classes: dict[type, None] = {}
         self._functions: list[types.FunctionType] = []
+        self._tables: set[int] = set()
 
     def find(self, module: nn.Module) -> tuple[list[_Names], bool]:
         """The names, and whether the code names the trainer's callbacks or data module."""
@@ -180,9 +181,9 @@ class _Finder:
                     self._add(value)
 
     def _add(self, value: Any) -> None:
-        """Note the code of a value, which may name other values."""
-        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
-            value = value.__func__
+        """Note the code of a value, and of values in a container, which may name other values."""
+        if isinstance(value, (staticmethod, classmethod, types.MethodType, functools.partial)):
+            value = value.func if isinstance(value, functools.partial) else value.__func__
         if isinstance(value, property):
             self._add(value.fget)
             self._add(value.fset)
@@ -191,6 +192,10 @@ class _Finder:
                 self._functions.append(value)
         elif isinstance(value, type):
             self._add_class(value)
+        elif isinstance(value, (list, tuple, dict)) and id(value) not in self._tables and len(value) <= _MOST_ENTRIES:
+            self._tables.add(id(value))
+            for each in value.values() if isinstance(value, dict) else value:
+                self._add(each)
         elif _is_own_object(value, self._package):
             self._add_class(type(value))
 

@@ -44,6 +44,7 @@ CURES: tuple[tuple[str, Case], ...] = (
     ("use GroupNorm or LayerNorm", {"layers": "norm", "head": "linear"}),
     ("with one microbatch it runs over the whole batch", {"microbatches": "1"}),
     ("calls self.all_gather", {"stages": "1", "microbatches": "1", "resume": "same"}),
+    ("keep it on the module", {"state": "list"}),
 )
 """Words of refusals whose cure is a change of the module, and the traits of the changed one."""
 ARGUMENTS = {

@@ -164,6 +164,7 @@ def _set(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tenso
     return lambda module, loss: setattr(module, name, value(module, loss))
 
 
+_LOSSES: list[float] = []
 STATES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callable[[Any], float]]] = {
     "none": (float, lambda m, loss: None, float),
     "attribute": (float, _set("kept", lambda m, loss: m.kept + loss.item()), float),
@@ -176,6 +177,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callabl
     "buffer": (Kept, lambda m, loss: m.kept.add(loss), float),
     "data": (lambda: Kept(data=True), lambda m, loss: m.kept.add(loss), float),
     "metric": (MeanMetric, lambda m, loss: m.kept.update(loss.float()), lambda kept: float(kept.compute())),
+    "global": (lambda: _LOSSES.clear(), lambda m, loss: _LOSSES.append(loss.item()), lambda kept: sum(_LOSSES)),
 }
 """How ``module.kept`` begins, what a step does with it after the layers, and its value for those who read it."""
 
