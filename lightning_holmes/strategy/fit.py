@@ -21,7 +21,7 @@ from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
-from lightning_holmes.optim.loss_weights import start_loss_scales
+from lightning_holmes.optim.loss_scale import start_loss_scales
 from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
