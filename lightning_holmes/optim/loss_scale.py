@@ -78,15 +78,15 @@ def start_loss_scales(
     accumulated: int,
     factor: Callable[[], float | Tensor],
 ) -> Callable[[], list[float | Tensor]]:
-    """Start to compute the factor of each microbatch's loss: its share of the mean over all samples of a batch, all replicas and
-    ``accumulated`` batches, times ``factor()``.
+    """Start to compute the factor of each microbatch's loss: its share of the mean over all samples of a batch, all
+    replicas and ``accumulated`` batches, times ``factor()``.
 
     All ranks of the last stage must call; the returned function waits for the other replicas.
 
     Args:
         weights: the samples of each microbatch, or the number of whatever its loss is a mean over.
-        replicas: a host (CPU) group of the replicas, in which nothing else runs meanwhile, so that no device is waited for; None:
-            there is one replica.
+        replicas: a host (CPU) group of the replicas, in which nothing else runs meanwhile, so that no device is waited
+            for; None: there is one replica.
     """
     total = torch.tensor([sum(weights)], dtype=torch.float64)
     work = None if replicas is None else dist.all_reduce(total, group=replicas, async_op=True)

@@ -449,7 +449,7 @@ def _version(tensor: Tensor | None) -> int:
 
 
 def laid_out(value: Any, parameter: Tensor) -> Any:
-    """Return a value of a saved state, reduced to this rank's shard if it has one value for each element and ``parameter`` is sharded."""
+    """Return a value of a saved state; if it has one for each element, this rank's shard of it, as of ``parameter``."""
     if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
         return dtensor.share_of(value, parameter)
     return value
