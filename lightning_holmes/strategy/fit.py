@@ -40,7 +40,7 @@ from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_on_nodes, unscaling_parts
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
-from lightning_holmes.strategy.compat.zero_grad import RefusesKeptGradients
+from lightning_holmes.strategy.compat.zero_grad import refusing_kept_gradients
 from lightning_holmes.strategy.gradients import (
     Gradients,
     TrainedPart,
@@ -162,7 +162,7 @@ class Fit(Run):
             undo.enter_context(unscaling_on_nodes(scaler, self.gradients.host.unscale, self.job.connection.device))
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
         here = self.stage_shards is None and not options.optimizer_nodes
-        undo.enter_context(RefusesKeptGradients(self.module, here, self.lifted))
+        undo.enter_context(refusing_kept_gradients(self.module, here, self.lifted))
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         self.unchanged = UnchangedParameters(
             self.module, callbacks, lambda: held_values(self.pipeline, self.stage_shards)

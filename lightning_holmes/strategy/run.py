@@ -38,12 +38,12 @@ from lightning_holmes.plan.schedule import Action
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.batch_source import BatchSource
 from lightning_holmes.strategy.building import move_parameters
-from lightning_holmes.strategy.compat.averaging import WholeAverages
+from lightning_holmes.strategy.compat.averaging import swapping_whole
 from lightning_holmes.strategy.compat.extra_callbacks import ModuleStateSync, extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.lockstep import Lockstep
-from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
-from lightning_holmes.strategy.compat.prediction_writers import PredictionWriters
+from lightning_holmes.strategy.compat.metrics import replica_metrics
+from lightning_holmes.strategy.compat.prediction_writers import writing_once
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import TrainedPart, make_stage_shards
 from lightning_holmes.strategy.loops import StepLoops
@@ -395,7 +395,7 @@ class Run:
             if watch is not None:
                 undo.callback(setattr, watch.heartbeat, "where", watch.heartbeat.where)
                 watch.heartbeat.where = self._where
-            undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel, lifted=self.lifted))
+            undo.enter_context(replica_metrics(self.module, job.groups.data_parallel, self.lifted))
         if self.context.snapshots is not None:
             undo.enter_context(self.context.snapshots.attached(self.pipeline, self.context.loaded_state))
         monitor = make_monitor(self.options.monitor)
@@ -415,7 +415,7 @@ class Run:
             )
         if job.placement.world_size > job.placement.data_parallel_size:
             pipeline_rank, _, tensor_rank = job.placement.coordinate(job.connection.rank)
-            undo.enter_context(PredictionWriters(trainer, writes=pipeline_rank == tensor_rank == 0))
+            undo.enter_context(writing_once(trainer, writes=pipeline_rank == tensor_rank == 0))
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
         agreement.share_random_state(job.groups)
         self._state.watch()
@@ -576,7 +576,7 @@ class Evaluation(Run):
         trainer.strategy.setup_precision_plugin()
         self._begin()
         if self.job.placement.pipeline_parallel_size > 1 and self.stage_shards is None:
-            context.undo.enter_context(WholeAverages(trainer, self._whole))
+            context.undo.enter_context(swapping_whole(trainer, self._whole))
 
     def _whole(self, act: Callable[[], None]) -> None:
         if self.planned is None:  # the module is still whole
