@@ -7,7 +7,7 @@
 The optimizer's names and shards stay readable after a fit has ended, for Trainer.save_checkpoint.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -48,7 +48,6 @@ from lightning_holmes.strategy.gradients import (
     make_layered_gradients,
     make_remote_gradients,
 )
-from lightning_holmes.strategy.lost_values import note_lost
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.run_context import RunContext
 from lightning_holmes.strategy.samples import StepSample
@@ -106,7 +105,7 @@ class Fit(Run):
         self._test_optimizer(optimizers)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self.parameter_groups = self.context.undo.enter_context(
-            ParameterGroups(self.pipeline, optimizers, names, callbacks, self._values, connection.all_gather)
+            ParameterGroups(self.pipeline, optimizers, names, callbacks, connection.all_gather)
         )
         strategy.setup_precision_plugin()
         scaler = getattr(strategy.precision_plugin, "scaler", None)
@@ -185,10 +184,6 @@ class Fit(Run):
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
         is_new = self.context.builder.waits and self.context.module_shards.of(self.module) is None
         return self.options.optimizer_nodes > 0 and training is not None and is_new
-
-    def _values(self) -> Iterable[tuple[str, Tensor]]:
-        """Return this rank's parameters by name: whole, since finetuning callbacks are refused where they are not."""
-        return self.pipeline.parameters.items()
 
     def absent(self) -> Absent:
         hidden = sharding.hidden_in_hooks(
