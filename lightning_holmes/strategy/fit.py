@@ -228,9 +228,7 @@ class Fit(Run):
         context = self.context
         former = context.module_shards.take(self.module)
         if context.builder.waits:
-            context.module_shards.fill(
-                remote, context.builder, context.loaded_state, self.pipeline, self.job.connection.all_gather
-            )
+            context.fill_shards(remote, self.pipeline)
         else:
             remote.lay_out(by_elements=True, former=former)
             if former is not None:

@@ -257,7 +257,7 @@ class Run:
             everyone = job.connection.all_gather(set(former.parameters))
             held = [everyone[rank] for rank in self._ranks]
         if held is None or context.loaded_state.weights is not None:
-            module_shards.fill(shards, context.builder, context.loaded_state, self.pipeline, job.connection.all_gather)
+            context.fill_shards(shards, self.pipeline)
         elif former is not None and held == self._held():
             shards.lay_out(by_elements=former.by_elements, former=former)
         else:
