@@ -323,17 +323,10 @@ class Run:
         return found[0]
 
     def _with_whole_pipeline(self, act: Callable[[], _T]) -> _T:
-        self.pipeline.uninstall()
-        with torch.inference_mode(False):
-            self._fill_whole_module(keep_local=True)
-        try:
-            return act()
-        finally:
-            with torch.inference_mode(False):
-                self.pipeline.install()
+        return self._without_gates(act, fills=True)
 
-    def _without_gates(self, act: Callable[[], _T]) -> _T:
-        """Return ``act()``, called while the stages' gates are not installed."""
+    def _without_gates(self, act: Callable[[], _T], *, fills: bool = False) -> _T:
+        """Return ``act()``, called while the stages' gates are not installed; ``fills``: with the whole pipeline's values."""
         self.pipeline.uninstall()
         try:
             return act()
