@@ -57,7 +57,7 @@ class _Checked(Outlet):
 
 
 def write_value(file: IO[bytes], value: Any, name: str) -> ValueEntry:
-    """Write a value after the others of ``file``, which the manifest calls ``name``. Raises OSError if the system does."""
+    """Write a value after the others of ``file``, whose name is ``name``. Raises OSError if the system does."""
     offset, checked = file.tell(), _Checked(file)
     dtype: str | None = None
     shape: tuple[int, ...] = ()

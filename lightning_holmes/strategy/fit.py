@@ -219,9 +219,9 @@ class Fit(Run):
         shards = self.stage_shards
         if isinstance(shards, RemoteParameters):
             if shards.num_replicas > 1:
-                note_lost(self.module, "optimizer nodes held the parameters, for several workers")
+                admission.note_lost(self.module, "optimizer nodes held the parameters, for several workers")
         elif shards is not None and shards.size > 1 and not shards.stays:
-            note_lost(self.module, f"each of {shards.size} replicas held a share of the parameters")
+            admission.note_lost(self.module, f"each of {shards.size} replicas held a share of the parameters")
 
     def _fill_nodes(self, remote: RemoteParameters) -> None:
         """Send the module's values to the optimizer nodes; if it was built without memory, only the nodes have all of it from then on."""

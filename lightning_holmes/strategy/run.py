@@ -46,11 +46,9 @@ from lightning_holmes.strategy.compat.metrics import replica_metrics
 from lightning_holmes.strategy.compat.prediction_writers import writing_once
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import TrainedPart, make_stage_shards
-from lightning_holmes.strategy.loops import StepLoops
-from lightning_holmes.strategy.lost_values import note_lost, refuse_lost
 from lightning_holmes.strategy.planning import plan_run, show_plan
 from lightning_holmes.strategy.run_context import RunContext, step_context
-from lightning_holmes.strategy.samples import StepSample
+from lightning_holmes.strategy.samples import StepLoops, StepSample
 from lightning_holmes.strategy.sharding import may_shard_parameters
 from lightning_holmes.strategy.tracing import TraceResult, learn_steps
 from lightning_holmes.strategy.tripwires import Absent, Tripwires
@@ -328,6 +326,9 @@ class Run:
     def _without_gates(self, act: Callable[[], _T], *, fills: bool = False) -> _T:
         """Return ``act()``, called while the stages' gates are not installed; ``fills``: with the whole pipeline's values."""
         self.pipeline.uninstall()
+        if fills:
+            with torch.inference_mode(False):
+                self._fill_whole_module(keep_local=True)
         try:
             return act()
         finally:
@@ -347,7 +348,7 @@ class Run:
             trainer.state.fn == pl.trainer.states.TrainerFn.FITTING,
             job.placement.pipeline_parallel_size > 1,
         )
-        refuse_lost(self.module)
+        admission.refuse_lost(self.module)
         admission.check_module(self.module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
             replicas = job.placement.data_parallel_size
@@ -464,7 +465,7 @@ class Run:
         elif not hurries and not self.job.connection.failed:
             self._fill_whole_module(keep_local=False)
         elif not hurries and self.job.placement.pipeline_parallel_size > 1 and self.stage_shards is None:
-            note_lost(self.module, "each rank of a pipeline held the parameters of its own stages")
+            admission.note_lost(self.module, "each rank of a pipeline held the parameters of its own stages")
         vars(self).pop("driver", None)  # it may hold a graph, and so the module's tensors
         vars(self).pop("_whole_driver", None)
 
