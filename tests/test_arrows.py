@@ -45,8 +45,8 @@ ALLOWED: dict[str, set[str]] = {
 }
 # Inside strategy/: each row may import from itself and from those before it.
 STRATEGY: tuple[set[str], ...] = (
-    {"admission", "agreement", "batch_source", "building", "compat", "module_shards"}
-    | {"loops", "lost_values", "removed_arguments", "loaded_state", "switches"}
+    {"admission", "agreement", "batch_source", "building", "compat"}
+    | {"removed_arguments", "loaded_state"}
     | {"samples", "snapshots", "user_hooks"},
     {"options", "launcher"},
     {"connection", "optimizer_nodes", "job"},

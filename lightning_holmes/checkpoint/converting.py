@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_holmes.checkpoint import atomic, run_state
 from lightning_holmes.checkpoint.file_systems import FileSystems
-from lightning_holmes.checkpoint.folder import FolderReader, all_values
+from lightning_holmes.checkpoint.folder import FolderReader
 from lightning_holmes.checkpoint.loading import load_folder
 from lightning_holmes.checkpoint.manager import bytes_of
 from lightning_holmes.checkpoint.manifest import PLAN, Manifest, ValueEntry, missing_files
@@ -22,7 +22,7 @@ from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value, items_of, named_values, num_bytes
 from lightning_holmes.checkpoint.plain import numbered
 from lightning_holmes.checkpoint.saving import FolderSave
-from lightning_holmes.checkpoint.torch_file import load_file, save_file
+from lightning_holmes.checkpoint.torch_file import damaged_records, load_file, save_file
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.pipeline import tree
 
@@ -103,12 +103,12 @@ def _open_folder(path: Path, weights_only: bool) -> Source:
     checkpoint = load_folder(path, Membership(), weights_only=weights_only)
     reader = FolderReader(manifest, path)
     names: dict[ValueEntry, list[Value]] = {}
-    for name, entry in all_values(manifest):
+    for name, entry in manifest.values():
         names.setdefault(entry, []).append(name)
     del checkpoint["state_dict"]
     optimizers = checkpoint.pop("optimizer_states", None)
     return Source(
-        order=[name for name, _ in all_values(manifest)],
+        order=[name for name, _ in manifest.values()],
         items=lambda: ((of_one, reader.decode(entry, reader.raw(entry))) for entry, of_one in names.items()),
         rest=checkpoint,
         groups=None if optimizers is None else [o["param_groups"] for o in optimizers],
@@ -118,7 +118,7 @@ def _open_folder(path: Path, weights_only: bool) -> Source:
 
 
 def _open_file(path: Path) -> Source:
-    rest = load_file(path, check=True)
+    rest = load_file(path, damaged=damaged_records(path))
     plan = run_state.take_plan(rest)
     state_dict, optimizers = rest.pop("state_dict"), rest.pop("optimizer_states", None)
     by_number = [{**o, "state": {str(n): entries for n, entries in o["state"].items()}} for o in optimizers or []]

@@ -6,9 +6,9 @@ unpickling anything but tensors and plain data, checks every byte, and reads sin
 """
 
 import itertools
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_holmes.checkpoint.manifest import Manifest, ValueEntry
 from lightning_holmes.checkpoint.parts import Item, Value
 from lightning_holmes.checkpoint.torch_file import load_bytes
-from lightning_holmes.checkpoint.value_file import ValueFile
+from lightning_holmes.checkpoint.value_file import write_value
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
 
@@ -30,20 +30,12 @@ def part_file(rank: int) -> str:
 def write_part(path: Path, items: Iterable[Item]) -> dict[Value, ValueEntry]:
     """Write a rank's values to ``path``, one after the other, and wait until they are on the disk."""
     entries: dict[Value, ValueEntry] = {}
-    with ValueFile(path) as file:
+    with path.open("wb") as file:
         for names, value in items:
-            entries |= dict.fromkeys(names, ValueEntry(file=path.name, **asdict(file.add(value))))
+            entries |= dict.fromkeys(names, write_value(file, value, path.name))
+        file.flush()
+        os.fsync(file.fileno())
     return entries
-
-
-def all_values(manifest: Manifest) -> Iterator[tuple[Value, ValueEntry]]:
-    """Yield the name and the place of every value."""
-    for name, entry in manifest.state_dict.items():
-        yield ("state_dict", name), entry
-    for index, optimizer in enumerate(manifest.optimizers):
-        for parameter, entries in optimizer.items():
-            for key, entry in entries.items():
-                yield (f"optimizer_{index}", "state", parameter, key), entry
 
 
 Fetch = Callable[["FolderReader", Sequence[ValueEntry]], dict[ValueEntry, bytes]]

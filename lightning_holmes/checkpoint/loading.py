@@ -156,8 +156,6 @@ def load_plain(path: Path, *, weights_only: bool, check: bool, agree: Callable[[
         agree: broadcasts that rank's result to all ranks.
     """
     damaged = agree(damaged_records(path) if check else [])
-    if damaged:
-        raise CheckpointError(f"{path} is damaged: the checksum of {', '.join(damaged[:3])} is wrong")
-    checkpoint = load_file(path, weights_only=weights_only)
+    checkpoint = load_file(path, weights_only=weights_only, damaged=damaged)
     mapped = {"state_dict", "optimizer_states"}
     return {k: v if k in mapped else tree.map_tensors(Tensor.clone, v) for k, v in checkpoint.items()}

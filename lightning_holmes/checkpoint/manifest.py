@@ -7,12 +7,13 @@ with a checksum of itself, and cannot run code.
 import json
 import stat
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
+from lightning_holmes.checkpoint.parts import Value
 from lightning_holmes.cluster.record import read_json, record
 from lightning_holmes.errors import CheckpointError, ConfigurationError
 
@@ -92,7 +93,7 @@ class Manifest:
         for name in self.files:
             if name != Path(name).name or name in ("", ".", "..") or "\0" in name:
                 raise ValueError(f"it names a file outside of the folder: {name!r}")
-        for name, entry in self._values():
+        for (*_, name), entry in self.values():
             file = self.files.get(entry.file)
             if (
                 file is None
@@ -103,11 +104,14 @@ class Manifest:
             if entry.dtype is not None and entry.dtype not in DTYPES:
                 raise ValueError(f"{name!r} has the unknown type {entry.dtype!r}")
 
-    def _values(self) -> Iterable[tuple[str, ValueEntry]]:
-        yield from self.state_dict.items()
-        for optimizer in self.optimizers:
-            for state in optimizer.values():
-                yield from state.items()
+    def values(self) -> Iterator[tuple[Value, ValueEntry]]:
+        """Yield the name and the place of every value."""
+        for name, entry in self.state_dict.items():
+            yield ("state_dict", name), entry
+        for index, optimizer in enumerate(self.optimizers):
+            for parameter, state in optimizer.items():
+                for key, entry in state.items():
+                    yield (f"optimizer_{index}", "state", parameter, key), entry
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":

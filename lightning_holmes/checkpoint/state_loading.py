@@ -11,6 +11,7 @@ from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderState
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import CheckpointError, ConfigurationError
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT, OwnedStates
+from lightning_holmes.optim.sharded_host import laid_out
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.torch_private import has_load_hooks
@@ -205,12 +206,7 @@ def _keys_by_name(
 
 def _laid_out(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
     """Return a saved state for ``parameter``, reduced to this rank's shard if the parameter is sharded; None if there is nothing in it."""
-
-    def laid_out(value: Any) -> Any:
-        of_elements = isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape
-        return dtensor.share_of(value, parameter) if of_elements else value
-
-    return {key: laid_out(value) for key, value in state.items() if key != MASTER_WEIGHT} or None
+    return {key: laid_out(value, parameter) for key, value in state.items() if key != MASTER_WEIGHT} or None
 
 
 def _put_states(

@@ -7,6 +7,7 @@ tensors and plain data only. ``weights_only=False``, which a user may give for a
 import io
 import pickle
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,15 @@ def load_bytes(data: bytes, source: str, *, weights_only: bool = True) -> Any:
         raise _explained(error, source) from None
 
 
-def load_file(path: Path, *, weights_only: bool = True, check: bool = False) -> dict[str, Any]:
+def load_file(path: Path, *, weights_only: bool = True, damaged: Sequence[str] = ()) -> dict[str, Any]:
     """Return the content of a checkpoint of Lightning, on the host; tensors are read when they are used.
 
     Args:
-        check: read the whole file first, and compare its checksums.
+        damaged: what :func:`damaged_records` has found, if it was called.
 
     Raises:
         CheckpointError: the file is damaged, is no checkpoint, or holds more than tensors and plain data.
     """
-    damaged = damaged_records(path) if check else []
     if damaged:
         raise CheckpointError(f"{path} is damaged: the checksum of {', '.join(damaged[:3])} is wrong")
     try:

@@ -1,31 +1,18 @@
-"""ValueFile: a file of values one after the other, each written by torch.save, with its place and a checksum.
+"""Writes values one after the other into a file, each by torch.save, with its place and a checksum.
 
-with ValueFile(path) as file:
-    placed = file.add(tensor)              # offset and length in bytes, crc32, dtype, shape
+with path.open("wb") as file:
+    entry = write_value(file, tensor, path.name)        # offset and length in bytes, crc32, dtype, shape
 """
 
 import contextlib
-import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """The place of a value in a file: ``length`` bytes from ``offset`` on. ``dtype`` is None if the value is no tensor."""
-
-    offset: int
-    length: int
-    crc32: int
-    dtype: str | None
-    shape: tuple[int, ...]
+from lightning_holmes.checkpoint.manifest import ValueEntry
 
 
 class Outlet:
@@ -69,46 +56,18 @@ class _Checked(Outlet):
         return super().write(data)
 
 
-class ValueFile:
-    """Writes values to a new file at ``path``, from one thread at a time. At the end of ``with`` the file is on the disk."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self.finish()
-        finally:
-            self.close()
-
-    def add(self, value: Any) -> Placed:
-        """Write a value after the others. Raises OSError if the system does."""
-        offset, checked = self._file.tell(), _Checked(self._file)
-        dtype: str | None = None
-        shape: tuple[int, ...] = ()
-        if isinstance(value, Tensor):
-            dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-            value = compact(value)
-        with _without_torchs_checksums():
-            save_to(checked, value)
-        length = self._file.tell() - offset
-        return Placed(offset=offset, length=length, crc32=checked.crc32, dtype=dtype, shape=shape)
-
-    def finish(self) -> int:
-        """Wait until the file is on the disk; return its size in bytes."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return self._file.tell()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+def write_value(file: IO[bytes], value: Any, name: str) -> ValueEntry:
+    """Write a value after the others of ``file``, whose name is ``name``. Raises OSError if the system does."""
+    offset, checked = file.tell(), _Checked(file)
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    if isinstance(value, Tensor):
+        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        value = compact(value)
+    with _without_torchs_checksums():
+        save_to(checked, value)
+    length = file.tell() - offset
+    return ValueEntry(file=name, offset=offset, length=length, crc32=checked.crc32, dtype=dtype, shape=shape)
 
 
 def compact(value: Tensor) -> Tensor:

@@ -16,12 +16,16 @@ from lightning_holmes.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveHost:
-    """A host of a job. name: unique in the job. cluster: the cluster that the user chose for it, or None."""
+    """A host of a job. name: unique in the job."""
 
     name: str
     ranks: tuple[int, ...]
     inventory: HostInventory
-    cluster: str | None = None
+
+    @property
+    def cluster(self) -> str | None:
+        """The cluster that the user chose for it, or None."""
+        return self.inventory.cluster
 
     @property
     def ethernet_subnet(self) -> str | None:
@@ -67,13 +71,5 @@ def merge_ranks(inventories: Sequence[HostInventory]) -> tuple[LiveHost, ...]:
             raise ConfigurationError(
                 f"HOLMES_CLUSTER differs between the processes of host {names[identity]} ({shown}); set one value a host"
             )
-    hosts = [
-        LiveHost(
-            name=names[identity],
-            ranks=tuple(mine),
-            inventory=first[identity],
-            cluster=first[identity].cluster,
-        )
-        for identity, mine in ranks.items()
-    ]
+    hosts = [LiveHost(name=names[i], ranks=tuple(mine), inventory=first[i]) for i, mine in ranks.items()]
     return tuple(sorted(hosts, key=lambda host: natural_key(host.name)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from lightning_holmes.cluster.fabric import RDMA_KINDS
 from lightning_holmes.cluster.live_host import LiveHost
 from lightning_holmes.cluster.network import Cluster, Host, Nic, TransportKind, fabric_of
 from lightning_holmes.cluster.topology import Topology
@@ -66,13 +67,9 @@ def _complete(host: Host, live: LiveHost, cluster: str, warnings: list[str]) -> 
 
 
 def _find(nic: Nic, available: Sequence[Nic]) -> Nic | None:
-    for other in available:
-        if other.name == nic.name:
-            return other
-    for other in available:
-        if other.interface is not None and other.interface in (nic.name, nic.interface):
-            return other
-    return None
+    by_name = [other for other in available if other.name == nic.name]
+    by_interface = [o for o in available if o.interface is not None and o.interface in (nic.name, nic.interface)]
+    return next(iter([*by_name, *by_interface]), None)
 
 
 def _fabric(nic: Nic, cluster: str) -> str | None:
@@ -81,8 +78,5 @@ def _fabric(nic: Nic, cluster: str) -> str | None:
 
 
 def _shared_kind(hosts: Sequence[Host]) -> TransportKind:
-    kinds: tuple[TransportKind, ...] = ("infiniband", "roce")
-    for kind in kinds:
-        if all(any(nic.kind == kind for nic in host.nics) for host in hosts):
-            return kind
-    return "ethernet"
+    shared = (kind for kind in RDMA_KINDS if all(any(nic.kind == kind for nic in host.nics) for host in hosts))
+    return next(shared, "ethernet")

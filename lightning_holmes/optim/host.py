@@ -144,9 +144,6 @@ class LocalHost(OptimizerHost):
         return 1.0 if self._scale is None else self._scale.factor()
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        return self._whole_norm(parameters)
-
-    def _whole_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         names = {id(p): name for name, p in self._reducer.parameters.items()}
         held = ((names[id(p)], p) for p in parameters if id(p) in names)
         return self._norm(held, (self._groups.pipeline, self._groups.tensor_parallel))
@@ -186,7 +183,7 @@ class LocalHost(OptimizerHost):
 
     def _step_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         """Return the norm by which gradients are clipped; ``parameters``: the optimizer's."""
-        return self._whole_norm(parameters)
+        return self.norm(parameters)
 
     def _clipped(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Return every gradient that clipping scales, each element once; ``parameters``: the optimizer's."""

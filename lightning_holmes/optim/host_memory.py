@@ -33,7 +33,7 @@ class HostMemory:
 
     def reserve(self, requests: Iterable[Sizes]) -> None:
         """Allocate the memory for requests up to these."""
-        if _passes(self._device):
+        if self.copies:
             largest = max(map(num_bytes, requests), default=0)
             self._memory = [self._allocate(largest) for _ in self._memory]
 
@@ -43,26 +43,22 @@ class HostMemory:
     @contextmanager
     def receiving(self, buffers: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         """Yield tensors on the host to fill; on exit their values are copied to ``buffers`` in the current stream."""
-        if not _passes(self._device):
+        if not self.copies:
             yield buffers
             return
         hosts = self._take(buffers)
         yield hosts
-        _copy(hosts, buffers)
-        if self._device.type == "cuda":
-            self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
+        self._copy(hosts, buffers)
 
     @property
     def copies(self) -> bool:
         """Whether tensors pass through host memory: they are not on the host themselves."""
-        return _passes(self._device)
+        return self._device != _HOST
 
     def start_copying(self, buffers: Sequence[Tensor]) -> Sequence[Tensor]:
         """Start to copy ``buffers`` to the host; the copies may be read after :meth:`wait`, until the second request after this one."""
         hosts = self._take(buffers)
-        _copy(buffers, hosts)
-        if self._device.type == "cuda":
-            self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()
+        self._copy(buffers, hosts)
         return hosts
 
     def wait(self) -> None:
@@ -81,11 +77,8 @@ class HostMemory:
             self._memory[self._turn] = self._allocate(num_bytes(sizes))
         return cut(self._memory[self._turn], sizes)
 
-
-def _passes(device: torch.device) -> bool:
-    return device != _HOST
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source, non_blocking=True)
+    def _copy(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+        if self._device.type == "cuda":
+            self._copied[self._turn] = torch.cuda.current_stream(self._device).record_event()

@@ -325,7 +325,7 @@ class ShardedHost(LocalHost):
 
     def norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
         if self.whole_gradients and not self._master:
-            return self._whole_norm(parameters)
+            return super().norm(parameters)
         given = {id(p) for p in parameters}
         names = {name for name, p in self._reducer.parameters.items() if id(p) in given}
         return self._norm((entry for entry in self._owned() if entry[0] in names), self._over)
@@ -400,7 +400,7 @@ class ShardedHost(LocalHost):
             kept = {k: v for k, v in state.items() if k != MASTER_WEIGHT}
             if self._master:
                 return kept
-            return {k: _laid_out(v, parameter) for k, v in kept.items()}
+            return {k: laid_out(v, parameter) for k, v in kept.items()}
         return cut_state(state, piece, parameter, self._element_keys(piece.name))
 
     @property
@@ -448,7 +448,8 @@ def _version(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor_version(tensor)
 
 
-def _laid_out(value: Any, parameter: Tensor) -> Any:
+def laid_out(value: Any, parameter: Tensor) -> Any:
+    """Return a value of a saved state; if it has one for each element, this rank's shard of it, as of ``parameter``."""
     if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
         return dtensor.share_of(value, parameter)
     return value

@@ -62,9 +62,12 @@ class Unit:
         }
 
     def round_gradient(self) -> None:
-        """Give the gradient the type of the parameters, in the memory of the sums, which are gone then."""
+        """Give the gradient the narrower type of the parameters, in the memory of the sums, which are gone then."""
         if self.gradient is not None and self.gradient.dtype != self.dtype:
-            self.gradient = _rounded_in_place(self.gradient, self.dtype)
+            sums, numel = self.gradient, self.gradient.numel()
+            self.gradient = sums.view(self.dtype)[:numel]
+            for target, source in zip(torch.split(self.gradient, _CHUNK), torch.split(sums, _CHUNK), strict=True):
+                target.copy_(source.to(self.dtype))  # what is written lies where it has been read already
 
     def is_like(self, other: "Unit") -> bool:
         """Whether ``other`` has the same parameters in the same layout, and as much of them here."""
@@ -105,15 +108,6 @@ def side_by_side(
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which gradients of ``dtype`` accumulate and are summed: fp32; double precision and complex types stay."""
     return dtype if dtype.itemsize > 4 or dtype.is_complex else torch.float32
-
-
-def _rounded_in_place(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``flat``, 1-D, in the narrower type ``dtype``, in the first part of its own memory: what is written lies where it has been read
-    already."""
-    rounded = flat.view(dtype)[: flat.numel()]
-    for target, source in zip(torch.split(rounded, _CHUNK), torch.split(flat, _CHUNK), strict=True):
-        target.copy_(source.to(dtype))
-    return rounded
 
 
 def adopt(master: Tensor, now: Tensor) -> None:

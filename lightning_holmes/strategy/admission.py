@@ -1,6 +1,6 @@
 """Checks of what the strategy supports: modules, trainers and optimizers that cannot be run exactly are refused with a reason.
 
-Every check here is made before training, on all ranks alike.
+Every check here is made before training, on all ranks alike; :func:`note_lost` marks a module for that of its next run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +16,9 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import is_compiled_module, synchronises_batch_norm
 from lightning_holmes.strategy.compat.averaging import averaging
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
+
+_CURE = "Go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)"
+_LOST = "_holmes_lost_values"  # set on a module that has lost values
 
 
 def check_run(module: "pl.LightningModule", trainer: "pl.Trainer", *, is_pipeline: bool, num_replicas: int) -> None:
@@ -172,4 +175,26 @@ def compare_facts(everyone: Sequence[Mapping[str, Any]]) -> None:
         raise ConfigurationError(
             f"the ranks do not run the same job: {'; '.join(differences[:5])}{more}. Install the same versions and start "
             f"the same script with the same options everywhere"
+        )
+
+
+def note_lost(module: pl.LightningModule, held: str) -> None:
+    """Mark ``module`` as having lost values in a failed run, and warn: each process held a part of them, and no rank sends
+    the rest. ``held``: where the values were, in words after "the run has failed while"."""
+    vars(module)[_LOST] = True
+    pl.utilities.rank_zero_warn(
+        f"the run has failed while {held}: parameters that this process did not hold whole are NaN now, where plain Lightning would keep their values. {_CURE}"
+    )
+
+
+def refuse_lost(module: pl.LightningModule) -> None:
+    """Refuse to run a module that lost parameter values in an earlier, failed run, whose exception the user has caught.
+
+    Raises:
+        UnsupportedModuleError: the module has lost values.
+    """
+    if _LOST in vars(module):
+        raise UnsupportedModuleError(
+            f"parameters of {type(module).__name__} have been NaN since a run before has failed, in which each process held a part of them. "
+            f"{_CURE}, with a new module, in new processes"
         )

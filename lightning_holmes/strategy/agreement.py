@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.comm.objects import all_gather_values, broadcast_value
-from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.lightning_package import USED
 from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.pipeline.tape import is_fake
@@ -135,14 +134,9 @@ def share_generators() -> None:
 def share_random_state(groups: ProcessGroups) -> None:
     """Give all ranks of a replica the random states of its first rank, so that their data loaders draw the same numbers."""
     for p2p in (groups.tensor_p2p, groups.p2p):
-        if p2p is not None:
-            _share_random_state(p2p)
-
-
-def _share_random_state(p2p: P2P) -> None:
-    if p2p.rank == 0:
-        for rank in range(1, p2p.size):
-            p2p.send_message(rank, TOPIC_RANDOM_STATE, random_states(_HOST))
-        p2p.finish()
-    else:
-        set_random_states(p2p.receive_message(0, TOPIC_RANDOM_STATE), _HOST)
+        if p2p is not None and p2p.rank == 0:
+            for rank in range(1, p2p.size):
+                p2p.send_message(rank, TOPIC_RANDOM_STATE, random_states(_HOST))
+            p2p.finish()
+        elif p2p is not None:
+            set_random_states(p2p.receive_message(0, TOPIC_RANDOM_STATE), _HOST)

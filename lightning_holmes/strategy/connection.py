@@ -99,7 +99,11 @@ class Connection:
         if several_hosts:
             self.inventory = probe_host(master_addr=numeric_address(self._environment.main_address))
         host = socket.gethostname() if self.inventory is None else self.inventory.name
-        refusal = self._refusal_of_this_host(host)
+        refusal = None
+        try:
+            self.user.check_interfaces(self.backend, host=host, interfaces=local_interfaces())
+        except ConfigurationError as error:
+            refusal = error
         with without_interfaces() if refusal is not None else nullcontext():
             connect_world(
                 self._environment,
@@ -118,14 +122,6 @@ class Connection:
         # raised only now, when the watch can notify the other ranks, whose settings may be fine
         if refusal is not None:
             raise refusal
-
-    def _refusal_of_this_host(self, host: str) -> ConfigurationError | None:
-        """Return the error in the settings of this host, which other hosts cannot see; None if there is none."""
-        try:
-            self.user.check_interfaces(self.backend, host=host, interfaces=local_interfaces())
-        except ConfigurationError as refusal:
-            return refusal
-        return None
 
     def watch_cards(self, cards: dict[str, str]) -> None:
         """End the run, in this and later runs, if one of ``cards``, as :class:`CardWatch` takes them, goes down."""

@@ -7,7 +7,7 @@
 The optimizer's names and shards stay readable after a fit has ended, for Trainer.save_checkpoint.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
-from lightning_holmes.optim.loss_weights import start_loss_scales
+from lightning_holmes.optim.loss_scale import start_loss_scales
 from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.remote_parameters import RemoteParameters
 from lightning_holmes.optim.replica_buffers import ReplicaBuffers
@@ -40,7 +40,7 @@ from lightning_holmes.strategy.compat.clipping import clipping
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.loss_scaling import unscaling_on_nodes, unscaling_parts
 from lightning_holmes.strategy.compat.optimizer_states import StateOnNodes
-from lightning_holmes.strategy.compat.zero_grad import RefusesKeptGradients
+from lightning_holmes.strategy.compat.zero_grad import refusing_kept_gradients
 from lightning_holmes.strategy.gradients import (
     Gradients,
     TrainedPart,
@@ -48,7 +48,6 @@ from lightning_holmes.strategy.gradients import (
     make_layered_gradients,
     make_remote_gradients,
 )
-from lightning_holmes.strategy.lost_values import note_lost
 from lightning_holmes.strategy.run import Run
 from lightning_holmes.strategy.run_context import RunContext
 from lightning_holmes.strategy.samples import StepSample
@@ -106,7 +105,7 @@ class Fit(Run):
         self._test_optimizer(optimizers)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self.parameter_groups = self.context.undo.enter_context(
-            ParameterGroups(self.pipeline, optimizers, names, callbacks, self._values, connection.all_gather)
+            ParameterGroups(self.pipeline, optimizers, names, callbacks, connection.all_gather)
         )
         strategy.setup_precision_plugin()
         scaler = getattr(strategy.precision_plugin, "scaler", None)
@@ -162,7 +161,7 @@ class Fit(Run):
             undo.enter_context(unscaling_on_nodes(scaler, self.gradients.host.unscale, self.job.connection.device))
         undo.enter_context(clipping(strategy.precision_plugin, self.gradients.host, self.lifted))
         here = self.stage_shards is None and not options.optimizer_nodes
-        undo.enter_context(RefusesKeptGradients(self.module, here, self.lifted))
+        undo.enter_context(refusing_kept_gradients(self.module, here, self.lifted))
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         self.unchanged = UnchangedParameters(
             self.module, callbacks, lambda: held_values(self.pipeline, self.stage_shards)
@@ -185,10 +184,6 @@ class Fit(Run):
     def _waits_for_nodes(self, training: StepSample | None) -> bool:
         is_new = self.context.builder.waits and self.context.module_shards.of(self.module) is None
         return self.options.optimizer_nodes > 0 and training is not None and is_new
-
-    def _values(self) -> Iterable[tuple[str, Tensor]]:
-        """Return this rank's parameters by name: whole, since finetuning callbacks are refused where they are not."""
-        return self.pipeline.parameters.items()
 
     def absent(self) -> Absent:
         hidden = sharding.hidden_in_hooks(
@@ -224,18 +219,16 @@ class Fit(Run):
         shards = self.stage_shards
         if isinstance(shards, RemoteParameters):
             if shards.num_replicas > 1:
-                note_lost(self.module, "optimizer nodes held the parameters, for several workers")
+                admission.note_lost(self.module, "optimizer nodes held the parameters, for several workers")
         elif shards is not None and shards.size > 1 and not shards.stays:
-            note_lost(self.module, f"each of {shards.size} replicas held a share of the parameters")
+            admission.note_lost(self.module, f"each of {shards.size} replicas held a share of the parameters")
 
     def _fill_nodes(self, remote: RemoteParameters) -> None:
         """Send the module's values to the optimizer nodes; if it was built without memory, only the nodes have all of it from then on."""
         context = self.context
         former = context.module_shards.take(self.module)
         if context.builder.waits:
-            context.module_shards.fill(
-                remote, context.builder, context.loaded_state, self.pipeline, self.job.connection.all_gather
-            )
+            context.fill_shards(remote, self.pipeline)
         else:
             remote.lay_out(by_elements=True, former=former)
             if former is not None:

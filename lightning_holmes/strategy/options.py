@@ -84,8 +84,7 @@ class Options:
         )
         _check_one_of("compression", self.compression, (*COMPRESSIONS, None))
         _check_one_of("sharding", self.sharding, SHARDINGS)
-        for name in ("save_distributed_checkpoint",):
-            _check_one_of(name, getattr(self, name), (True, False, "auto"))
+        _check_one_of("save_distributed_checkpoint", self.save_distributed_checkpoint, (True, False, "auto"))
         for name in ("broadcast_batch", "async_checkpoint", "master_weights"):
             _check_one_of(name, getattr(self, name), (True, False))
         if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):

@@ -38,19 +38,17 @@ from lightning_holmes.plan.schedule import Action
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.batch_source import BatchSource
 from lightning_holmes.strategy.building import move_parameters
-from lightning_holmes.strategy.compat.averaging import WholeAverages
+from lightning_holmes.strategy.compat.averaging import swapping_whole
 from lightning_holmes.strategy.compat.extra_callbacks import ModuleStateSync, extra_callbacks
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.lockstep import Lockstep
-from lightning_holmes.strategy.compat.metrics import ReplicaMetrics
-from lightning_holmes.strategy.compat.prediction_writers import PredictionWriters
+from lightning_holmes.strategy.compat.metrics import replica_metrics
+from lightning_holmes.strategy.compat.prediction_writers import writing_once
 from lightning_holmes.strategy.compat.signals import BatchSignals
 from lightning_holmes.strategy.gradients import TrainedPart, make_stage_shards
-from lightning_holmes.strategy.loops import StepLoops
-from lightning_holmes.strategy.lost_values import note_lost, refuse_lost
 from lightning_holmes.strategy.planning import plan_run, show_plan
 from lightning_holmes.strategy.run_context import RunContext, step_context
-from lightning_holmes.strategy.samples import StepSample
+from lightning_holmes.strategy.samples import StepLoops, StepSample
 from lightning_holmes.strategy.sharding import may_shard_parameters
 from lightning_holmes.strategy.tracing import TraceResult, learn_steps
 from lightning_holmes.strategy.tripwires import Absent, Tripwires
@@ -257,7 +255,7 @@ class Run:
             everyone = job.connection.all_gather(set(former.parameters))
             held = [everyone[rank] for rank in self._ranks]
         if held is None or context.loaded_state.weights is not None:
-            module_shards.fill(shards, context.builder, context.loaded_state, self.pipeline, job.connection.all_gather)
+            context.fill_shards(shards, self.pipeline)
         elif former is not None and held == self._held():
             shards.lay_out(by_elements=former.by_elements, former=former)
         else:
@@ -323,18 +321,14 @@ class Run:
         return found[0]
 
     def _with_whole_pipeline(self, act: Callable[[], _T]) -> _T:
-        self.pipeline.uninstall()
-        with torch.inference_mode(False):
-            self._fill_whole_module(keep_local=True)
-        try:
-            return act()
-        finally:
-            with torch.inference_mode(False):
-                self.pipeline.install()
+        return self._without_gates(act, fills=True)
 
-    def _without_gates(self, act: Callable[[], _T]) -> _T:
-        """Return ``act()``, called while the stages' gates are not installed."""
+    def _without_gates(self, act: Callable[[], _T], *, fills: bool = False) -> _T:
+        """Return ``act()``, called while the stages' gates are not installed; ``fills``: with the whole pipeline's values."""
         self.pipeline.uninstall()
+        if fills:
+            with torch.inference_mode(False):
+                self._fill_whole_module(keep_local=True)
         try:
             return act()
         finally:
@@ -354,7 +348,7 @@ class Run:
             trainer.state.fn == pl.trainer.states.TrainerFn.FITTING,
             job.placement.pipeline_parallel_size > 1,
         )
-        refuse_lost(self.module)
+        admission.refuse_lost(self.module)
         admission.check_module(self.module, fitting=fitting, is_pipeline=is_pipeline)
         if fitting:
             replicas = job.placement.data_parallel_size
@@ -395,7 +389,7 @@ class Run:
             if watch is not None:
                 undo.callback(setattr, watch.heartbeat, "where", watch.heartbeat.where)
                 watch.heartbeat.where = self._where
-            undo.enter_context(ReplicaMetrics(self.module, job.groups.data_parallel, lifted=self.lifted))
+            undo.enter_context(replica_metrics(self.module, job.groups.data_parallel, self.lifted))
         if self.context.snapshots is not None:
             undo.enter_context(self.context.snapshots.attached(self.pipeline, self.context.loaded_state))
         monitor = make_monitor(self.options.monitor)
@@ -415,7 +409,7 @@ class Run:
             )
         if job.placement.world_size > job.placement.data_parallel_size:
             pipeline_rank, _, tensor_rank = job.placement.coordinate(job.connection.rank)
-            undo.enter_context(PredictionWriters(trainer, writes=pipeline_rank == tensor_rank == 0))
+            undo.enter_context(writing_once(trainer, writes=pipeline_rank == tensor_rank == 0))
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))
         agreement.share_random_state(job.groups)
         self._state.watch()
@@ -471,7 +465,7 @@ class Run:
         elif not hurries and not self.job.connection.failed:
             self._fill_whole_module(keep_local=False)
         elif not hurries and self.job.placement.pipeline_parallel_size > 1 and self.stage_shards is None:
-            note_lost(self.module, "each rank of a pipeline held the parameters of its own stages")
+            admission.note_lost(self.module, "each rank of a pipeline held the parameters of its own stages")
         vars(self).pop("driver", None)  # it may hold a graph, and so the module's tensors
         vars(self).pop("_whole_driver", None)
 
@@ -576,7 +570,7 @@ class Evaluation(Run):
         trainer.strategy.setup_precision_plugin()
         self._begin()
         if self.job.placement.pipeline_parallel_size > 1 and self.stage_shards is None:
-            context.undo.enter_context(WholeAverages(trainer, self._whole))
+            context.undo.enter_context(swapping_whole(trainer, self._whole))
 
     def _whole(self, act: Callable[[], None]) -> None:
         if self.planned is None:  # the module is still whole

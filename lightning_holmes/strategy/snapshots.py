@@ -14,7 +14,7 @@ epoch, with the same random numbers. Folders and files are handled by checkpoint
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +35,18 @@ from lightning_holmes.pipeline.seeds import random_states, set_random_states
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.loaded_state import LoadedState
-from lightning_holmes.strategy.switches import Switches, put_switches, read_switches
 
 KEY = "lightning_holmes_snapshot"
 # with every="auto": shares of the time for pauses, and for writing in the background
 _PAUSE_SHARE, _WRITE_SHARE = 0.01, 0.1
+
+Switches = Mapping[str, Sequence[str]]
+"""Settings of a module that hooks change in mid-run and that a checkpoint does not contain: which parameters are frozen,
+which modules are in eval mode, which norms track no statistics. The names of parameters or modules that have a setting
+off, by the name of the setting (an attribute such as ``requires_grad``).
+
+A resumed run has them even if the hook that has changed them is not called again: Lightning calls on_train_epoch_start,
+in which BaseFinetuning changes them, only when an epoch begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +59,7 @@ class Moment:
         now: each rank's random states when the snapshot was taken.
         pass_began: each rank's random states at the beginning of the loaders' pass; None if all loaders have states of their own.
         first_fetch: each rank's random states before the first batch of that pass; None as for ``pass_began``.
-        switches: see switches.py.
+        switches: which are off.
     """
 
     step: int
@@ -457,3 +464,24 @@ def _batch_size(loaders: list[Any]) -> int | None:
     """Return the batch size of the training loader; None if it has none, or if there are several loaders."""
     found = getattr(loaders[0], "batch_size", None) if len(loaders) == 1 else None
     return found if isinstance(found, int) else None
+
+
+def read_switches(pipeline: PipelineModule) -> Switches:
+    """Return which switches are off now."""
+    modules = list(pipeline.module.named_modules())
+    return {
+        "requires_grad": [name for name, p in pipeline.parameters.items() if not p.requires_grad],
+        "training": [name for name, module in modules if not module.training],
+        "track_running_stats": [n for n, m in modules if getattr(m, "track_running_stats", None) is False],
+    }
+
+
+def put_switches(pipeline: PipelineModule, saved: Switches) -> None:
+    """Restore ``saved``."""
+    for name, parameter in pipeline.parameters.items():
+        if parameter.requires_grad == (name in saved["requires_grad"]):
+            parameter.requires_grad_(name not in saved["requires_grad"])
+    for name, module in pipeline.module.named_modules():
+        module.training = name not in saved["training"]
+        if hasattr(module, "track_running_stats"):
+            vars(module)["track_running_stats"] = name not in saved["track_running_stats"]

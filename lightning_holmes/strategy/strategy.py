@@ -49,11 +49,10 @@ from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.launcher import HolmesLauncher
 from lightning_holmes.strategy.lightning_collectives import ReplicaCollectives
 from lightning_holmes.strategy.loaded_state import LoadedState
-from lightning_holmes.strategy.module_shards import ModuleShards
 from lightning_holmes.strategy.options import Options
 from lightning_holmes.strategy.removed_arguments import refuses_removed
 from lightning_holmes.strategy.run import Evaluation, Run
-from lightning_holmes.strategy.run_context import RunContext
+from lightning_holmes.strategy.run_context import ModuleShards, RunContext
 from lightning_holmes.strategy.snapshots import Snapshots, begin_snapshots
 
 

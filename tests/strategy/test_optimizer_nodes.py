@@ -32,7 +32,7 @@ from optimizer_node_cases import (
     work,
 )
 
-from lightning_holmes.checkpoint.folder import FolderReader, all_values
+from lightning_holmes.checkpoint.folder import FolderReader
 from lightning_holmes.checkpoint.manifest import Manifest
 
 Records = dict[str, list[Any]]
@@ -186,7 +186,7 @@ def test_a_folder_holds_one_step_from_memory_and_disk(name: str, folder: Path, f
         for kind in ("folder", "disk")
         for path in [folder / f"{kind}-{name}.ckpt"]
     }
-    values = {kind: reader.read(dict(all_values(reader.manifest))) for kind, reader in written.items()}
+    values = {kind: reader.read(dict(reader.manifest.values())) for kind, reader in written.items()}
     assert values["folder"].keys() == values["disk"].keys()
     assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(values["disk"][n])) for n, v in values["folder"].items())
 

@@ -125,7 +125,8 @@ class WeightAverages(Replacements):
         return on_save_checkpoint
 
 
-class WholeAverages(Replacements):
+@contextmanager
+def swapping_whole(trainer: "pl.Trainer", whole: Callable[[Callable[[], None]], None]) -> Iterator[None]:
     """For an evaluation outside of fit, which begins with the whole module: inside, ``WeightAveraging`` swaps its average with the whole module,
     before and after the evaluation, so that afterwards both are unchanged on every rank.
 
@@ -133,24 +134,20 @@ class WholeAverages(Replacements):
         whole: calls a function while the whole module is on every rank; all ranks must call.
     """
 
-    def __init__(self, trainer: "pl.Trainer", whole: Callable[[Callable[[], None]], None]) -> None:
-        super().__init__()
-        self._callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._whole = whole
-
-    def __enter__(self) -> Self:
-        for callback in self._callbacks:
-            if isinstance(callback, pl.callbacks.WeightAveraging) and average_model(callback) is not None:
-                hooks = ("on_validation_epoch_start", "on_validation_epoch_end")
-                self.replace(callback, **{hook: self._swapping(getattr(callback, hook)) for hook in hooks})
-        return self
-
-    def _swapping(self, hook: Callable[..., None]) -> Callable[..., None]:
+    def swapping(hook: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(hook)
         def run(*args: Any, **kwargs: Any) -> None:
-            self._whole(lambda: hook(*args, **kwargs))
+            whole(lambda: hook(*args, **kwargs))
 
         return run
+
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    with Replacements() as changes:
+        for callback in callbacks:
+            if isinstance(callback, pl.callbacks.WeightAveraging) and average_model(callback) is not None:
+                hooks = ("on_validation_epoch_start", "on_validation_epoch_end")
+                changes.replace(callback, **{hook: swapping(getattr(callback, hook)) for hook in hooks})
+        yield
 
 
 def _is_averaged(module: nn.Module) -> bool:

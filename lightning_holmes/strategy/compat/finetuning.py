@@ -4,7 +4,7 @@ Keeps the names of all parameters in all groups. ``BaseFinetuning`` adds the par
 groups into checkpoints. While a hook of such a callback runs, the groups hold all parameters of the module, as in plain
 Lightning; after it, only the rank's own again. After the fit they are whole.
 
-    with ParameterGroups(pipeline, trainer.optimizers, names, callbacks, values, job.all_gather) as groups:
+    with ParameterGroups(pipeline, trainer.optimizers, names, callbacks, job.all_gather) as groups:
         groups.names_of(optimizer)
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_holmes import checkpoint
@@ -35,7 +35,6 @@ class ParameterGroups(Replacements):
     Args:
         names: the names of all parameters of each optimizer's groups, as configure_optimizers made them.
         callbacks: the trainer's callbacks, of any kind.
-        values: returns this rank's parameters by name, whole; all ranks must call.
         gather: all-gathers a Python value over all ranks; all ranks must call.
     """
 
@@ -45,7 +44,6 @@ class ParameterGroups(Replacements):
         optimizers: Sequence[Optimizer],
         names: Sequence[list[list[str]]],
         callbacks: Iterable[pl.Callback],
-        values: Callable[[], Iterable[tuple[str, Tensor]]],
         gather: Callable[[Any], list[Any]],
     ) -> None:
         super().__init__()
@@ -54,7 +52,7 @@ class ParameterGroups(Replacements):
         self._names = list(names)
         self._num_taken = [len(of_optimizer) for of_optimizer in names]  # the number of groups before the last batch
         self._finetuning = [c for c in callbacks if isinstance(c, pl.callbacks.BaseFinetuning)]
-        self._own_values, self._gather = values, gather
+        self._gather = gather
 
     def keep_local(self) -> None:
         """Remove from the groups the parameters that this rank does not hold, with their states. Call once, when the plan is known.
@@ -208,11 +206,12 @@ class ParameterGroups(Replacements):
         return added
 
     def _values(self) -> dict[int, str]:
-        """Return a digest of each parameter of the module, by the parameter's id. All ranks must call."""
+        """Return a digest of each parameter of the module, by the parameter's id. Parameters are whole: where they are
+        not, finetuning callbacks are refused. All ranks must call."""
         parameters = self._pipeline.parameters
         mine = {
             name: f"{tuple(value.shape)} {value.dtype} {content_of(value)}"
-            for name, value in self._own_values()
+            for name, value in self._pipeline.parameters.items()
             if self._pipeline.is_owner(name)
         }
         found: dict[str, str] = {}

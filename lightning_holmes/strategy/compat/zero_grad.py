@@ -1,12 +1,12 @@
 """Refuses an ``optimizer_zero_grad`` that keeps gradients: plain Lightning would add the next batch's gradients to them, but this strategy begins
 anew with each batch.
 
-with RefusesKeptGradients(module, True, run.lifted): ...
+with refusing_kept_gradients(module, True, run.lifted): ...
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -15,27 +15,19 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.replacements import Replacements
 
 
-class RefusesKeptGradients(Replacements):
+@contextmanager
+def refusing_kept_gradients(
+    module: "pl.LightningModule", has_parameters: bool, lifted: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
     """Inside, each call of the ``optimizer_zero_grad`` hook of ``module`` is checked, if the user has overridden it.
 
     Args:
         has_parameters: whether the optimizer's parameters are on this rank; if not, the hook is only checked for a call of zero_grad.
         lifted: returns a context for the strategy's own writes to gradients inside a hook (tripwires.py).
     """
+    own = module.optimizer_zero_grad
 
-    def __init__(
-        self, module: "pl.LightningModule", has_parameters: bool, lifted: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        super().__init__()
-        self._module, self._has_parameters, self._lifted = module, has_parameters, lifted
-
-    def __enter__(self) -> Self:
-        if pl.utilities.model_helpers.is_overridden("optimizer_zero_grad", self._module):
-            self._own = self._module.optimizer_zero_grad
-            self.replace(self._module, optimizer_zero_grad=self._watched)
-        return self
-
-    def _watched(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+    def watched(epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
         called = False
 
         def noting(zero_grad: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,21 +39,26 @@ class RefusesKeptGradients(Replacements):
             return note
 
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        witness = min(parameters, key=torch.numel) if parameters and self._has_parameters else None
+        witness = min(parameters, key=torch.numel) if parameters and has_parameters else None
         with Replacements() as once:
             once.replace(optimizer, zero_grad=noting(optimizer.zero_grad))
-            once.replace(self._module, zero_grad=noting(self._module.zero_grad))
+            once.replace(module, zero_grad=noting(module.zero_grad))
             has_gradient = witness is not None and witness.grad is not None
             if witness is not None and not has_gradient:
-                with self._lifted():
+                with lifted():
                     witness.grad = torch.ones_like(witness)
-            self._own(epoch, batch_idx, optimizer)
+            own(epoch, batch_idx, optimizer)
         if witness is not None:
-            with self._lifted():
+            with lifted():
                 called = called or witness.grad is None or not bool(witness.grad.any())
                 witness.grad = witness.grad if has_gradient else None
         if not called:
             raise UnsupportedModuleError(
-                f"optimizer_zero_grad of {type(self._module).__name__} was not seen to empty the gradients before batch {batch_idx}: sums of "
+                f"optimizer_zero_grad of {type(module).__name__} was not seen to empty the gradients before batch {batch_idx}: sums of "
                 f"gradients over batches are not kept so; call optimizer.zero_grad() in it, and use Trainer(accumulate_grad_batches=...) for sums"
             )
+
+    with Replacements() as run:
+        if pl.utilities.model_helpers.is_overridden("optimizer_zero_grad", module):
+            run.replace(module, optimizer_zero_grad=watched)
+        yield
