@@ -340,13 +340,13 @@ def _step_twice(module: pl.LightningModule, trainer: Trainer) -> None:
 
 
 def _in_step(act: Any) -> Any:
-    """Return a case's change: each step begins with ``act(optimizer, batch_idx)``."""
+    """Return a case's change: each step begins with ``act(trainer, batch_idx)``."""
 
     def change(module: pl.LightningModule, trainer: Trainer) -> None:
         own = module.training_step
 
         def training_step(batch: Any, batch_idx: int) -> Any:
-            act(trainer.optimizers[0], batch_idx)
+            act(trainer, batch_idx)
             return own(batch, batch_idx)
 
         module.training_step = training_step  # type: ignore[method-assign]
@@ -355,8 +355,8 @@ def _in_step(act: Any) -> Any:
 
 
 def _change_in_step(first: int) -> Any:
-    def change(optimizer: torch.optim.Optimizer, batch_idx: int) -> None:
-        for group in optimizer.param_groups if batch_idx >= first else ():
+    def change(trainer: Trainer, batch_idx: int) -> None:
+        for group in trainer.optimizers[0].param_groups if batch_idx >= first else ():
             group["lr"] = 0.5 ** (2 + batch_idx)
 
     return _in_step(change)
@@ -398,7 +398,7 @@ REFUSED: dict[str, Any] = {
     "a step that is replaced": _changed(_replace_step),
     "states are cleared": _forget_states(False),
     "states are replaced": _forget_states(True),
-    "states are read": _in_step(lambda optimizer, batch_idx: batch_idx == 1 and list(optimizer.state.values())),
+    "states are read": _in_step(lambda trainer, i: i == 1 and list(trainer.optimizers[0].state.values())),
     "an option that changes in a step": _change_in_step(0),
     "an option that changes in the last step": _change_in_step(3),
     "an average of weights": _average,
