@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 
-class TanhNet(pl.LightningModule):
+class ByGradient(pl.LightningModule):
+    """Its parameters go down the gradient."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TanhNet(ByGradient):
     """Layers of these widths; the loss is the mean square of their output. A batch is a tensor, or begins with one."""
 
     def __init__(self, *sizes: int) -> None:
@@ -22,9 +29,6 @@ class TanhNet(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def dealt(data: Dataset[Any], batch_size: int, trainer: pl.Trainer) -> DataLoader[Any]:

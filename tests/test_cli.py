@@ -1,8 +1,10 @@
 """lightning-holmes: the parser, the recipe's files, check's arguments and exit codes, and error messages."""
 
+import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,19 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
         code = int(ended.code or 0)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def done(capsys, *args: str) -> str:
+    """Run a command that succeeds, and return its stdout."""
+    code, out, err = run(capsys, *args)
+    assert code == 0, err
+    return out
+
+
+def planned(capsys, *args: str) -> dict[str, Any]:
+    """Run a command that succeeds, and return its JSON."""
+    out = done(capsys, *args)
+    return json.loads(out[out.index("{") :])
 
 
 class Report:
@@ -88,17 +103,14 @@ def test_recipe_trains_in_plain_lightning(capsys, tmp_path, monkeypatch):
     config["trainer"].update(strategy="auto", devices=1, max_steps=4, val_check_interval=2, limit_val_batches=1)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, "fit", "--config", "config.yaml", *SMALL)
-    assert code == 0, err
+    out = done(capsys, "fit", "--config", "config.yaml", *SMALL)
     assert "A text by the model" in out and "tokens/s, mean" in out and "offline-run-" in out
     assert Path("runs/gpt_tiny/checkpoints/last.ckpt").exists()
     assert Path("runs/gpt_tiny/config.yaml").is_file()
 
 
 def test_check_takes_the_strategys_arguments(capsys, checked):
-    code, out, err = run(capsys, "check", "--config", RECIPE, *SMALL)
-    assert code == 0, err
-    assert "THE TABLE" in out
+    assert "THE TABLE" in done(capsys, "check", "--config", RECIPE, *SMALL)
     ((module, batch, kwargs),) = checked
     assert isinstance(module, GPT)
     assert batch["input_ids"].shape == (16, 128)
@@ -125,8 +137,7 @@ def test_check_of_a_checkpoint(capsys, checked, tmp_path):
     model = GPT(hidden_size=16, num_layers=2)
     torch.save({"state_dict": model.state_dict()}, tmp_path / "some.ckpt")
     options = ["--trainer.strategy=holmes", f"--ckpt_path={tmp_path / 'some.ckpt'}"]
-    code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options)
-    assert code == 0, err
+    done(capsys, "check", "--config", RECIPE, *SMALL, *options)
     torch.testing.assert_close(checked[0][0].state_dict(), model.state_dict())
     assert checked[0][2]["num_microbatches"] == 2  # only a name was given
     code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options, "--model.init_args.hidden_size=32")

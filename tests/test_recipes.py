@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from launch import launch
-from test_cli import ROOT, _from_the_root, run  # noqa: F401
+from test_cli import ROOT, _from_the_root, done, planned, run  # noqa: F401
 
 from lightning_holmes import HolmesStrategy, loggers
 from lightning_holmes.cluster.topology import Topology
@@ -49,15 +49,13 @@ def test_files_and_round_trip(capsys, tmp_path, recipe):
     text = (folder / "README.md").read_text()
     for word in (f"recipes/{recipe}/config.yaml", "torchrun", "sbatch", "MASTER_PORT"):
         assert word in text, word
-    code, out, err = run(capsys, "fit", "--config", config_of(recipe), "--print_config")
-    assert code == 0, err
+    out = done(capsys, "fit", "--config", config_of(recipe), "--print_config")
     printed = yaml.safe_load(out)
     assert printed["trainer"]["strategy"]["init_args"]["topology"] == f"recipes/{recipe}/topology.yaml"
     nodes, devices = printed["trainer"]["num_nodes"], printed["trainer"]["devices"]
     assert nodes * devices == topology.num_devices or (nodes, devices) == (1, topology.num_devices)
     (tmp_path / "again.yaml").write_text(out)
-    code, again, err = run(capsys, "fit", "--config", str(tmp_path / "again.yaml"), "--print_config")
-    assert code == 0 and again == out, err
+    assert done(capsys, "fit", "--config", str(tmp_path / "again.yaml"), "--print_config") == out
 
 
 def command_of_each_node(job: str, first_node: int, nodes: int, folder: Path) -> list[list[str]]:
@@ -98,9 +96,7 @@ def test_the_slurm_script_starts_every_node_of_all_clusters(capsys, tmp_path, re
         assert command[split + 1 : split + 3] == ["lightning-holmes", "fit"]
     num_nodes = len(firsts) * nodes
     assert ranks == list(range(num_nodes)) and given["--nnodes"] == str(num_nodes)
-    code, out, err = run(capsys, *command[split + 2 :], "--print_config")
-    assert code == 0, err
-    trainer = yaml.safe_load(out)["trainer"]
+    trainer = yaml.safe_load(done(capsys, *command[split + 2 :], "--print_config"))["trainer"]
     assert (trainer["num_nodes"], int(trainer["devices"])) == (num_nodes, int(given["--nproc_per_node"]))
 
 
@@ -111,9 +107,7 @@ def test_a_model_too_large_for_a_worker_fits_in_shards_or_on_nodes_only(capsys, 
     config = yaml.safe_load((ROOT / config_of(recipe)).read_text())["trainer"]["strategy"]["init_args"]
     command = ["plan", "--config", config_of(recipe), f"--batch_shape={shape}", f"--device_type={device}"]
     assert " ".join([f"lightning-holmes plan --config {config_of(recipe)}", "--data null"]) in text
-    code, out, err = run(capsys, *command, "--data=null", "--format=json")
-    assert code == 0, err
-    best = json.loads(out[out.index("{") :])["best"]
+    best = planned(capsys, *command, "--data=null", "--format=json")["best"]
     on_nodes = best["optimizer_nodes"] is not None
     assert best["sharded_parameters"] == (recipe == "llama_3b_layered") != on_nodes
     assert best["schedule"] == "breadth_first"
@@ -132,7 +126,7 @@ def test_a_model_too_large_for_a_worker_fits_in_shards_or_on_nodes_only(capsys, 
     hosts[:] = [host for host in hosts if host.get("role") != "optimizer"]
     (tmp_path / "topology.yaml").write_text(yaml.safe_dump(without))
     whole = ["--trainer.strategy.init_args.sharding=optimizer", f"--topology={tmp_path / 'topology.yaml'}"]
-    code, out, err = run(capsys, *command, "--data=null", *whole)
+    code, _, err = run(capsys, *command, "--data=null", *whole)
     assert code != 0 and "NothingFitsError" in err and "GiB a device are missing" in err, err
     assert on_nodes or 'parameters in shards, sharding="parameters"' in err, err
 
@@ -244,15 +238,9 @@ def test_fine_tuning_runs_in_two_processes_as_in_one(tmp_path, tune):
         strategy = f"--trainer.strategy.{strategy}".replace(".=", "=")
         alone.append([*plain, strategy, "--trainer.devices=1"])
         staged = tune_options(recipe, tune, tmp_path / f"{recipe}_staged")
-        commands.append(
-            [
-                *staged,
-                "--trainer.devices=2",
-                "--trainer.strategy.init_args.topology=auto",
-                "--trainer.strategy.init_args.pipeline_parallel_size=2",
-                "--trainer.strategy.init_args.num_microbatches=2",
-            ]
-        )
+        given = ("topology=auto", "pipeline_parallel_size=2", "num_microbatches=2")
+        strategy = [f"--trainer.strategy.init_args.{option}" for option in given]
+        commands.append([*staged, "--trainer.devices=2", *strategy])
     launch(1, "test_recipes:run_cli", alone, timeout_s=120)
     launch(2, "test_recipes:run_cli", commands, timeout_s=120)
     for recipe in FINETUNE:
@@ -265,13 +253,8 @@ def test_fine_tuning_runs_in_two_processes_as_in_one(tmp_path, tune):
 
 
 def test_the_demo_learns_on_four_processes(tmp_path):
-    command = [
-        "fit",
-        f"--config={config_of('gpt_tiny')}",
-        "--trainer.max_steps=20",
-        "--trainer.limit_val_batches=0",
-        *lines_in(tmp_path),
-    ]
+    command = ["fit", f"--config={config_of('gpt_tiny')}", "--trainer.max_steps=20", "--trainer.limit_val_batches=0"]
+    command += lines_in(tmp_path)
     launch(4, "test_recipes:run_cli", [command], timeout_s=240)
     losses = losses_of(tmp_path)
     # an untrained model of bytes: log(256) is 5.5
@@ -290,11 +273,9 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
     save = [f"--trainer.callbacks.{option}" for option in (f"dirpath={tmp_path}", "filename=saved", "save_last=link")]
     save = ["--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=3", *save]
     options = [*SMALL, *SHORT, *ALONE, *save, *logger, "--trainer.logger.init_args.version=0"]
-    code, out, err = run(capsys, "fit", "--config", config_of("gpt_tiny"), *options, "--print_config")
-    assert code == 0, err
+    out = done(capsys, "fit", "--config", config_of("gpt_tiny"), *options, "--print_config")
     (tmp_path / "printed.yaml").write_text(out)
-    code, _, err = run(capsys, "fit", "--config", str(tmp_path / "printed.yaml"), "--trainer.enable_progress_bar=false")
-    assert code == 0, err
+    done(capsys, "fit", "--config", str(tmp_path / "printed.yaml"), "--trainer.enable_progress_bar=false")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "lightning_logs/version_0"))
@@ -307,24 +288,16 @@ def test_fit_runs_from_a_printed_config_with_tensorboard(capsys, tmp_path):
     for command, shown in (("validate", "val_loss"), ("test", "test_loss"), ("predict", ""), ("check", "exact")):
         written = tmp_path / f"{command}.yaml"
         options = [*SMALL, *ALONE, "--trainer.logger=false", "--trainer.callbacks=null", f"--ckpt_path={saved}"]
-        options += [
-            "--trainer.limit_val_batches=2",
-            "--trainer.limit_test_batches=2",
-            "--trainer.limit_predict_batches=2",
-        ]
-        code, out, err = run(capsys, command, "--config", config_of("gpt_tiny"), *options, "--print_config")
-        assert code == 0, err
-        written.write_text(out)
-        code, out, err = run(capsys, command, "--config", str(written))
-        assert code == 0 and shown in out, err
+        options += [f"--trainer.limit_{kind}_batches=2" for kind in ("val", "test", "predict")]
+        written.write_text(done(capsys, command, "--config", config_of("gpt_tiny"), *options, "--print_config"))
+        assert shown in done(capsys, command, "--config", str(written))
     assert not (ROOT / "config.yaml").exists()  # only fit writes it
     # the configuration is used, not the values with which the checkpoint was made
     code, _, err = run(capsys, "test", "--config", str(tmp_path / "test.yaml"), "--model.init_args.hidden_size=32")
     assert code == 2 and "another model than this GPT: size mismatch" in err
     convert([str(saved), str(tmp_path / "folder.ckpt")])
     plain = ["--trainer.strategy=auto", f"--ckpt_path={tmp_path / 'folder.ckpt'}"]
-    code, out, err = run(capsys, "test", "--config", str(tmp_path / "test.yaml"), *plain)
-    assert code == 0 and "test_loss" in out, err
+    assert "test_loss" in done(capsys, "test", "--config", str(tmp_path / "test.yaml"), *plain)
 
 
 @pytest.mark.parametrize("key", [None, "0123456789" * 4])
@@ -396,8 +369,7 @@ def test_every_option_of_the_strategy_is_on_the_command_line(capsys):
     assert set(inspect.signature(HolmesStrategy.__init__).parameters) - {"self"} == set(values)
     options = [f"--trainer.strategy.init_args.{name}={json.dumps(value)}" for name, value in values.items()]
     options = [option.replace('"', "") for option in options]
-    code, out, err = run(capsys, "fit", "--config", config_of("gpt_tiny"), *options, "--print_config")
-    assert code == 0, err
+    out = done(capsys, "fit", "--config", config_of("gpt_tiny"), *options, "--print_config")
     assert yaml.safe_load(out)["trainer"]["strategy"]["init_args"] == values
 
 

@@ -88,12 +88,9 @@ def test_the_part_of_a_dtensor_is_found_and_replaced_and_collectives_tell_their_
     assert mode.seen[0] == [0] and mode.seen[1:] in ([], [None])
 
 
-def test_batch_norms_are_told_from_other_norms() -> None:
+def test_batch_norms_and_dropouts_are_told_from_other_layers() -> None:
     assert torch_private.is_batch_norm(nn.BatchNorm2d(3)) and torch_private.is_batch_norm(nn.SyncBatchNorm(3))
     assert not torch_private.is_batch_norm(nn.LayerNorm(3)) and not torch_private.is_batch_norm(nn.GroupNorm(1, 3))
-
-
-def test_dropouts_are_known() -> None:
     assert torch_private.is_dropout(nn.Dropout()) and torch_private.is_dropout(nn.Dropout2d())
     assert not torch_private.is_dropout(nn.ReLU())
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_holmes
+from lightning_holmes import HolmesStrategy
 from recipes.gpt import GPT
 
 SEQUENCE = 128
@@ -72,34 +72,38 @@ def build(hidden_size: int, num_layers: int) -> GPT:
     return GPT(hidden_size=hidden_size, num_layers=num_layers, num_heads=4, sequence_length=SEQUENCE)
 
 
+def in_turn(rounds: int, **ways: Callable[[], list[float]]) -> dict[str, list[float]]:
+    """Return the seconds of every step that each of two ways returns: one after the other, and the other first in every second round."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name in list(ways)[:: 1 if turn % 2 == 0 else -1]:
+            found[name] += ways[name]()
+    return found
+
+
+def steps_of(options: dict[str, Any], devices: int, make_strategy: Callable[[], Any]) -> list[float]:
+    module = build(options["hidden_size"], options["num_layers"])
+    accelerator = options.get("accelerator", "cpu")
+    return train(module, make_strategy(), devices, options["batch_size"], options["steps"], 4, accelerator)
+
+
 def one_process(options: dict[str, Any]) -> dict[str, list[float]]:
     """Return the seconds of every step of plain Lightning and of the strategy, in turn, in this process, on a CPU or
     ``options["accelerator"]``."""
-    found: dict[str, list[float]] = {"plain": [], "holmes": []}
-    for turn in range(options["rounds"]):
-        order = ["plain", "holmes"] if turn % 2 == 0 else ["holmes", "plain"]
-        for name in order:
-            strategy = lightning_holmes.HolmesStrategy() if name == "holmes" else "auto"
-            module = build(options["hidden_size"], options["num_layers"])
-            accelerator = options.get("accelerator", "cpu")
-            found[name] += train(module, strategy, 1, options["batch_size"], options["steps"], 4, accelerator)
-    return found
+    return in_turn(
+        options["rounds"],
+        plain=lambda: steps_of(options, 1, lambda: "auto"),
+        holmes=lambda: steps_of(options, 1, HolmesStrategy),
+    )
 
 
 def two_replicas(options: dict[str, int]) -> dict[str, list[float]]:
     """Return the seconds of every step on this rank, with DDP and with the strategy without a pipeline, in turn."""
-    found: dict[str, list[float]] = {"ddp": [], "holmes": []}
-    for turn in range(options["rounds"]):
-        order = ["ddp", "holmes"] if turn % 2 == 0 else ["holmes", "ddp"]
-        for name in order:
-            strategy = (
-                DDPStrategy(process_group_backend="gloo")
-                if name == "ddp"
-                else lightning_holmes.HolmesStrategy(pipeline_parallel_size=1)
-            )
-            module = build(options["hidden_size"], options["num_layers"])
-            found[name] += train(module, strategy, 2, options["batch_size"], options["steps"], 4)
-    return found
+    return in_turn(
+        options["rounds"],
+        ddp=lambda: steps_of(options, 2, lambda: DDPStrategy(process_group_backend="gloo")),
+        holmes=lambda: steps_of(options, 2, lambda: HolmesStrategy(pipeline_parallel_size=1)),
+    )
 
 
 class BareStage(nn.Module):
@@ -164,15 +168,9 @@ def two_stages(options: dict[str, int]) -> dict[str, list[float]]:
     """Return the seconds of every step on this rank, of the strategy and of a bare loop, in turn."""
     import torch.distributed as dist
 
-    found: dict[str, list[float]] = {"bare": [], "holmes": []}
-    microbatches = options["num_microbatches"]
-    for turn in range(options["rounds"]):
-        for name in ["holmes", "bare"] if turn % 2 == 0 else ["bare", "holmes"]:
-            if name == "holmes":
-                strategy = lightning_holmes.HolmesStrategy(pipeline_parallel_size=2, num_microbatches=microbatches)
-                module = build(options["hidden_size"], options["num_layers"])
-                times = train(module, strategy, 2, options["batch_size"], options["steps"], 4)
-            else:
-                times = bare_loop(options, dist.get_rank(), microbatches)
-            found[name] += times
-    return found
+    staged = {"pipeline_parallel_size": 2, "num_microbatches": options["num_microbatches"]}
+    return in_turn(
+        options["rounds"],
+        holmes=lambda: steps_of(options, 2, lambda: HolmesStrategy(**staged)),
+        bare=lambda: bare_loop(options, dist.get_rank(), options["num_microbatches"]),
+    )

@@ -6,26 +6,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from tanh_net import ByGradient, TanhNet
 from torch import Tensor, nn
 
 import lightning_holmes
 from lightning_holmes.checking import simulated_pipeline
 
 
-class Stack(LightningModule):
+class Stack(TanhNet):
     """Logs its loss, and counts its calls in a buffer after the layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
         self.register_buffer("calls", torch.zeros(()))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for layer in self.layers:
-            batch = layer(batch).tanh()
+        loss = super().training_step(batch, batch_idx)
         self.calls += 1
-        loss = batch.square().mean()
         self.log("train_loss", loss)
         return loss
 
@@ -50,13 +47,13 @@ def differing(report: lightning_holmes.CheckReport) -> list[tuple[str, str]]:
 
 def test_an_honest_run_is_equal() -> None:
     report = lightning_holmes.check(Stack(), torch.randn(8, 4))
-    assert report.ok and {"log train_loss", "state buffer calls", "gradient layers.3.weight"} <= {
+    assert report.ok and {"log train_loss", "state buffer calls", "gradient layers.3.0.weight"} <= {
         row.what for row in report.rows
     }
 
 
 def test_a_gradient_that_is_a_little_off_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "layers.2.weight"
+    name = "layers.2.0.weight"
     report = tampered(monkeypatch, "gradients", lambda cast, found: found | {name: found[name] * 1.001})
     assert not report.ok and differing(report) == [("training_step", f"gradient {name}")]
     (row,) = (row for row in report.rows if not row.ok)
@@ -66,8 +63,8 @@ def test_a_gradient_that_is_a_little_off_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_gradient_that_is_missing_is_found_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = tampered(monkeypatch, "gradients", lambda cast, found: found | {"layers.0.bias": None})
-    assert differing(report) == [("training_step", "gradient layers.0.bias")]
+    report = tampered(monkeypatch, "gradients", lambda cast, found: found | {"layers.0.0.bias": None})
+    assert differing(report) == [("training_step", "gradient layers.0.0.bias")]
     assert [row.reason for row in report.rows if not row.ok] == ["(has a gradient in one run only)"]
 
 
@@ -97,7 +94,7 @@ def test_a_changed_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_difference_says_where_it_arises_and_whether_it_may_be_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     def reason(factor: float) -> str:
         with monkeypatch.context() as patched:
-            name = "layers.2.weight"
+            name = "layers.2.0.weight"
             report = tampered(patched, "gradients", lambda cast, found: found | {name: found[name] * factor})
         (row,) = (row for row in report.rows if not row.ok)
         return row.reason
@@ -120,7 +117,7 @@ def test_attributes_without_a_difference_to_take_are_no_trouble() -> None:
     assert report.ok, str(report)
 
 
-class BuiltInSetup(LightningModule):
+class BuiltInSetup(ByGradient):
     """Has no layers before ``setup``; its steps use attributes from hooks, learning rates, and the trainer."""
 
     def setup(self, stage: str) -> None:
@@ -147,9 +144,6 @@ class BuiltInSetup(LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.outs.append(self.loss(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_a_module_is_checked_as_it_is_at_its_first_step() -> None:

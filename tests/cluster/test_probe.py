@@ -182,6 +182,13 @@ def two_clusters() -> Topology:
     return Topology(clusters=(a, b))
 
 
+def over_ethernet(**sizes: int) -> Topology:
+    """Return clusters of these names and numbers of hosts, each of which has one Ethernet card."""
+    card = nic("eth0", "127.0.0.1")
+    hosts = {n: tuple(Host(name=f"{n}{i}", devices=1, nics=(card,)) for i in range(size)) for n, size in sizes.items()}
+    return Topology(clusters=tuple(Cluster(name=name, hosts=of_cluster) for name, of_cluster in hosts.items()))
+
+
 def result_of(pair: measure.Pair, *, rate: float | None = 1e8, error: str | None = None) -> ProbeResult:
     return ProbeResult(
         source_host=pair.hosts[0],
@@ -214,14 +221,7 @@ def test_each_class_of_link_is_measured_once() -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_all_hosts_of_two_clusters_measure_their_link_at_once(lost: int) -> None:
-    clusters = tuple(
-        Cluster(
-            name=name,
-            hosts=tuple(Host(name=f"{name}{i}", devices=1, nics=(nic("eth0", "127.0.0.1"),)) for i in range(count)),
-        )
-        for name, count in (("a", 10), ("b", 12), ("c", 1))
-    )
-    topology = Topology(clusters=clusters)
+    topology = over_ethernet(a=10, b=12, c=1)
     pairs = measure.choose_pairs(topology)
     between = [pair.hosts for pair in pairs if pair.clusters == ("a", "b")]
     assert between == [(f"a{index}", f"b{index}") for index in range(10)], "each host once"
@@ -258,16 +258,7 @@ def test_what_a_file_states_is_not_measured() -> None:
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=64))
 @settings(max_examples=30, deadline=None)
 def test_rounds_fit_the_time_and_no_host_is_in_two_pairs_at_once(sizes: list[int]) -> None:
-    clusters = tuple(
-        Cluster(
-            name=f"c{index}",
-            hosts=tuple(
-                Host(name=f"c{index}h{number}", devices=1, nics=(nic("eth0", "127.0.0.1"),)) for number in range(size)
-            ),
-        )
-        for index, size in enumerate(sizes)
-    )
-    pairs = measure.choose_pairs(Topology(clusters=clusters))
+    pairs = measure.choose_pairs(over_ethernet(**{f"c{index}h": size for index, size in enumerate(sizes)}))
     inside = sum(size > 1 for size in sizes)
     assert len({pair.clusters for pair in pairs}) == inside + len(sizes) * (len(sizes) - 1) // 2
     slots, seconds, interval = measure.schedule(pairs)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jsonargparse import ArgumentParser
+from refusals import refusal
 
 from lightning_holmes.cluster import topology as topology_module
 from lightning_holmes.cluster.topology import Cluster, Host, Link, Nic, Topology
@@ -181,12 +182,8 @@ def test_latencies(text: str, seconds: float) -> None:
 )
 def test_mistakes_name_file_line_and_fix(old: str, new: str, line: int, words: list[str]) -> None:
     assert GOOD.count(old) == 1
-    with pytest.raises(ConfigurationError) as caught:
+    with refusal(*words, start=f"my.yaml, line {line}: "):
         Topology.from_yaml_text(GOOD.replace(old, new), source="my.yaml")
-    message = str(caught.value)
-    assert message.startswith(f"my.yaml, line {line}: "), message
-    for word in words:
-        assert word in message, message
 
 
 def test_repeated_link() -> None:

@@ -4,6 +4,7 @@ JSON."""
 import json
 
 import pytest
+from refusals import refusal
 
 from lightning_holmes.cluster.record import read_json, to_json
 from lightning_holmes.cluster.topology import Cluster, Host, Link, LinkSpeed, Nic, Topology
@@ -88,10 +89,8 @@ def test_a_file_is_matched_to_live_hosts() -> None:
     ],
 )
 def test_a_file_that_does_not_fit_the_job(live: list[str], words: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refusal(*words):
         Topology.from_yaml_text(FILE, source="t.yaml").with_ranks(live)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +104,8 @@ def test_a_file_that_does_not_fit_the_job(live: list[str], words: list[str]) -> 
     ],
 )
 def test_mistakes_name_the_line(text: str, line: int, words: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refusal(*words, start=f"my.yaml, line {line}: "):
         Topology.from_yaml_text(f"clusters:\n  - name: c\n    hosts:\n      - {text}\n", source="my.yaml")
-    assert str(caught.value).startswith(f"my.yaml, line {line}: "), caught.value
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_ranks_of_all_hosts_or_none() -> None:
@@ -142,9 +138,6 @@ def test_ranks_of_all_hosts_or_none() -> None:
     ],
 )
 def test_hostile_json(text: str, words: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refusal("rank 7", *words) as caught:
         read_json(Topology, text, source="rank 7")
-    assert "rank 7" in str(caught.value)
     assert len(str(caught.value)) < 600
-    for word in words:
-        assert word in str(caught.value)

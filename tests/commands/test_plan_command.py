@@ -4,13 +4,12 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import HalfPrecision, TorchCheckpointIO
-from test_cli import ROOT, _from_the_root, run  # noqa: F401
+from tanh_net import ByGradient
+from test_cli import ROOT, _from_the_root, done, planned, run  # noqa: F401
 from torch import nn
 
 from lightning_holmes.commands.plan_command import parse_batch_shape, strategy_settings
@@ -43,13 +42,6 @@ links: [{ends: [east, west], transport: ethernet, bandwidth: 25 Gbit/s, latency:
 """
 
 
-def planned(capsys, *args: str) -> dict[str, Any]:
-    """Run a command that succeeds, and return its JSON."""
-    code, out, err = run(capsys, *args)
-    assert code == 0, err
-    return json.loads(out[out.index("{") :])
-
-
 def refusal(capsys, *args: str) -> str:
     """Run a command that is refused, and return what it says."""
     code, _, err = run(capsys, *args)
@@ -58,8 +50,7 @@ def refusal(capsys, *args: str) -> str:
 
 
 def test_the_recipe_is_planned_from_its_own_config(capsys, tmp_path):
-    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", f"--plot={tmp_path / 'step.png'}")
-    assert code == 0, err
+    out = done(capsys, *RECIPE, "--device_type=A100-80GB", f"--plot={tmp_path / 'step.png'}")
     assert "GPT: 4 layers" in out and "a batch of 32; east: 2 x A100-80GB" in out and "Chosen: " in out
     assert (tmp_path / "step.png").stat().st_size > 1000
 
@@ -106,8 +97,7 @@ def test_arguments_of_the_strategy_change_the_prediction_as_they_change_a_run(ca
 
 def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
     path = tmp_path / "plan.yaml"
-    code, out, err = run(capsys, *RECIPE, "--device_type=A100-80GB", f"--output={path}")
-    assert code == 0 and f"written: {path}" in out, err
+    assert f"written: {path}" in done(capsys, *RECIPE, "--device_type=A100-80GB", f"--output={path}")
     plan = Plan.load(path)
     checkpoint = tmp_path / "last.ckpt"
     checkpoint.mkdir()
@@ -118,8 +108,7 @@ def test_a_plan_file_is_written_and_planned_with(capsys, tmp_path):
     assert tuple(best["partition"]) == plan.partition.layer_counts
     fixed = ["--trainer.strategy.init_args.pipeline_parallel_size=2", "--sharding=optimizer"]
     shared = tmp_path / "shared.yaml"
-    code, _, err = run(capsys, *RECIPE, *fixed, "--device_type=A100-80GB", f"--output={shared}")
-    assert code == 0, err
+    done(capsys, *RECIPE, *fixed, "--device_type=A100-80GB", f"--output={shared}")
     made = Plan.load(shared)
     assert (made.sharding, made.collectives, made.data_parallel_size) == ("optimizer", ("reduce_scatter",) * 2, 2)
     err = refusal(capsys, *RECIPE, *given, "--device_type=A100-80GB", "--model.init_args.num_layers=6")
@@ -162,7 +151,7 @@ def test_refused(capsys, options, words):
         assert word in err
 
 
-class Reads(LightningModule):
+class Reads(ByGradient):
     """A step that reads a value on the host; the module defines its own batch."""
 
     def __init__(self, hidden_size: int = 8) -> None:
@@ -173,9 +162,6 @@ class Reads(LightningModule):
     def training_step(self, batch, batch_idx):
         loss = self.blocks(batch).square().mean()
         return loss * (2 if loss.item() > 0 else 1)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 class Runs(Reads):
@@ -264,9 +250,7 @@ SMALL = ["plan", "--trainer.strategy=holmes", "--trainer.devices=2", "--device_t
 
 
 def test_a_step_that_reads_values_is_run_once_as_in_fit_and_the_batch_may_be_the_modules_own_example(capsys):
-    found = []
-    for name in ("Reads", "Runs"):
-        found.append(planned(capsys, *SMALL, f"--model={__name__}.{name}"))
+    found = [planned(capsys, *SMALL, f"--model={__name__}.{name}") for name in ("Reads", "Runs")]
     reads, runs = (data["model"]["layers"] for data in found)
     assert reads == runs and reads[0]["forward"] == 2 * 8 * 8, "a sample through a matrix"
     assert found[0]["batch_samples"] == 8, "four samples of the example for each of two replicas"
@@ -298,15 +282,12 @@ def test_several_hosts_are_those_of_a_file(capsys, tmp_path, number, words):
     if number > 1:
         path = tmp_path / "all.yaml"
         path.write_text(re.search(r"clusters: \[.*\](?=, and give)", err.replace("\n", " "))[0])
-        code, out, err = run(
-            capsys, *SMALL, f"--model={__name__}.Runs", f"--trainer.num_nodes={number}", f"--topology={path}"
-        )
-        assert code == 0 and json.loads(out[out.index("{") :])["clusters"][0]["devices"] == 16, err
+        given = [f"--model={__name__}.Runs", f"--trainer.num_nodes={number}", f"--topology={path}"]
+        assert planned(capsys, *SMALL, *given)["clusters"][0]["devices"] == 16
 
 
 def test_a_step_may_ask_its_trainer_and_what_fit_refuses_is_refused(capsys):
-    code, out, err = run(capsys, *SMALL, f"--model={__name__}.Asks")
-    assert code == 0 and '"name": "Asks"' in out, err
+    assert planned(capsys, *SMALL, f"--model={__name__}.Asks")["model"]["name"] == "Asks"
     err = refusal(capsys, *SMALL, f"--model={__name__}.Manual")
     assert "Manual uses manual optimization" in err
 
@@ -413,8 +394,7 @@ def test_what_does_not_fit_is_planned_refused_and_told_as_in_a_run(capsys, tmp_p
 
 
 def test_without_any_batch_the_three_ways_to_give_one_are_named(capsys):
-    code, _, err = run(capsys, *SMALL, f"--model={__name__}.Bare")
-    assert code == 2
+    err = refusal(capsys, *SMALL, f"--model={__name__}.Bare")
     for word in ("data module", "Bare.example_input_array", "--batch_shape"):
         assert word in err
 
@@ -495,7 +475,7 @@ def test_a_precision_that_is_not_known_is_refused(trainer, words):
         precision_of(trainer)
 
 
-class BuildsInFloat32(LightningModule):
+class BuildsInFloat32(ByGradient):
     """A module that sets a dtype itself, as Hugging Face's models do."""
 
     def __init__(self) -> None:
@@ -508,9 +488,6 @@ class BuildsInFloat32(LightningModule):
         for layer in self.layers:
             x = layer(x * self.scale)
         return x.square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_a_module_that_makes_float32_itself_is_predicted_as_the_trainer_converts_it(capsys):

@@ -264,14 +264,7 @@ GPT_350M = {
     "sequence_length": 1024,
     "fuses": True,
 }
-GPT_1B = {
-    "vocab_size": 32768,
-    "hidden_size": 2048,
-    "num_layers": 18,
-    "num_heads": 16,
-    "sequence_length": 2048,
-    "fuses": True,
-}
+GPT_1B = GPT_350M | {"hidden_size": 2048, "num_layers": 18, "sequence_length": 2048}
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "sequence_length": 16}
 
 

@@ -17,8 +17,9 @@ import torch
 from gpu_models import MODELS
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from quiet import quiet_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_holmes import HolmesStrategy
 
@@ -35,19 +36,6 @@ class Samples(Dataset):  # type: ignore[type-arg]
     def __getitem__(self, index: int) -> Tensor:
         sample: Tensor = self.make(torch.Generator().manual_seed(index))
         return sample
-
-
-class EveryNth(Sampler[int]):
-    """One replica's samples, so that all replicas together see the global batch in order."""
-
-    def __init__(self, count: int, rank: int, replicas: int) -> None:
-        self.indices = range(rank, count, replicas)
-
-    def __iter__(self) -> Any:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
 
 def tokens_of(case: dict[str, Any]) -> Any:
@@ -67,7 +55,8 @@ class OfReplica(Callback):
             place = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
             replicas, batch = place["num_replicas"], self.case["batch"]
             data = Samples(batch * self.case["steps"], self.make)
-            sampler = EveryNth(len(data), place["rank"], replicas)
+            # one replica's samples, so that all replicas together see the global batch in order
+            sampler = range(place["rank"], len(data), replicas)
             return DataLoader(data, batch_size=batch // replicas, sampler=sampler)
 
         pl_module.train_dataloader = loader  # type: ignore[method-assign]
@@ -121,13 +110,9 @@ def make_trainer(case: dict[str, Any], *callbacks: Callback, **options: Any) -> 
         "precision": case.get("precision", "32-true"),
         "max_epochs": 1,
         "use_distributed_sampler": False,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
-    return Trainer(**given | options, callbacks=list(callbacks))
+    return quiet_trainer(**given | options, callbacks=list(callbacks))
 
 
 def forget() -> None:

@@ -30,10 +30,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from comparing import state_of
 from contract_models import batches
 from covering import EXHAUSTIVE
 from launch import Worker, keep_what_is_left, launch_raw
 from lightning.pytorch import Trainer
+from quiet import QUIET
+from torch import Tensor
 
 from lightning_holmes import HolmesStrategy
 
@@ -67,14 +70,10 @@ class Run:
 
     def trainer(self, **options: Any) -> Trainer:
         """Make a quiet Trainer for one epoch; ``options`` are Lightning's, and override the defaults."""
-        defaults: dict[str, Any] = {
-            "accelerator": "cpu",
+        defaults: dict[str, Any] = QUIET | {
             "devices": LAYOUTS[self.layout],
             "max_epochs": 1,
-            "logger": False,
             "enable_checkpointing": "Checkpoint" in str(options.get("callbacks")),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
             "num_sanity_val_steps": 0,
             "log_every_n_steps": 1,
             "default_root_dir": self.folder,
@@ -90,6 +89,11 @@ class Run:
         trainer = self.trainer(**options)
         trainer.fit(module, *(loaders or (batches(),)), ckpt_path=ckpt_path)
         return trainer
+
+    def weights_after(self, module: pl.LightningModule, *loaders: Any, **options: Any) -> dict[str, Tensor]:
+        """Train likewise, and return the module's state."""
+        self.fit(module, *loaders, **options)
+        return state_of(module)
 
     @property
     def is_first(self) -> bool:

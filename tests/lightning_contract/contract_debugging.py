@@ -53,9 +53,7 @@ def case_anomalies_are_detected(run: Run):
 
 
 def case_a_sound_fit_has_no_anomalies(run: Run):
-    module = Net()
-    run.fit(module, detect_anomaly=True)
-    return state_of(module)
+    return run.weights_after(Net(), detect_anomaly=True)
 
 
 @each(on=True, warn="warn", off=False)

@@ -2,15 +2,14 @@
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from comparing import state_of
 from contract import TWO, Run, each, whole_batches
 from contract_models import WIDTH, Calls, Net, batches
+from tanh_net import ByGradient
 from torch import nn
 
 
-class Built(pl.LightningModule):
+class Built(ByGradient):
     """A module that has no layers until a hook builds them."""
 
     def build(self) -> None:
@@ -18,9 +17,6 @@ class Built(pl.LightningModule):
 
     forward, loss = Net.forward, Net.loss  # type: ignore[assignment]
     training_step = Net.training_step  # type: ignore[assignment]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @each(setup="setup", configure_model="configure_model")
@@ -63,9 +59,7 @@ def case_a_step_counts_its_batches(run: Run):
     without_index=lambda self, batch: self.loss(batch),
 )
 def case_a_step_may_take(run: Run, step: Any):
-    module = type("Takes", (Net,), {"training_step": step})()
-    run.fit(module, batches(3))
-    return state_of(module)
+    return run.weights_after(type("Takes", (Net,), {"training_step": step})(), batches(3))
 
 
 @each(

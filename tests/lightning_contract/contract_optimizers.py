@@ -148,9 +148,7 @@ def case_gradients_are_emptied_by_hand(run: Run):
             for parameter in self.parameters():
                 parameter.grad = None
 
-    module = Empties()
-    run.fit(module)
-    return state_of(module)
+    return run.weights_after(Empties())
 
 
 @refused("optimizer_zero_grad of Keeps was not seen to empty the gradients before batch 0")
@@ -159,9 +157,7 @@ def case_gradients_are_kept_by_their_hook(run: Run):
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
             pass
 
-    module = Keeps()
-    run.fit(module)
-    return state_of(module)
+    return run.weights_after(Keeps())
 
 
 @refused("parameters were changed between the forward and the backward of a step, where Clamps.on_before_")
@@ -173,9 +169,7 @@ def case_parameters_that_are_changed_before_the_backward(run: Run, hook: str):
                 parameter.data.clamp_(-0.1, 0.1)
 
     setattr(Clamps, hook, Clamps.clamp)
-    module = Clamps()
-    run.fit(module)
-    return state_of(module)
+    return run.weights_after(Clamps())
 
 
 @refused("SGD was given a parameter group between batches of one step")
@@ -188,9 +182,7 @@ def case_a_group_that_is_added_between_batches_of_a_step(run: Run):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.layers[0].parameters(), lr=0.1)
 
-    module = Adds()
-    run.fit(module, accumulate_grad_batches=2)
-    return state_of(module)
+    return run.weights_after(Adds(), accumulate_grad_batches=2)
 
 
 @refused("this SGD was put into trainer.optimizers")
@@ -200,9 +192,7 @@ def case_another_optimizer_in_the_second_epoch(run: Run):
             if self.current_epoch == 1:
                 self.trainer.optimizers = [sgd(self)]
 
-    module = Swaps()
-    run.fit(module, max_epochs=2)
-    return state_of(module)
+    return run.weights_after(Swaps(), max_epochs=2)
 
 
 class Scaled(torch.optim.Optimizer):

@@ -48,15 +48,19 @@ def run(
         driver.close()
 
 
+def assert_same_bits(found: list[Any], expected: list[Any]) -> None:
+    for (values, states), (others, their_states) in zip(found, expected, strict=True):
+        assert torch.equal(values, others) and states.keys() == their_states.keys()
+        assert all(torch.equal(state, their_states[key]) for key, state in states.items())
+
+
 @pytest.mark.parametrize(("optimizer", "way", "room", "num_workers"), CASES)
 def test_on_disk_it_is_the_same_bit_for_bit(
     optimizer: str, way: str, room: str, num_workers: int, tmp_path: Path
 ) -> None:
     expected = run(optimizer, way, num_workers, "memory", None)
     found = run(optimizer, way, num_workers, str(tmp_path), ROOMS[room])
-    for (values, states), (others, their_states) in zip(found, expected, strict=True):
-        assert torch.equal(values, others) and states.keys() == their_states.keys()
-        assert all(torch.equal(state, their_states[key]) for key, state in states.items())
+    assert_same_bits(found, expected)
     assert not list(tmp_path.iterdir()), "files of a run"
 
 
@@ -64,11 +68,10 @@ def test_on_disk_it_is_the_same_bit_for_bit(
 def test_masters_on_disk_are_the_same_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     expected = run(optimizer, "eager", 2, "memory", None, torch.bfloat16)
     found = run(optimizer, "eager", 2, str(tmp_path), ROOMS["the least"], torch.bfloat16)
-    for (values, states), (others, their_states) in zip(found, expected, strict=True):
-        assert torch.equal(values, others) and values.dtype == torch.bfloat16
+    assert_same_bits(found, expected)
+    for values, states in found:
+        assert values.dtype == torch.bfloat16
         assert {name for name, key in states if key == "master_weight"} == {name for name, _ in states}
-        assert states.keys() == their_states.keys()
-        assert all(torch.equal(state, their_states[key]) for key, state in states.items())
 
 
 @pytest.mark.parametrize("place", ["memory", "disk"])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refusal
 from torch import Tensor
 
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
@@ -85,9 +86,8 @@ def test_a_list_that_can_be_read_two_ways_is_refused_until_a_batch_has_shown_whi
     ],
 )
 def test_what_cannot_be_dealt_is_refused_by_name(batch: Any, names: list[str]) -> None:
-    with pytest.raises(UnsupportedModuleError) as refusal:
+    with refusal(*names, error=UnsupportedModuleError):
         BatchSplitter().split(batch, 2)
-    assert all(name in str(refusal.value) for name in names)
     assert BatchSplitter().split(batch, 1) == [batch]
 
 

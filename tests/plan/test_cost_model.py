@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
+from refusals import refusal
 
 from lightning_holmes.cluster.topology import Topology
-from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import find_device_type
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
@@ -84,10 +84,8 @@ def test_routes() -> None:
     ],
 )
 def test_missing_speeds_name_the_link(text: str, hosts: tuple[int, int], words: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refusal(*words):
         cost_model(text).network.between_hosts(*hosts)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_measured_speeds_count_for_sockets_and_stated_ones_for_rdma() -> None:

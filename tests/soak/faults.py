@@ -62,70 +62,32 @@ class Layout:
         return [rank for rank in range(self.size) if self.host_of(rank) == host]
 
 
+TWO: dict[str, Any] = {"size": 2, "hosts": 2}
+_REPLICAS: dict[str, Any] = {"strategy": {"pipeline_parallel_size": 1}}
+_STAGES: dict[str, Any] = {"strategy": {"pipeline_parallel_size": 2}}
+_SHARDS: dict[str, Any] = {"pipeline_parallel_size": 1, "sharding": "optimizer"}
+_ASYNCHRONOUS: dict[str, Any] = {"strategy": _SHARDS | {"async_checkpoint": True}}
 LAYOUTS = (
-    Layout(size=2, hosts=1, name="two stages", options={"strategy": {"pipeline_parallel_size": 2}}),
-    Layout(size=2, hosts=2, name="two stages, two hosts", options={"strategy": {"pipeline_parallel_size": 2}}),
-    Layout(
-        size=2,
-        hosts=2,
-        name="two replicas, two hosts, loaders' workers",
-        options={"strategy": {"pipeline_parallel_size": 1}, "workers": 1},
-    ),
-    Layout(
-        size=2,
-        hosts=2,
-        name="sharded optimizer, asynchronous checkpoints",
-        options={"strategy": {"pipeline_parallel_size": 1, "sharding": "optimizer", "async_checkpoint": True}},
-    ),
-    Layout(size=4, hosts=2, name="two by two", options={"strategy": {"pipeline_parallel_size": 2}}),
+    Layout(size=2, hosts=1, name="two stages", options=_STAGES),
+    Layout(**TWO, name="two stages, two hosts", options=_STAGES),
+    Layout(**TWO, name="two replicas, two hosts, loaders' workers", options=_REPLICAS | {"workers": 1}),
+    Layout(**TWO, name="sharded optimizer, asynchronous checkpoints", options=_ASYNCHRONOUS),
+    Layout(size=4, hosts=2, name="two by two", options=_STAGES),
 )
 
 _LONGER: dict[str, Any] = {"steps": 40, "pace_s": 0.2}
 NETWORKS = (
-    Layout(
-        size=2,
-        hosts=2,
-        clusters=1,
-        name="two stages over a fast card",
-        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2}},
-    ),
-    Layout(
-        size=2,
-        hosts=2,
-        clusters=1,
-        name="sharded optimizer over a fast card",
-        options=_LONGER | {"strategy": {"pipeline_parallel_size": 1, "sharding": "optimizer"}},
-    ),
-    Layout(
-        size=4,
-        hosts=4,
-        clusters=2,
-        name="two clusters, replicas inside",
-        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2}},
-    ),
-    Layout(
-        size=2,
-        hosts=2,
-        clusters=2,
-        name="two clusters, a stage each",
-        options=_LONGER | {"strategy": {"pipeline_parallel_size": 2}},
-    ),
+    Layout(**TWO, clusters=1, name="two stages over a fast card", options=_LONGER | _STAGES),
+    Layout(**TWO, clusters=1, name="sharded optimizer over a fast card", options=_LONGER | {"strategy": _SHARDS}),
+    Layout(size=4, hosts=4, clusters=2, name="two clusters, replicas inside", options=_LONGER | _STAGES),
+    Layout(**TWO, clusters=2, name="two clusters, a stage each", options=_LONGER | _STAGES),
 )
 RANKS = "ranks"
 """A value for pipeline_parallel_size: as many stages as there are ranks."""
+_KEPT: dict[str, Any] = {"keep_weights": True}
 ELASTIC = (
-    Layout(
-        size=2,
-        hosts=2,
-        name="two replicas, or one",
-        options={"strategy": {"pipeline_parallel_size": 1}, "counted": True, "keep_weights": True},
-    ),
-    Layout(
-        size=2,
-        hosts=2,
-        name="two stages, or one",
-        options={"strategy": {"pipeline_parallel_size": RANKS}, "keep_weights": True},
-    ),
+    Layout(**TWO, name="two replicas, or one", options=_REPLICAS | {"counted": True} | _KEPT),
+    Layout(**TWO, name="two stages, or one", options={"strategy": {"pipeline_parallel_size": RANKS}} | _KEPT),
 )
 
 
@@ -265,12 +227,7 @@ def _draw_fault(chance: random.Random, layout: Layout, kinds: dict[str, int], co
 def lasting(num_steps: int) -> Case:
     """Return a case of one start with many steps, in which ranks are stopped and the snapshot memory is full for a
     while, now and then."""
-    layout = Layout(
-        size=2,
-        hosts=2,
-        name=f"two stages, two hosts, {num_steps} steps",
-        options={"strategy": {"pipeline_parallel_size": 2}, "steps": num_steps},
-    )
+    layout = Layout(**TWO, name=f"two stages, two hosts, {num_steps} steps", options=_STAGES | {"steps": num_steps})
     kinds = ("stop", "full snapshots")
     faults = [
         Fault(kind=kinds[number % 2], rank=number // 2 % 2, place="batch", count=number * num_steps // 20, seconds=1.0)

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from strategy_cases import Block, Classifier, Setting, build, samples
+from tanh_net import ByGradient
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -23,16 +24,13 @@ from lightning_holmes.errors import UnsupportedModuleError
 RANK = int(os.environ.get("RANK", "0"))
 
 
-class NoList(pl.LightningModule):
+class NoList(ByGradient):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return F.cross_entropy(self.second(self.first(batch[0])), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Manual(Classifier):

@@ -9,6 +9,8 @@ import signal
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -337,13 +339,14 @@ def _step_twice(module: pl.LightningModule, trainer: Trainer) -> None:
     module.optimizer_step = optimizer_step  # type: ignore[method-assign, assignment]
 
 
-def _change_in_step(first: int) -> Any:
+def _in_step(act: Any) -> Any:
+    """Return a case's change: each step begins with ``act(trainer, batch_idx)``."""
+
     def change(module: pl.LightningModule, trainer: Trainer) -> None:
         own = module.training_step
 
         def training_step(batch: Any, batch_idx: int) -> Any:
-            for group in trainer.optimizers[0].param_groups if batch_idx >= first else ():
-                group["lr"] = 0.5 ** (2 + batch_idx)
+            act(trainer, batch_idx)
             return own(batch, batch_idx)
 
         module.training_step = training_step  # type: ignore[method-assign]
@@ -351,15 +354,12 @@ def _change_in_step(first: int) -> Any:
     return change
 
 
-def _read_states_in_step(module: pl.LightningModule, trainer: Trainer) -> None:
-    own = module.training_step
+def _change_in_step(first: int) -> Any:
+    def change(trainer: Trainer, batch_idx: int) -> None:
+        for group in trainer.optimizers[0].param_groups if batch_idx >= first else ():
+            group["lr"] = 0.5 ** (2 + batch_idx)
 
-    def training_step(batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1:
-            list(trainer.optimizers[0].state.values())
-        return own(batch, batch_idx)
-
-    module.training_step = training_step  # type: ignore[method-assign]
+    return _in_step(change)
 
 
 def _changed(change: Any) -> Any:
@@ -398,7 +398,7 @@ REFUSED: dict[str, Any] = {
     "a step that is replaced": _changed(_replace_step),
     "states are cleared": _forget_states(False),
     "states are replaced": _forget_states(True),
-    "states are read": _read_states_in_step,
+    "states are read": _in_step(lambda trainer, i: i == 1 and list(trainer.optimizers[0].state.values())),
     "an option that changes in a step": _change_in_step(0),
     "an option that changes in the last step": _change_in_step(3),
     "an average of weights": _average,
@@ -456,16 +456,22 @@ REASONS = {
 """By what is refused, a part of the error."""
 
 
+def error_of(run: Callable[[], Any]) -> str | None:
+    """Return the error that ``run`` raises, or None."""
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def run_refusals(folder: Path) -> dict[str, Any]:
     """Return by reason the error that each refused run raises, on one worker."""
     found: dict[str, Any] = {}
     for why, change in REFUSED.items():
         module, trainer = build("sgd"), make_trainer(folder, strategy=with_nodes(1))
         change(module, trainer)
-        try:
-            trainer.fit(module, datamodule=Data())
-        except Exception as error:
-            found[why] = f"{type(error).__name__}: {error}"
+        found[why] = error_of(partial(trainer.fit, module, datamodule=Data()))
     return found | run_used_optimizers(folder) | run_thawing_in_vain(folder)
 
 
@@ -501,10 +507,7 @@ def run_thawing_in_vain(folder: Path) -> dict[str, Any]:
         ("thawed without a master", {"master_weights": True}, "bf16-true"),
     ):
         trainer = make_trainer(folder, strategy=with_nodes(1, **strategy), precision=precision)
-        try:
-            trainer.fit(Thawing(), datamodule=Data())
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = error_of(partial(trainer.fit, Thawing(), datamodule=Data()))
     return found
 
 
@@ -516,13 +519,8 @@ def run_used_optimizers(folder: Path) -> dict[str, Any]:
         optimizer = torch.optim.SGD(list(module.layers.parameters()), lr=0.1)
         module.configure_optimizers = lambda made=optimizer: made  # type: ignore[method-assign]
         make_trainer(folder, strategy=with_nodes(1)).fit(module, datamodule=Data())
-        try:
-            if strategy is None:
-                optimizer.step()
-            else:
-                make_trainer(folder, strategy=strategy or None).fit(module, datamodule=Data())
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        again = partial(make_trainer(folder, strategy=strategy or None).fit, module, datamodule=Data())
+        found[name] = error_of(optimizer.step if strategy is None else again)
     return found
 
 

@@ -9,6 +9,8 @@ import pytest
 from bad_input_cases import CASES
 from launch import Worker, busyness, launch, launch_raw
 
+pytestmark = pytest.mark.xdist_group("strategy_bad_input")
+
 # what every rank's output must contain
 FAILURES = {
     "before the layers": "ZeroDivisionError: planned failure: before the layers",
@@ -35,7 +37,6 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launch(2, "bad_input_cases:run_cases", payload, timeout_s=150)
 
 
-@pytest.mark.xdist_group("strategy_bad_input")
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_one_clear_error_on_every_rank(name: str, mistakes: list[dict[str, Any]]) -> None:
     words = CASES[name][1]
@@ -71,7 +72,6 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return dict(zip(FAILURES, pool.map(run, FAILURES), strict=True))
 
 
-@pytest.mark.xdist_group("strategy_bad_input")
 @pytest.mark.parametrize("where", FAILURES)
 def test_a_failure_of_one_rank_ends_all(where: str, failures: Any) -> None:
     workers, seconds = failures[where]
@@ -89,7 +89,6 @@ def test_a_failure_of_one_rank_ends_all(where: str, failures: Any) -> None:
                 assert "[c10d]" not in worker.output, f"rank {rank}: {worker.output[-6000:]}"
 
 
-@pytest.mark.xdist_group("strategy_bad_input")
 def test_no_hook_reads_what_a_rank_lacks_after_a_failure(failures: Any) -> None:
     outputs = [worker.output for workers, _ in failures.values() for worker in workers]
     assert not [output for output in outputs if "READ nan" in output]
@@ -97,7 +96,6 @@ def test_no_hook_reads_what_a_rank_lacks_after_a_failure(failures: Any) -> None:
     assert len(refused) >= len(FAILURES) and all("go on from a checkpoint" in output for output in refused)
 
 
-@pytest.mark.xdist_group("strategy_bad_input")
 @pytest.mark.parametrize("where", FAILURES)
 def test_one_rank_shows_the_traceback_and_each_other_a_line(where: str, failures: Any) -> None:
     workers, _ = failures[where]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from launch import launch, launch_raw
 from quiet import quiet_trainer
+from tanh_net import ByGradient
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,7 +32,7 @@ ENDS = {  # by case: how many batches run, and why the split ends
 }
 
 
-class Changing(pl.LightningModule):
+class Changing(ByGradient):
     def __init__(self, case: str) -> None:
         super().__init__()
         self.case = case
@@ -72,9 +73,6 @@ class Changing(pl.LightningModule):
             self.seen.append(self.latest)
         if "perplexity" in self.trainer.callback_metrics:
             self.seen.append(float(self.trainer.callback_metrics["perplexity"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def batches(case: str) -> DataLoader[Any]:

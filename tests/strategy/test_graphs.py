@@ -7,11 +7,11 @@ import itertools
 import os
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from launch import launch
 from quiet import quiet_trainer
+from tanh_net import ByGradient
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -71,7 +71,7 @@ class Convolution(nn.Module):
         return torch.tanh(self.own(x).index_add(0, target, self.others(x[source])))
 
 
-class Network(pl.LightningModule):
+class Network(ByGradient):
     """A network whose step changes the batch in place, as transforms do."""
 
     def __init__(self) -> None:
@@ -90,9 +90,6 @@ class Network(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Splitting(Network):

@@ -16,6 +16,7 @@ import torch
 from launch import forked_executable, launch
 from memory_limit import resident_mb
 from quiet import quiet_trainer
+from tanh_net import ByGradient
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.models import HFCausalLM
 from recipes.gpt import GPT
+
+pytestmark = pytest.mark.xdist_group("large_models")
 
 VOCABULARY, SEQUENCE = 256, 16
 SEED = 11
@@ -42,7 +45,7 @@ class Windows(Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Regressor(pl.LightningModule):
+class Regressor(ByGradient):
     """Built by configure_model as users write it: in-place initialisation, computed buffers, a copied bias, a value read from a tensor."""
 
     def __init__(self, on_meta: bool = False) -> None:
@@ -78,9 +81,6 @@ class Regressor(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class ReadsValues(Regressor):
@@ -280,7 +280,6 @@ def results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return alone, staged
 
 
-@pytest.mark.xdist_group("large_models")
 @pytest.mark.parametrize("name", [*SEEDED, "pretrained"])
 def test_weights_and_losses_do_not_depend_on_the_layout(name: str, results: Any) -> None:
     alone, staged = results[0][name], [rank[name] for rank in results[1]]
@@ -296,7 +295,6 @@ def test_weights_and_losses_do_not_depend_on_the_layout(name: str, results: Any)
         assert all(len(result["start"]) < len(whole) for result in staged), "a stage has all weights"
 
 
-@pytest.mark.xdist_group("large_models")
 @pytest.mark.parametrize("name", [*SEEDED, "pretrained"])
 def test_in_shards_weights_and_losses_are_those_of_one_process(name: str, results: Any, in_shards: Any) -> None:
     """The initial weights and the losses equal those of one process, in training and in two validations after the fit, for
@@ -311,7 +309,6 @@ def test_in_shards_weights_and_losses_are_those_of_one_process(name: str, result
             assert rank[name]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
-@pytest.mark.xdist_group("large_models")
 def test_on_optimizer_nodes_no_worker_has_the_module(folder: Path) -> None:
     """The module is built on the node and stays there after a fit; the next fit, an evaluation and a checkpoint begin from there."""
     payload: dict[str, Any] = {"folder": str(folder), "cases": ["gpt", "pretrained"]}
@@ -331,7 +328,6 @@ def test_on_optimizer_nodes_no_worker_has_the_module(folder: Path) -> None:
                     torch.testing.assert_close(found[key], value, rtol=0, atol=1e-5 * float(value.abs().max()), msg=key)
 
 
-@pytest.mark.xdist_group("large_models")
 def test_pretrained_weights_and_losses_are_those_of_plain_lightning(results: Any, folder: Path) -> None:
     plain = fit("pretrained", str(folder), None)
     for result in [results[0]["pretrained"], *(rank["pretrained"] for rank in results[1])]:
@@ -340,13 +336,11 @@ def test_pretrained_weights_and_losses_are_those_of_plain_lightning(results: Any
         assert result["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
-@pytest.mark.xdist_group("large_models")
 def test_what_nothing_initialises_is_named_on_every_rank(results: Any, in_shards: Any) -> None:
     for result in [results[0]["unset"], *(rank["unset"] for rank in (*results[1], *in_shards))]:
         assert "nothing gives gain a value" in result["error"]
 
 
-@pytest.mark.xdist_group("large_models")
 def test_peak_memory_of_a_rank_is_under_half_of_the_model(folder: Path) -> None:
     payload = {
         "folder": str(folder),

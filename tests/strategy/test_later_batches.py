@@ -14,8 +14,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from comparing import state_of
 from launch import launch_raw
 from quiet import quiet_trainer
+from tanh_net import ByGradient
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -35,7 +37,7 @@ LAYERED = {"schedule": "breadth_first", "num_microbatches": 2}
 SHARDS = {"sharding": "parameters", "num_microbatches": 2}
 
 
-class Blocks(pl.LightningModule):
+class Blocks(ByGradient):
     """Four layers; ``term(module, outputs)`` is added to the loss of the second epoch, ``act(module)`` runs first in each step."""
 
     def __init__(self, term: Callable[[Any, list[Tensor]], Any] | None = None, act: Callable[[Any], Any] | None = None):
@@ -61,9 +63,6 @@ class Blocks(pl.LightningModule):
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 def fit(
     module: pl.LightningModule, folder: Path, strategy: Any, *, devices: int = 1, **trainer: Any
@@ -74,7 +73,7 @@ def fit(
             nn.init.normal_(parameter, std=0.5)
     made = quiet_trainer(strategy, devices=devices, max_epochs=2, default_root_dir=folder, **trainer)
     made.fit(module, DataLoader(torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(4)), batch_size=6))
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return state_of(module)
 
 
 def refused(make: Callable[[], Any], reason: str, folder: Path, options: dict[str, Any]) -> None:
@@ -84,8 +83,7 @@ def refused(make: Callable[[], Any], reason: str, folder: Path, options: dict[st
 
 def exact(make: Callable[[], Any], folder: Path, options: dict[str, Any]) -> None:
     expected, found = fit(make(), folder, "auto"), fit(make(), folder, HolmesStrategy(**options))
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def decay(module: Any, outputs: list[Tensor]) -> Tensor:
@@ -265,9 +263,7 @@ def test_layers_that_change_their_parameters_are_refused_before_the_first_step_o
     before = r"a layer changes layers\.0\.weight in place in its forward.*; use sharding=.none."
     refused(lambda: InLayers(late=False), before, tmp_path, SHARDS)
     refused(lambda: InLayers(late=True), r"the step changes layers\.0\.weight", tmp_path, SHARDS)
-    auto = HolmesStrategy(sharding="auto", num_microbatches=1)
-    found, expected = fit(InLayers(late=False), tmp_path, auto), fit(InLayers(late=False), tmp_path, "auto")
-    assert all(torch.allclose(found[name], value, rtol=1e-5, atol=1e-6) for name, value in expected.items())
+    exact(lambda: InLayers(late=False), tmp_path, {"sharding": "auto", "num_microbatches": 1})
 
 
 class Tied(Blocks):
@@ -363,9 +359,8 @@ def test_a_fit_that_fails_leaves_the_weights_of_its_last_step_as_plain_lightning
         module = Blocks()
         with pytest.raises((error, SystemExit)):  # Lightning turns KeyboardInterrupt into SystemExit
             fit(module, tmp_path, strategy, callbacks=[Failing(error)])
-        left.append({name: value.clone() for name, value in module.state_dict().items()})
-    for name, value in left[0].items():
-        torch.testing.assert_close(left[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
+        left.append(state_of(module))
+    torch.testing.assert_close(left[1], left[0], rtol=1e-5, atol=1e-6)
     assert all(type(p) is nn.Parameter for p in module.parameters())
 
 

@@ -22,6 +22,8 @@ from torchmetrics import MeanMetric
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.errors import HolmesError
 
+pytestmark = pytest.mark.xdist_group("later_state")
+
 
 class Net(TanhNet):
     def __init__(self) -> None:
@@ -226,14 +228,12 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.xdist_group("later_state")
 @pytest.mark.parametrize("name", ["saves", "data", "mines", "draws later", "draws at a batch"])
 def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
     plain = run(name, "auto", 1, str(tmp_path))
     assert plain and staged[name] == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.xdist_group("later_state")
 def test_ranks_that_read_alone_come_to_a_collective_with_all_others(staged: dict[str, Any], tmp_path: Path) -> None:
     """Two replicas have other samples, and reduce to the mean: of these the number of values counts."""
     plain = run("meets", "auto", 1, str(tmp_path))
@@ -241,30 +241,25 @@ def test_ranks_that_read_alone_come_to_a_collective_with_all_others(staged: dict
     assert len(staged["meets in shards"]) == len(plain) // 2 and all(map(isfinite, staged["meets in shards"]))
 
 
-@pytest.mark.xdist_group("later_state")
 def test_a_hook_in_which_ranks_do_not_meet_is_refused_what_its_rank_lacks(staged: dict[str, Any]) -> None:
     assert "Transfers.on_after_batch_transfer reads layers.3.0.weight" in staged["transfers"]
     assert "read it in on_train_batch_start" in staged["transfers"]
 
 
-@pytest.mark.xdist_group("later_state")
 def test_a_logger_that_is_used_from_a_later_batch_on_is_refused_by_name(staged: dict[str, Any]) -> None:
     assert "Logs.training_step uses self.logger directly (.log_metrics)" in staged["logs"]
 
 
-@pytest.mark.xdist_group("later_state")
 def test_gradients_of_one_rank_are_read_between_accumulated_batches(staged: dict[str, Any], tmp_path: Path) -> None:
     """Plain Lightning adds gradients up in bf16, to three digits."""
     plain = run("accumulates", "auto", 1, str(tmp_path))
     assert len(plain) == 96 and staged["accumulates"] == pytest.approx(plain, rel=0.05)
 
 
-@pytest.mark.xdist_group("later_state")
 def test_a_generator_that_a_step_makes_is_refused_by_name(staged: dict[str, Any]) -> None:
     assert "DrawsLazily.training_step makes self.rng, a generator of its own" in staged["draws lazily"]
 
 
-@pytest.mark.xdist_group("later_state")
 def test_evaluation_steps_without_an_index_draw_other_numbers_in_each_batch_and_epoch(staged: dict[str, Any]) -> None:
     numbers = staged["samples"][1::2] if len(staged["samples"]) > 18 else staged["samples"]
     assert len(set(numbers)) == len(numbers) == 18

@@ -14,17 +14,10 @@ from quiet import quiet_trainer
 from strategy_cases import build, samples
 from torch.utils.data import DataLoader
 
+pytestmark = pytest.mark.xdist_group("strategy_launchers")
+
 SCRIPT = str(Path(__file__).parent / "launched_script.py")
-TORCHRUN = [
-    "-m",
-    "torch.distributed.run",
-    "--nproc_per_node",
-    "2",
-    "--rdzv-backend",
-    "c10d",
-    "--rdzv-endpoint",
-    "127.0.0.1:0",
-]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
 _FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
 
 
@@ -66,19 +59,16 @@ def check(output: str, world_size: int, environment: str) -> None:
         assert float(value) == pytest.approx(plain_loss(), rel=1e-5)
 
 
-@pytest.mark.xdist_group("strategy_launchers")
 def test_one_process(tmp_path: Path) -> None:
     output = _run([[*forked_python(), SCRIPT, "1"]], [_environment()], tmp_path)
     check(output, 1, "LightningEnvironment")
 
 
-@pytest.mark.xdist_group("strategy_launchers")
 def test_lightnings_own_launcher(tmp_path: Path) -> None:
     output = _run([[*forked_python(), SCRIPT, "2"]], [_environment()], tmp_path)
     check(output, 2, "LightningEnvironment")
 
 
-@pytest.mark.xdist_group("strategy_launchers")
 def test_each_process_takes_its_share_of_the_cores(tmp_path: Path) -> None:
     environment = _environment()
     del environment["OMP_NUM_THREADS"]
@@ -87,13 +77,11 @@ def test_each_process_takes_its_share_of_the_cores(tmp_path: Path) -> None:
     assert re.findall(r"threads=(\d+)", output) == [str(share)] * 2, output[-3000:]
 
 
-@pytest.mark.xdist_group("strategy_launchers")
 def test_torchrun(tmp_path: Path) -> None:
     output = _run([[*forked_python(), *TORCHRUN, SCRIPT, "2"]], [_environment()], tmp_path)
     check(output, 2, "TorchElasticEnvironment")
 
 
-@pytest.mark.xdist_group("strategy_launchers")
 @pytest.mark.parametrize("launcher", ["torchrun", "Lightning"])
 def test_a_failure_of_one_rank_is_what_the_user_sees_first(launcher: str, tmp_path: Path) -> None:
     command = [*forked_python(), *(TORCHRUN if launcher == "torchrun" else []), SCRIPT, "2", "1", "1"]
@@ -141,7 +129,6 @@ def _lsf(rank: int, port: int, folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.xdist_group("strategy_launchers")
 @pytest.mark.parametrize(
     ("environment", "variables", "nodes"),
     [("SLURMEnvironment", _slurm, 1), ("LSFEnvironment", _lsf, 1), ("KubeflowEnvironment", _kubeflow, 2)],

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from launch import launch
 from quiet import quiet_trainer
+from tanh_net import ByGradient
 from torch import Tensor, nn
 from torch.distributed import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,7 +18,7 @@ from lightning_holmes import HolmesStrategy
 from lightning_holmes.strategy.compat.raw_collectives import RawCollectives
 
 
-class Codes(pl.LightningModule):
+class Codes(ByGradient):
     """Batch normalisation in each layer, a codebook that follows the samples and is a target of the next steps, and buffers
     of other dtypes and layouts."""
 
@@ -56,9 +57,6 @@ class Codes(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.seen.append(float(self.trainer.callback_metrics["val"]))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(payload: dict[str, Any]) -> list[Any]:

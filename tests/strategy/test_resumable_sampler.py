@@ -21,7 +21,8 @@ CASES: dict[str, dict[str, Any]] = {
 def resume_all(folder: str) -> dict[str, Any]:
     """Return by case the batches of a run, and of one that resumes in its middle with another seed; runs in each of two processes."""
     import lightning.pytorch as pl
-    from torch import Tensor, nn
+    from tanh_net import TanhNet
+    from torch import Tensor
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     from lightning_holmes import HolmesStrategy
@@ -29,14 +30,7 @@ def resume_all(folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     seen: list[list[float]] = []
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 4))
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return self.layers(batch[0]).square().mean()
-
+    class Module(TanhNet):
         def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
             seen.append(batch[0].flatten().tolist())
 
@@ -44,16 +38,13 @@ def resume_all(folder: str) -> dict[str, Any]:
             if self.global_step == STOP and self.trainer.ckpt_path is None:
                 self.trainer.save_checkpoint(path)
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     def train(seed: int, options: dict[str, Any], ckpt_path: Path | None = None) -> list[list[float]]:
         seen.clear()
         pl.seed_everything(seed, verbose=False)
         data = TensorDataset(torch.arange(32.0)[:, None])
         made = {name: value(data) if callable(value) else value for name, value in options.items()}
         trainer = quiet_trainer(HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1), devices=2, max_epochs=2)
-        trainer.fit(Module(), StatefulDataLoader(data, 4, **made), ckpt_path=ckpt_path)
+        trainer.fit(Module(1, 4, 4), StatefulDataLoader(data, 4, **made), ckpt_path=ckpt_path)
         return [list(batch) for batch in seen]
 
     results = {}

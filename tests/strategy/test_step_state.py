@@ -237,13 +237,19 @@ def unknown_evaluation_of_parameters_in_shards(setting: Setting) -> Any:
     return [fit(setting, module, num_sanity_val_steps=0) for module in (Net(), ReadsElsewhere())]
 
 
-def resuming(setting: Setting) -> Any:
-    """Resume: optimizer states are kept until the first batch, a checkpoint that is saved before holds them, and a learning
-    rate that a hook sets stays."""
-    path, again = setting.folder / "first.ckpt", setting.folder / "again.ckpt"
+def saved(setting: Setting) -> Path:
+    """Return the checkpoint of a first epoch."""
+    path = setting.folder / "first.ckpt"
     trainer = setting.trainer(max_epochs=1)
     trainer.fit(Momentum(), loader(), loader())
     trainer.save_checkpoint(path)
+    return path
+
+
+def resuming(setting: Setting) -> Any:
+    """Resume: optimizer states are kept until the first batch, a checkpoint that is saved before holds them, and a learning
+    rate that a hook sets stays."""
+    path, again = saved(setting), setting.folder / "again.ckpt"
     results = []
     lowers = LambdaCallback(on_train_start=lambda trainer, _: trainer.optimizers[0].param_groups[0].update(lr=0.01))
     for start, callbacks in ((path, [lowers, saves(again, "on_train_start")]), (again, [])):
@@ -254,10 +260,7 @@ def resuming(setting: Setting) -> Any:
 
 
 def saving_without_a_batch(setting: Setting) -> Any:
-    path, again = setting.folder / "first.ckpt", setting.folder / "again.ckpt"
-    trainer = setting.trainer(max_epochs=1)
-    trainer.fit(Momentum(), loader(), loader())
-    trainer.save_checkpoint(path)
+    path, again = saved(setting), setting.folder / "again.ckpt"
     trainer = setting.trainer(max_epochs=1)
     trainer.fit(Momentum(), loader(), loader(), ckpt_path=path)  # the fit has ended already: no batch runs
     trainer.save_checkpoint(again)

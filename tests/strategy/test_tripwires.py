@@ -6,6 +6,7 @@ layout run in one launch.
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -138,27 +139,21 @@ class Whitens(Plain):
         return super().forward(x - x.mean(0))
 
 
-def case_clips_in_a_helper(setting: Setting) -> Any:
-    _, module = fit(setting, ClipsInHook)
-    return {"norms": module.norms, "weights": state_of(module)}
+def of_module(cls: type[Plain], *attributes: str, **options: Any) -> Callable[[Setting], Any]:
+    """Return a case that compares a module's weights, and these attributes."""
+
+    def case(setting: Setting) -> Any:
+        _, module = fit(setting, cls, **options)
+        return {"weights": state_of(module), **{name: getattr(module, name) for name in attributes}}
+
+    return case
 
 
-def case_clips_groups(setting: Setting) -> Any:
-    return state_of(fit(setting, ClipsGroups)[1])
-
-
-def case_clips_twice(setting: Setting) -> Any:
-    _, module = fit(setting, ClipsTwice)
-    return {"norms": module.norms, "weights": state_of(module)}
-
-
-def case_steps_by_what_it_sees(setting: Setting) -> Any:
-    _, module = fit(setting, Steps)
-    return {"seen": module.seen, "weights": state_of(module)}
-
-
-def case_forgets_momentum(setting: Setting) -> Any:
-    return state_of(fit(setting, Forgets, max_epochs=3)[1])
+case_clips_in_a_helper = of_module(ClipsInHook, "norms")
+case_clips_groups = of_module(ClipsGroups)
+case_clips_twice = of_module(ClipsTwice, "norms")
+case_steps_by_what_it_sees = of_module(Steps, "seen")
+case_forgets_momentum = of_module(Forgets, max_epochs=3)
 
 
 def case_a_callback_that_keeps_the_trainer(setting: Setting) -> Any:

@@ -24,9 +24,9 @@ CASES: dict[str, tuple[int, tuple[int, int], tuple[str, ...]]] = {
 
 def train(payload: dict[str, Any]) -> None:
     """Train with the data of a case."""
-    import lightning.pytorch as pl
     import torch
-    from torch import Tensor, nn
+    from tanh_net import TanhNet
+    from torch import Tensor
     from torch.utils.data import DataLoader, IterableDataset
 
     from lightning_holmes import HolmesStrategy
@@ -42,14 +42,7 @@ def train(payload: dict[str, Any]) -> None:
             generator = torch.Generator().manual_seed(1)
             yield from (torch.randn(4, 8, generator=generator) for _ in range(self.count))
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.layers(batch).square().mean()
-
+    class Module(TanhNet):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
             self.log("loss", self.training_step(batch, batch_idx))
 
@@ -61,9 +54,6 @@ def train(payload: dict[str, Any]) -> None:
         def on_train_batch_end(self, *_: Any) -> None:
             if case.endswith("stops") and rank == 1 and self.global_step == 3:
                 self.trainer.should_stop = True
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -77,7 +67,7 @@ def train(payload: dict[str, Any]) -> None:
     validation = DataLoader(Batches(lengths[rank] if case.endswith("in validation") else 2), batch_size=None)
     count = 2 if case.endswith("in validation") else lengths[rank]
     print("BEGINS", time.time(), flush=True)
-    trainer.fit(Module(), DataLoader(Batches(count), batch_size=None), validation)
+    trainer.fit(Module(8, 8, 8), DataLoader(Batches(count), batch_size=None), validation)
 
 
 @pytest.fixture(scope="module")

@@ -109,6 +109,12 @@ def run(bed: Testbed, folder: Path, **options: Any) -> dict[str, HostResult]:
     return bed.run(command, env=env, grace_s=150, timeout_s=options.pop("limit_s", 200), **options)
 
 
+def elastic(bed: Testbed, name: str, port: int) -> list[str]:
+    """Return torchrun's options for a job of one or two hosts."""
+    given = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-id={name}", f"--rdzv-conf={PATIENCE}"]
+    return [*given, f"--rdzv-endpoint={bed.layout.host('east').ethernet.address}:{port}"]
+
+
 def shown(results: dict[str, HostResult]) -> str:
     return "\n".join(
         f"--- {host}: {r.exit_code} after {r.seconds:.0f} s\n{r.output[-9500:]}" for host, r in results.items()
@@ -125,15 +131,21 @@ def test_a_link_that_is_cut_for_five_seconds_delays_the_run_and_changes_nothing(
         assert losses(tmp_path, rank) == pytest.approx(plain(), rel=1e-5)
 
 
-def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_named(tmp_path: Path) -> None:
-    timeout_s = 8
-    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
-        cut = Cut(bed, "west.eth0", at="waiting")  # during a step, and not while a checkpoint is written
-        given = {"waits": ("training_step", bed.layout.nic("west.eth0")[1].interface)}
-        results = run(bed, tmp_path, timeout_s=timeout_s, echo=cut, before=forked_python(), **given)
-        taken = cut.end()
+def cut_for_good(bed: Testbed, folder: Path, at: str, **options: Any) -> dict[str, HostResult]:
+    """Run until a host's Ethernet is cut at that line of the output; all ranks must end soon after the timeout."""
+    timeout_s, cut = 8, Cut(bed, "west.eth0", at=at)
+    results = run(bed, folder, timeout_s=timeout_s, echo=cut, before=forked_python(), **options)
+    taken = cut.end()
     assert all(result.exit_code for result in results.values()), shown(results)
     assert taken < timeout_s + 15, shown(results)
+    return results
+
+
+def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_named(tmp_path: Path) -> None:
+    with Testbed(TWO_HOSTS, TestbedOptions()) as bed:  # during a step, and not while a checkpoint is written
+        results = cut_for_good(
+            bed, tmp_path, "waiting", waits=("training_step", bed.layout.nic("west.eth0")[1].interface)
+        )
     output = "".join(result.output for result in results.values())
     told = re.search(
         r"ConnectionLostError: connection lost on rank \d .*in the group (holmes_\S+|of all ranks) \((.*)\): nothing came "
@@ -146,13 +158,8 @@ def test_a_link_that_is_cut_for_good_ends_all_ranks_within_the_timeout_and_is_na
 
 
 def test_a_link_that_is_cut_for_good_while_a_checkpoint_is_written_ends_all_ranks(tmp_path: Path) -> None:
-    timeout_s = 8
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
-        cut = Cut(bed, "west.eth0", at="writing")
-        results = run(bed, tmp_path, timeout_s=timeout_s, waits_for_cut=1, echo=cut, before=forked_python())
-        taken = cut.end()
-    assert all(result.exit_code for result in results.values()), shown(results)
-    assert taken < timeout_s + 15, shown(results)
+        results = cut_for_good(bed, tmp_path, "writing", waits_for_cut=1)
     named = r"ConnectionLostError: (connection lost on rank|nothing has been heard of rank \d on host (east|west))"
     assert all(re.search(named, r.output) for r in results.values()), shown(results)
     assert assert_last_checkpoint_is_whole(tmp_path, at_least=SAVED_EVERY) == SAVED_EVERY
@@ -195,9 +202,8 @@ def test_a_host_that_is_lost_for_good_leaves_copies_of_its_state_from_which_the_
                 killing.append(threading.Thread(target=bed.kill, args=("west",)))
                 killing[0].start()
 
-        elastic = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=two-clusters"]
-        elastic += [f"--rdzv-endpoint={bed.layout.host('east').ethernet.address}:29411", f"--rdzv-conf={PATIENCE}"]
-        options = {"snapshots": str(tmp_path / "memory"), "kill_rank": 1, "before": elastic, "pipeline": "hosts"}
+        options = {"snapshots": str(tmp_path / "memory"), "kill_rank": 1, "pipeline": "hosts"}
+        options["before"] = elastic(bed, "two-clusters", 29411)
         results = run(bed, tmp_path, processes_per_host=1, node_order=["east", "west"], echo=lose_power, **options)
         for thread in killing:
             thread.join()
@@ -213,18 +219,10 @@ def test_a_lost_host_that_is_back_joins_again_and_both_go_on_with_the_same_batch
     """Two replicas under torchrun, then one of them alone, then two again. The lost host comes back without any
     state. Baseline: one process, whose loss is the mean of the replicas' losses, to 1e-5."""
     memory = tmp_path / "memory"
-    elastic = [
-        "--nnodes=1:2",
-        "--max-restarts=3",
-        "--rdzv-backend=c10d",
-        "--rdzv-id=growing",
-        f"--rdzv-conf={PATIENCE}",
-    ]
     options: dict[str, Any] = {"snapshots": str(memory), "every": 3, "kill_rank": 1, "pipeline": 1, "grows": True}
     returned: dict[str, HostResult] = {}
     with Testbed(TWO_HOSTS, TestbedOptions()) as bed:
-        elastic.append(f"--rdzv-endpoint={bed.layout.host('east').ethernet.address}:29412")
-        options |= {"before": elastic, "processes_per_host": 1, "num_nodes": 2}
+        options |= {"before": elastic(bed, "growing", 29412), "processes_per_host": 1, "num_nodes": 2}
         options["env"] = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/faults.md
         threads: dict[str, threading.Thread] = {}
 

@@ -235,13 +235,9 @@ def test_the_users_interface_carries_all_and_one_that_ends_at_the_border_is_refu
     check_counters(outcome, ethernet=["a"])
     apart = [cluster("a", 1, "infiniband"), cluster("b", 1, "roce")]
     with Testbed(Topology(clusters=tuple(apart)), TestbedOptions()) as bed:
-        results = bed.run(
-            [*forked_python(), str(WORKER), str(tmp_path), json.dumps({"num_nodes": 2, "strategy": {}})],
-            host_env=lambda host: {"GLOO_SOCKET_IFNAME": {"a0": "ib0", "b0": "roce0"}[host]},
-            timeout_s=100,
-        )
-    assert all(result.exit_code for result in results.values())
-    output = "".join(result.output for result in results.values())
+        cards = {"a0": "ib0", "b0": "roce0"}
+        given = {"num_nodes": 2, "strategy": {}}
+        output = output_of_failure(bed, tmp_path, given, host_env=lambda host: {"GLOO_SOCKET_IFNAME": cards[host]})
     for name, card, host in (("ib0", "infiniband", "a0"), ("roce0", "roce", "b0")):
         assert f"GLOO_SOCKET_IFNAME={name} in the environment means {name} on host {host}" in output, output[-3000:]
         assert f"the group of ranks 0, 1 cannot be connected: {card} card mlx5_0, which ends there" in output
@@ -296,6 +292,14 @@ def swallow(bed: Testbed, interface: str, addresses: Mapping[str, str], one: str
         bed.run([sys.executable, "-c", code], hosts=[host], check=True)
 
 
+def output_of_failure(bed: Testbed, folder: Path, given: dict[str, Any], **options: Any) -> str:
+    """Return what all hosts print in a run that fails on each of them."""
+    command = [*forked_python(), str(WORKER), str(folder), json.dumps(given)]
+    results = bed.run(command, timeout_s=150, **options)
+    assert all(result.exit_code for result in results.values())
+    return "".join(result.output for result in results.values())
+
+
 def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_path: Path) -> None:
     """The topology file says that two hosts share a fabric, but packets of the fast cards are dropped between them."""
     hosts = cluster("ib", 2, "infiniband")
@@ -304,10 +308,7 @@ def test_a_blocked_connection_is_named_with_both_ends_interface_and_port(tmp_pat
     with Testbed(Topology(clusters=(hosts,)), TestbedOptions()) as bed:
         fast = {host.name: host.nics[0].address for host in bed.layout.hosts}
         swallow(bed, "ib0", fast, "ib0", "ib1")
-        options = json.dumps({"num_nodes": 2, "strategy": {"topology": str(path)}, "timeout_s": 6})
-        results = bed.run([*forked_python(), str(WORKER), str(tmp_path), options], timeout_s=150)
-    output = "".join(result.output for result in results.values())
-    assert all(result.exit_code for result in results.values())
+        output = output_of_failure(bed, tmp_path, {"num_nodes": 2, "strategy": {"topology": str(path)}, "timeout_s": 6})
     assert "UnreachableError: a group of 2 ranks cannot be connected" in output, output[-3000:]
     for host, rank in (("ib0", 0), ("ib1", 1)):
         assert f"rank {rank} on {host} (ib0 {fast[host]})" in output
@@ -320,10 +321,9 @@ def test_a_blocked_connection_of_all_ranks_says_what_finds_it(tmp_path: Path) ->
     with Testbed(Topology(clusters=(cluster("e", 3),)), TestbedOptions()) as bed:
         addresses = {host.name: host.nics[0].address for host in bed.layout.hosts}
         swallow(bed, "eth0", addresses, "e1", "e2")
-        options = json.dumps({"num_nodes": 3, "strategy": {"pipeline_parallel_size": 3}, "timeout_s": 6})
-        results = bed.run([*forked_python(), str(WORKER), str(tmp_path), options], timeout_s=150)
-    output = "".join(result.output for result in results.values())
-    assert all(result.exit_code for result in results.values())
+        output = output_of_failure(
+            bed, tmp_path, {"num_nodes": 3, "strategy": {"pipeline_parallel_size": 3}, "timeout_s": 6}
+        )
     assert re.search(
         r"ConnectionLostError: connection lost on rank \d in the group of all ranks: nothing came", output
     ), output[-3000:]

@@ -8,6 +8,7 @@ with a reason that names the cause. Run this file to print the table for docs/ex
 
 import copy
 import dataclasses
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -44,8 +45,11 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(unusual: str, *, batch: Callable[[], Any] | None = None, **rest: Any) -> Callable[[Any], Any]:
-    """Register a module class whose constructor needs no arguments."""
+def case(
+    unusual: str, *, name: str | None = None, batch: Callable[[], Any] | None = None, **rest: Any
+) -> Callable[[Any], Any]:
+    """Register a module class whose constructor needs no arguments, by its own name or another. Of several cases of a class
+    the lowest comes first."""
 
     def register(cls: Any) -> Any:
         make_batch = batch or vectors
@@ -56,7 +60,7 @@ def case(unusual: str, *, batch: Callable[[], Any] | None = None, **rest: Any) -
             torch.manual_seed(2)
             return module, make_batch()
 
-        CASES.append(Case(name=cls.__name__, unusual=unusual, make=make, **rest))
+        CASES.append(Case(name=name or cls.__name__, unusual=unusual, make=make, **rest))
         return cls
 
     return register
@@ -116,6 +120,13 @@ class WithNet(Wild):
 
     def training_step(self, batch, batch_idx):
         return F.mse_loss(self.net(batch[0]), batch[0])
+
+
+class Classified(WithNet):
+    """The loss is that of a classifier."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
 class Block(nn.Module):
@@ -209,14 +220,11 @@ class MLPClassifier(Wild):
 
 
 @case("one nn.ReLU object used between all layers")
-class SharedActivation(Wild):
+class SharedActivation(Classified):
     def __init__(self) -> None:
         super().__init__()
         act = nn.ReLU()
         self.net = nn.Sequential(nn.Linear(WIDTH, 16), act, nn.Linear(16, 16), act, nn.Linear(16, CLASSES))
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
 
 
 @case("a Sequential of Sequentials", batch=images)
@@ -585,6 +593,7 @@ class LayerDropLoop(WithLayers):
         return x.pow(2).mean()
 
 
+@case("the same with one microbatch", name="OwnGeneratorWhole", options={"num_microbatches": 1})
 @case("a torch.Generator of its own", refused="self.generator, a generator of its own")
 class OwnGenerator(WithLayers):
     def __init__(self) -> None:
@@ -593,11 +602,6 @@ class OwnGenerator(WithLayers):
 
     def training_step(self, batch, batch_idx):
         return self.run(batch[0] + torch.randn(batch[0].shape, generator=self.generator)).pow(2).mean()
-
-
-@case("the same with one microbatch", options={"num_microbatches": 1})
-class OwnGeneratorWhole(OwnGenerator):
-    pass
 
 
 @case("SimCLR: both views go through the encoder in turn", refused="twice")
@@ -747,6 +751,7 @@ class CountingLayers(WithLayers):
             return x - self.running
 
 
+@case("the same counter, one chunk a rank", name="CounterBefore")
 @case(
     "a counter raised before the layers; 2 chunks a rank",
     refused="samples_seen",
@@ -758,11 +763,6 @@ class CounterInterleaved(WithLayers):
     def training_step(self, batch, batch_idx):
         self.samples_seen += len(batch[0])
         return super().training_step(batch, batch_idx)
-
-
-@case("the same counter, one chunk a rank")
-class CounterBefore(CounterInterleaved):
-    pass
 
 
 @case(
@@ -921,20 +921,11 @@ class VectorQuantised(Wild):
 
 
 @case("nn.Flatten and nn.Identity among the layers", batch=images)
-class ViewLayers(Wild):
+class ViewLayers(Classified):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(3, 2, 3, stride=2),
-            nn.Identity(),
-            nn.Flatten(),
-            nn.Unflatten(1, (2, 9)),
-            nn.Flatten(),
-            nn.Linear(18, 4),
-        )
-
-    def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), batch[1])
+        views = nn.Identity(), nn.Flatten(), nn.Unflatten(1, (2, 9)), nn.Flatten()
+        self.net = nn.Sequential(nn.Conv2d(3, 2, 3, stride=2), *views, nn.Linear(18, 4))
 
 
 class LoggingNet(WithLayers):
@@ -1311,6 +1302,8 @@ def graph_batch() -> dict[str, Tensor]:
     return {"x": torch.randn(SAMPLES, WIDTH), "edge_index": torch.randint(SAMPLES, (2, 10))}
 
 
+@case("the same graph as one microbatch", name="GraphWhole", batch=graph_batch, options={"num_microbatches": 1})
+@case("a graph: nodes and edges differ in number", name="GraphMicrobatches", batch=graph_batch, refused="edge_index")
 class GraphNet(WithLayers):
     class Layer(OneLinear):
         def forward(self, x, edge_index):
@@ -1321,16 +1314,6 @@ class GraphNet(WithLayers):
         for layer in self.layers:
             x = layer(x, batch["edge_index"])
         return F.mse_loss(x, batch["x"])
-
-
-@case("a graph: nodes and edges differ in number", batch=graph_batch, refused="edge_index")
-class GraphMicrobatches(GraphNet):
-    pass
-
-
-@case("the same graph as one microbatch", batch=graph_batch, options={"num_microbatches": 1})
-class GraphWhole(GraphNet):
-    pass
 
 
 def bags() -> tuple[Tensor, Tensor, Tensor]:
@@ -1367,35 +1350,22 @@ class BagsUnweighted(Bags):
 # ---------------------------------------------------------------- libraries
 
 
-def hugging_face(build: Callable[[], nn.Module]) -> type[Wild]:
-    class HuggingFace(Wild):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = build()
+class HuggingFace(Wild):
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.model = build()
 
-        def training_step(self, batch, batch_idx):
-            out = self.model(input_ids=batch, labels=batch)
-            self.log("loss", out.loss)
-            return out.loss
-
-    return HuggingFace
+    def training_step(self, batch, batch_idx):
+        out = self.model(input_ids=batch, labels=batch)
+        self.log("loss", out.loss)
+        return out.loss
 
 
 def build_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=TOKENS,
-            n_positions=8,
-            n_embd=WIDTH,
-            n_layer=4,
-            n_head=2,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-        )
-    )
+    sizes = {"vocab_size": TOKENS, "n_positions": 8, "n_embd": WIDTH, "n_layer": 4, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 def build_t5() -> nn.Module:
@@ -1421,9 +1391,7 @@ for _name, _unusual, _build in [
     ("T5", "Hugging Face T5, encoder and decoder, position bias of the first layers", build_t5),
     ("LoRA", "PEFT LoRA on GPT-2, all else frozen", build_lora),
 ]:
-    _cls = hugging_face(_build)
-    _cls.__name__ = _name
-    case(_unusual, batch=tokens)(_cls)
+    case(_unusual, name=_name, batch=tokens)(functools.partial(HuggingFace, _build))
 
 
 def make_table() -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
+from refusals import refusal
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
@@ -198,18 +199,10 @@ def test_4096_devices_in_five_clusters_take_few_simulations(monkeypatch: pytest.
 def test_a_model_that_fits_nowhere_says_by_how_much_and_what_would_help() -> None:
     # one device; 37 GB parameters need 37 * (1 + 2) GB without an optimizer's states
     costs = cost_model(gpt_cost(4096, 90), clusters(1, devices=1), 4)
-    with pytest.raises(ConfigurationError) as caught:
+    helps = ("devices with", "more devices", "tensor parallelism", WAY_OUT)
+    with refusal("fits none of", "GiB a device are missing", *helps) as caught:
         search(costs)
     message = str(caught.value)
-    for words in (
-        "fits none of",
-        "GiB a device are missing",
-        "devices with",
-        "more devices",
-        "tensor parallelism",
-        WAY_OUT,
-    ):
-        assert words in message
     missing = float(message.split(" GiB a device are missing")[0].split()[-1])
     needed = float(message.split("devices with ")[1].split(" GiB each")[0])
     bigger = dataclasses.replace(A100, memory_bytes=(needed + 0.1) * 2**30)
