@@ -247,7 +247,10 @@ def group_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     alike: dict[tuple[str, str, str], list[GroupPlan]] = {}
     for group in plan.groups:
         alike.setdefault((group.axis, group.transport, group.reason), []).append(group)
-    return [(*kind, _group_ranks(groups)) for kind, groups in alike.items()]
+    return [
+        (*kind, "ranks " + _first_groups("; ", [format_spans(group.ranks) for group in groups]))
+        for kind, groups in alike.items()
+    ]
 
 
 def _print_item(console: Console, text: str) -> None:
@@ -262,9 +265,7 @@ def _ranks_of(plan: Plan, pipeline_rank: int) -> str:
     if plan.tensor_parallel_size == 1:
         return format_spans(placement.grid[pipeline_rank])
     groups = [placement.tensor_parallel_group(pipeline_rank, data) for data in range(plan.data_parallel_size)]
-    shown = " ".join("{" + format_spans(group) + "}" for group in groups[:_GROUPS_SHOWN])
-    more = len(groups) - _GROUPS_SHOWN
-    return f"{shown} and {more} more groups" if more > 0 else shown
+    return _first_groups(" ", ["{" + format_spans(group) + "}" for group in groups])
 
 
 def _title(plan: Plan) -> str:
@@ -277,11 +278,9 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _group_ranks(groups: Sequence[GroupPlan]) -> str:
-    shown = "; ".join(format_spans(group.ranks) for group in groups[:_GROUPS_SHOWN])
+def _first_groups(separator: str, groups: Sequence[str]) -> str:
     more = len(groups) - _GROUPS_SHOWN
-    ranks = "ranks " + shown
-    return f"{ranks} and {more} more groups" if more > 0 else ranks
+    return separator.join(groups[:_GROUPS_SHOWN]) + (f" and {more} more groups" if more > 0 else "")
 
 
 def format_spans(numbers: Sequence[int]) -> str:
