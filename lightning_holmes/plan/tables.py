@@ -31,14 +31,14 @@ _GIB = 2.0**30
 HEADINGS = (
     "pipeline x tensor x data",
     "schedule",
-    "microbatches",
+    "micro-\nbatches",
     "layers",
     "step",
     "tokens/s",
     "TFLOPS/GPU",
     "MFU",
     "bubble",
-    "memory/GPU",
+    "memory\n/GPU",
 )
 
 
@@ -114,13 +114,10 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
         pad_edge=False,
     )
     entries = (result.best, *result.runners_up)
-    headings = [
-        heading.replace("micro", f"micro-{_BREAK}").replace("memory/", f"memory{_BREAK}/") for heading in HEADINGS
-    ]
     rows = [prediction_cells(entry) for entry in entries]
     between = len(HEADINGS) + 1  # the box: one column before, between and after
-    widths = column_widths([headings, *rows], console.width - between)
-    for heading, width in zip(headings, widths, strict=True):
+    widths = column_widths([HEADINGS, *rows], console.width - between)
+    for heading, width in zip(HEADINGS, widths, strict=True):
         table.add_column(Text(heading), width=width, overflow="fold")
     for entry, row in zip(entries, rows, strict=True):
         table.add_row(*map(Text, row), style="bold" if entry is result.best else None)
