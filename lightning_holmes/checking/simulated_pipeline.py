@@ -39,7 +39,7 @@ from lightning_holmes.plan.asked import Asked
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.planner import Known, choose
-from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName, spec_of, stages_of_rank
+from lightning_holmes.plan.schedule import SCHEDULE_NAMES, ScheduleName, spec_of
 from lightning_holmes.strategy import admission
 from lightning_holmes.strategy.options import check_layout
 from lightning_holmes.strategy.samples import step_arguments
@@ -234,7 +234,7 @@ class _SimulatedPipeline:
             copy = shadow_copy(module)
             set_trainer(copy, trainer_of(module))
             replace_parameters(copy, lambda p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad))
-            stages = stages_of_rank(schedule, rank, pipeline_parallel_size=size, num_chunks=num_chunks)
+            stages = spec_of(schedule).stages_of(rank, size, num_chunks)
             pipeline = PipelineModule(copy, structure, partition, stages, device)
             pipeline.install()
             p2p = LocalP2P(rank, size, self.turns) if size > 1 else None

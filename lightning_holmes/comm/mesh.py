@@ -20,7 +20,7 @@ from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.p2p import DistributedP2P
 from lightning_holmes.errors import UnreachableError
 from lightning_holmes.plan.placement import Placement, cluster_levels
-from lightning_holmes.plan.schedule import ranks_of_stages
+from lightning_holmes.plan.schedule import spec_of
 from lightning_holmes.torch_private import nccl_options
 
 _single: tuple[dist.ProcessGroup | None, dist.ProcessGroup] | None = None
@@ -379,7 +379,7 @@ def join_shared(
 
 def p2p_pairs(pipeline_parallel_size: int, num_chunks: int, schedule: str = "1f1b") -> list[tuple[int, int]]:
     """The ordered pairs of pipeline ranks between which activations or gradients travel."""
-    ranks = ranks_of_stages(schedule, pipeline_parallel_size=pipeline_parallel_size, num_chunks=num_chunks)
+    ranks = spec_of(schedule).ranks_of(pipeline_parallel_size, num_chunks)
     pairs = set()
     for source, destination in itertools.pairwise(ranks):
         pairs |= {(source, destination), (destination, source)} if source != destination else set()

@@ -33,7 +33,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.profile import ReadsValuesError, build_fake, profile_step
 from lightning_holmes.plan.asked import Asked, AskedSharding
-from lightning_holmes.plan.collective_choice import Sharding, choose_collectives
+from lightning_holmes.plan.collective_choice import Sharding
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.placement import choose_pipeline_size, make_placement
@@ -379,18 +379,10 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *,
         tensor_parallel_size=layout.tensor,
     )
     sharding: Sharding = "parameters" if best.sharded_parameters else "optimizer" if best.sharded_optimizer else "none"
-    known = Known(
-        topology=topology,
-        placement=placement,
-        layers=model.layer_list,
-    )
-    return complete(
-        plan_of_prediction(known, replace(asked, layers=model.layer_list), best, notes),
-        sharding=sharding,
-        collectives=choose_collectives(asked.workers_sync, placement, topology, sharding=sharding, sockets=sockets),
-        groups=(),  # a run makes its own
-        asked=asked,
-    )
+    known = Known(topology=topology, placement=placement, layers=model.layer_list)
+    plan = plan_of_prediction(known, replace(asked, layers=model.layer_list), best, notes)
+    # without groups: a run makes its own
+    return complete(plan, topology=topology, sharding=sharding, sockets=sockets, asked=asked)
 
 
 def _batch_samples(samples: int, asked: Asked, topology: Topology) -> int:

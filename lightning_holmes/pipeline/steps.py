@@ -31,7 +31,7 @@ from lightning_holmes.pipeline.runner import Batch, PipelineRunner, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute, noticing_loggers, refusing_loggers
-from lightning_holmes.plan.schedule import make_schedule, rank_of_stage, spec_of
+from lightning_holmes.plan.schedule import make_schedule, spec_of
 
 TOPIC_BATCH = 3
 TOPIC_CALLS = 4
@@ -104,8 +104,7 @@ class StepDriver:
     @property
     def last_rank(self) -> int:
         """The pipeline rank that runs the end of a step."""
-        last = self.pipeline.num_stages - 1
-        return rank_of_stage(self.schedule, last, pipeline_parallel_size=self.pipeline_parallel_size)
+        return spec_of(self.schedule).rank_of(self.pipeline.num_stages - 1, self.pipeline_parallel_size)
 
     def over(self, pipeline: PipelineModule) -> "StepDriver":
         """A driver like this one that runs the stages of ``pipeline``."""

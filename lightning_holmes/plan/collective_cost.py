@@ -26,19 +26,9 @@ def shared(bandwidth: float, sharers: float) -> float:
     return bandwidth / max(1.0, sharers)
 
 
-def ring_reduce_scatter_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    """Seconds of a ring reduce-scatter over ``size`` members; an all-gather takes as long."""
-    return 0.0 if size == 1 else (size - 1) * (latency + num_bytes / size / bandwidth)
-
-
 def ring_all_reduce_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    """Seconds of a ring all-reduce: a reduce-scatter, then an all-gather."""
-    return 2 * ring_reduce_scatter_s(num_bytes, size=size, bandwidth=bandwidth, latency=latency)
-
-
-def tree_all_reduce_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    """Seconds of an all-reduce up and down a double binary tree."""
-    return 0.0 if size == 1 else 2 * (math.ceil(math.log2(size)) * latency + num_bytes / bandwidth)
+    """Seconds of a ring all-reduce over ``size`` members: a reduce-scatter, then an all-gather, which takes as long."""
+    return 2 * (size - 1) * (latency + num_bytes / size / bandwidth)
 
 
 def two_level_all_reduce_s(
@@ -68,7 +58,7 @@ def all_reduce_s(num_bytes: float, *, local: Channel, channel: Channel, local_si
 
 
 def _ring_or_tree_s(num_bytes: float, *, size: int, bandwidth: float, latency: float) -> float:
-    return min(
-        all_reduce(num_bytes, size=size, bandwidth=bandwidth, latency=latency)
-        for all_reduce in (ring_all_reduce_s, tree_all_reduce_s)
-    )
+    if size == 1:
+        return 0.0
+    tree = 2 * (math.ceil(math.log2(size)) * latency + num_bytes / bandwidth)  # up and down a double binary tree
+    return min(tree, ring_all_reduce_s(num_bytes, size=size, bandwidth=bandwidth, latency=latency))

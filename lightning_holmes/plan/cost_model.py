@@ -38,7 +38,7 @@ from lightning_holmes.plan.node_costs import node_bytes_per_s
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
 from lightning_holmes.plan.route import Network
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.schedule import rank_of_stage, ranks_of_stages, spec_of
+from lightning_holmes.plan.schedule import spec_of
 from lightning_holmes.plan.self_adapting import Balance
 from lightning_holmes.plan.simulator import StepCosts
 from lightning_holmes.plan.training import Training
@@ -202,20 +202,19 @@ class CostModel:
         model = self.microbatch_model(run.microbatch_samples)
         facts, ranks, last = self.facts(layout), layout.pipeline, partition.num_stages - 1
         sharded, memory = self.shards_states(layout), self.memory(run)
+        where, parts = _stage_ranks(run), tuple(max(1, count) for count in partition.layer_counts)
         forward, backward, tensor_forward, tensor_backward = [], [], [], []
         activations, held, reduce, gather_of_stage, reduce_own, gather_own = [], [], [], [], [], []
+        fetch, fetch_own = [], []
         # 1 for the slowest rank; Training's seconds are those of the slowest rank
         slower = [min(facts.speeds) / speed for speed in facts.speeds]
         byte_s = tuple(training.byte_s * part for part in slower)
         static, update, transient = [0.0] * ranks, [training.own_s * part for part in slower], [0.0] * ranks
-        fetch: list[float] = []
-        fetch_own: list[float] = []
         table = _shared_place(model)
         tied, whole_table = ranks == 1 and table.parameter_bytes > 0, memory.whole_bytes(table)
         whole: list[list[float]] = [[] for _ in range(ranks)]  # of each stage: unsharded bytes while it is computed
         known: dict[Hashable, tuple[float, float, float, float]] = {}
-        for stage in range(partition.num_stages):
-            rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
+        for stage, rank in enumerate(where):
             own = partition.layers_of(stage)
             layers = [model.layers[index] for index in own]
             costs = []
@@ -255,9 +254,7 @@ class CostModel:
             update[rank] += self._update_s(facts, rank, trained) / (layout.data if sharded else 1)
         gather = [0.0] * ranks
         for stage, seconds in enumerate(() if training.sharded_parameters else gather_of_stage):
-            rank = rank_of_stage(run.schedule, stage, pipeline_parallel_size=ranks)
-            parts = max(1, len(partition.layers_of(stage)))
-            gather[rank] += max(seconds / parts, seconds - forward[stage])  # beside the next forward
+            gather[where[stage]] += max(seconds / parts[stage], seconds - forward[stage])  # beside the next forward
         # a rank's stages use NUM_WHOLE buffers in turn; each buffer is as large as the largest stage that uses it
         for rank, of_stages in enumerate(whole):
             transient[rank] += sum(max(of_stages[turn::NUM_WHOLE], default=0.0) for turn in range(NUM_WHOLE))
@@ -277,8 +274,8 @@ class CostModel:
             message_s=training.message_s,
             byte_s=byte_s if training.byte_s else (),
             reduce_s=tuple(reduce),
-            reduce_parts=tuple(max(1, len(partition.layers_of(stage))) for stage in range(partition.num_stages)),
-            reduce_cards=tuple(facts.groups[rank].cards for rank in _stage_ranks(run)),
+            reduce_parts=parts,
+            reduce_cards=tuple(facts.groups[rank].cards for rank in where),
             reduce_own_s=tuple(reduce_own),
             gather_own_s=() if training.sharded_parameters else tuple(gather_own),
             fetch_s=tuple(fetch),
@@ -314,10 +311,6 @@ class CostModel:
             tensor=layout.tensor,
             shards=layout.data if self.shards_states(layout) else 1,
         )
-
-    def memory_limits(self, layout: Layout) -> tuple[float, ...]:
-        """Bytes that each pipeline rank may use."""
-        return self.facts(layout).memory
 
     # parts
 
@@ -451,4 +444,4 @@ def _crossing(model: ModelCost, layers: range) -> LayerCost:
 
 
 def _stage_ranks(run: RunShape) -> tuple[int, ...]:
-    return ranks_of_stages(run.schedule, pipeline_parallel_size=run.layout.pipeline, num_chunks=run.num_chunks)
+    return spec_of(run.schedule).ranks_of(run.layout.pipeline, run.num_chunks)

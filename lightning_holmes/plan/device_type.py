@@ -162,15 +162,14 @@ _TOLD_AS = {
     "AMD Instinct MI300X": "MI300X",
 }
 
-_KEYS = {"speed": "FLOP/s", "memory": "bytes", "local": "bytes/s to a neighbour in the host", "peak": "FLOP/s, for MFU"}
-
-_LEAST = {
-    "speed": 1e10,
-    "memory": 1e6,
-    "local": 1e6,
-    "peak": 1e10,
-}  # a smaller number is probably in another unit, such as speed=100 for TFLOP/s, or memory=81920 for MiB
-_MOST = {"speed": 1e18, "memory": 1e15, "local": 1e15, "peak": 1e18}  # hundreds of times what any device has
+# unit, least and most of a number given by hand: a smaller one is probably in another unit, such as speed=100 for TFLOP/s, or
+# memory=81920 for MiB; the most is hundreds of times what any device has
+_KEYS = {
+    "speed": ("FLOP/s", 1e10, 1e18),
+    "memory": ("bytes", 1e6, 1e15),
+    "local": ("bytes/s to a neighbour in the host", 1e6, 1e15),
+    "peak": ("FLOP/s, for MFU", 1e10, 1e18),
+}
 
 
 def find_device_type(text: str) -> DeviceType:
@@ -215,7 +214,7 @@ def _by_hand(text: str) -> DeviceType:
         key, _, value = part.partition("=")
         key = key.strip()
         if key not in _KEYS or key in values:
-            known = ", ".join(f"{name} ({unit})" for name, unit in _KEYS.items())
+            known = ", ".join(f"{name} ({unit})" for name, (unit, _, _) in _KEYS.items())
             raise ConfigurationError(
                 f"device type {text!r}: {key!r} is not allowed here; the keys are {known}, each once"
             )
@@ -224,10 +223,11 @@ def _by_hand(text: str) -> DeviceType:
         except ValueError:
             number = float("nan")
         values[key] = check_number(number, f"device type {text!r}: {key}", positive=True)
-        if not _LEAST[key] <= number <= _MOST[key]:
+        unit, least, most = _KEYS[key]
+        if not least <= number <= most:
             raise ConfigurationError(
-                f"device type {text!r}: {key}={value.strip()} is {number:g} {_KEYS[key]}, and no device has so "
-                f"{'little' if number < _LEAST[key] else 'much'}; write "
+                f"device type {text!r}: {key}={value.strip()} is {number:g} {unit}, and no device has so "
+                f"{'little' if number < least else 'much'}; write "
                 f"plain numbers without units, such as speed=100e12,memory=40e9,local=32e9"
             )
     for key in ("speed", "memory"):

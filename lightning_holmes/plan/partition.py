@@ -1,6 +1,6 @@
 """Partition: which layers each stage holds.
 
-It owns the layer counts and their checks. The schedule decides which pipeline rank holds a stage (rank_of_stage).
+It owns the layer counts and their checks. The schedule decides which pipeline rank holds a stage (ScheduleSpec.rank_of).
 
     partition = make_partition("uniform", num_layers=10, num_stages=4)
     partition.layer_counts      # (2, 3, 3, 2)

@@ -137,13 +137,14 @@ def make_placement(
     size = world_size // pipeline_parallel_size
     left = _places(topology)
     stages: list[_Stage] = []
-    for in_one_cluster, cut in ((True, _cut_by_fabric), (False, _cut_by_fabric), (True, _cut), (False, _cut)):
-        together: dict[int, list[_Place]] = {}
+    for in_one_cluster, on_same_fabrics in ((True, True), (False, True), (True, False), (False, False)):
+        together: dict[tuple[int, Fabrics | None], list[_Place]] = {}
         for place in left:
-            together.setdefault(place.cluster if in_one_cluster else 0, []).append(place)
+            key = place.cluster if in_one_cluster else 0, place.fabrics if on_same_fabrics else None
+            together.setdefault(key, []).append(place)
         left = []
         for places in together.values():
-            found, rest = cut(places, size)
+            found, rest = _cut(places, size)
             stages += found
             left += rest
     stages.sort()
@@ -217,20 +218,6 @@ def _fabrics(cluster: Cluster, host: Host) -> Fabrics:
     ) or frozenset({(len(TRANSPORT_KINDS), f"none in {cluster.name}")})
 
 
-def _cut_by_fabric(places: list[_Place], size: int) -> tuple[list[_Stage], list[_Place]]:
-    """Form stages of ``size`` places of hosts that are on the same fabrics; also return the places that are left over."""
-    alike: dict[Fabrics, list[_Place]] = {}
-    for place in places:
-        alike.setdefault(place.fabrics, []).append(place)
-    stages: list[_Stage] = []
-    left: list[_Place] = []
-    for own in alike.values():
-        found, rest = _cut(own, size)
-        stages += found
-        left += rest
-    return stages, left
-
-
 def _cut(places: list[_Place], size: int) -> tuple[list[_Stage], list[_Place]]:
     """Form stages of ``size`` places, sorted by cluster and fabric; also return the rest."""
     places = sorted(places, key=lambda place: (place.cluster, min(place.fabrics), place.host, place.rank))
@@ -302,8 +289,8 @@ def alternatives(topology: Topology, tensor_parallel_size: int = 1) -> str:
 
 def crossing_groups(placement: Placement, topology: Topology) -> list[int]:
     """The pipeline ranks whose data-parallel groups lie in several clusters."""
-    names = [cluster.name for cluster, _ in topology.places()]
-    return [stage for stage, row in enumerate(placement.grid) if len({names[rank] for rank in row}) > 1]
+    ranks = range(placement.pipeline_parallel_size)
+    return [rank for rank in ranks if len(clusters_of(placement, topology, rank)) > 1]
 
 
 def clusters_of(placement: Placement, topology: Topology, pipeline_rank: int) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from lightning_holmes.plan.groups import GroupPlan, Ranks
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.prediction import Prediction
-from lightning_holmes.plan.schedule import ScheduleName, rank_of_stage, stages_of_rank
+from lightning_holmes.plan.schedule import ScheduleName, spec_of
 
 WHOLE_MODULE = "(whole module)"
 """The value of Plan.layers for a module that is not split into layers."""
@@ -120,16 +120,11 @@ class Plan:
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages that a pipeline rank holds, one per chunk."""
-        return stages_of_rank(
-            self.schedule,
-            pipeline_rank,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            num_chunks=self.num_chunks,
-        )
+        return spec_of(self.schedule).stages_of(pipeline_rank, self.pipeline_parallel_size, self.num_chunks)
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that holds a stage."""
-        return rank_of_stage(self.schedule, stage, pipeline_parallel_size=self.pipeline_parallel_size)
+        return spec_of(self.schedule).rank_of(stage, self.pipeline_parallel_size)
 
     def collective_of(self, pipeline_rank: int) -> str:
         """The collective by which the replicas of a pipeline rank sum gradients."""

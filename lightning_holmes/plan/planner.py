@@ -18,7 +18,7 @@ from typing import Any
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.asked import Asked
-from lightning_holmes.plan.collective_choice import Sharding
+from lightning_holmes.plan.collective_choice import Sharding, choose_collectives
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.groups import GroupPlan
 from lightning_holmes.plan.layer_cost import ModelCost
@@ -126,14 +126,19 @@ def choose(known: Known, asked: Asked) -> Plan:
 def complete(
     plan: Plan,
     *,
+    topology: Topology,
     sharding: Sharding,
-    collectives: tuple[str, ...],
-    groups: Sequence[GroupPlan],
+    sockets: bool,
+    by_links: bool = True,
+    groups: Sequence[GroupPlan] = (),
     asked: Asked,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """Add what is sharded, how replicas sum gradients, and the groups, with notes."""
+    """Add what is sharded, how replicas sum gradients (for the arguments see choose_collectives), and the groups, with notes."""
     lines = list(notes)
+    collectives = choose_collectives(
+        asked.workers_sync, plan.placement, topology, sharding=sharding, sockets=sockets, by_links=by_links
+    )
     for name in dict.fromkeys(collectives):
         ranks = ", ".join(str(rank) for rank, own in enumerate(collectives) if own == name)
         lines.append(f"gradient_sync: {name}, over the replicas of pipeline rank {ranks}")

@@ -119,7 +119,7 @@ def predict(cost_model: CostModel, run: RunShape, partition: Partition) -> Predi
         model_flops=flops[0],
         hardware_flops=flops[1],
         peak_flops_per_s=cost_model.peak_flops_per_s(),
-        memory_limits=cost_model.memory_limits(run.layout),
+        memory_limits=cost_model.facts(run.layout).memory,
         sharded_optimizer=cost_model.shards_states(run.layout) and not training.optimizer_nodes,
         sharded_parameters=training.sharded_parameters and not training.optimizer_nodes,
         nodes=node_load(model, training, replicas=run.layout.data),

@@ -147,29 +147,17 @@ class Network:
             elif members[cluster] > 1 and host in used.nics:
                 # raises an error that names what is missing inside the cluster
                 rates.append(self._used_rate(host, used))
-        return self._between_clusters(distinct, used.kind, rates, links)
-
-    def _between_clusters(
-        self,
-        hosts: Sequence[int],
-        kind: str,
-        rates: Sequence[float],
-        links: Mapping[tuple[int, int], Link | None],
-    ) -> Channel:
-        """The connection of hosts whose cards have these rates, over these links between their clusters."""
-        latencies = []
-        if None in links.values():
-            across_s = DEFAULT_LATENCY_S["between clusters"]
-            latencies = [across_s] if kind == "ethernet" else [self._latency(host, kind) for host in hosts]
-        slowest, lines = list(rates), []
-        for ends, link in links.items():
-            if link is None:
-                continue
-            rate = link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency[kind])
-            slowest.append(rate)
-            latencies.append(link.latency_s)
-            lines.append((ends, rate))
-        return Channel(kind, min(slowest), max(latencies), tuple(lines))
+        known = {ends: link for ends, link in links.items() if link is not None}
+        latencies = [link.latency_s for link in known.values()]
+        if bare and used.kind == "ethernet":
+            latencies.append(DEFAULT_LATENCY_S["between clusters"])
+        elif bare:
+            latencies += [self._latency(host, used.kind) for host in distinct]
+        lines = tuple(
+            (ends, link.bandwidth_bytes_per_s * (1.0 if link.measured else self.efficiency[used.kind]))
+            for ends, link in known.items()
+        )
+        return Channel(used.kind, min([*rates, *(rate for _, rate in lines)]), max(latencies), lines)
 
     def _link(self, ends: tuple[int, int], kind: str) -> Link | None:
         """The topology's link between two clusters for this transport, if there is one."""

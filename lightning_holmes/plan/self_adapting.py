@@ -144,14 +144,15 @@ def _segments(balance: Balance, stage: int) -> tuple[Array, Array]:
     """(L+1, L+1) seconds of the layers [i, j) on a stage, inf if the stage may not hold them; and (L+1, L+1) bytes."""
     size, last = balance.num_layers, balance.num_stages - 1
     rank = balance.rank_of(stage)
-    done = np.concatenate(([0.0], np.cumsum(balance.seconds[rank])))
-    seconds = done[None, :] - done[:, None]
-    seconds += (balance.before_seconds if stage == 0 else 0.0) + (balance.after_seconds if stage == last else 0.0)
+
+    def sums(row: Sequence[float], before: float, after: float) -> Array:
+        done = np.concatenate(([0.0], np.cumsum(row)))
+        return done[None, :] - done[:, None] + (before * (stage == 0) + after * (stage == last))
+
+    seconds = sums(balance.seconds[rank], balance.before_seconds, balance.after_seconds)
     used = np.zeros_like(seconds)
     if balance.layer_bytes is not None:
-        done = np.concatenate(([0.0], np.cumsum(balance.layer_bytes[stage])))
-        used = done[None, :] - done[:, None]
-        used += (balance.before_bytes if stage == 0 else 0.0) + (balance.after_bytes if stage == last else 0.0)
+        used = sums(balance.layer_bytes[stage], balance.before_bytes, balance.after_bytes)
     allowed = np.triu(np.ones((size + 1, size + 1), dtype=bool), 1)
     for cut in balance.forbidden_cuts:
         allowed[cut + 1, :] = allowed[:, cut + 1] = False

@@ -23,7 +23,7 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_holmes.plan.schedule import Op, Schedule
+from lightning_holmes.plan.schedule import RECV_OPS, Op, Schedule
 from lightning_holmes.plan.timeline import Span, SpanKind, Timeline
 
 
@@ -91,21 +91,9 @@ class StepCosts:
         return cls(forward_s=(forward_s,) * num_stages, backward_s=(backward_s,) * num_stages)
 
 
-_FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, _SEND_ACTIVATION, _SEND_GRADIENT, _FETCH, _RELEASE, _REDUCE = (
-    range(9)
-)
-_NO_TIME = (Op.RECV_ACTIVATION, Op.RECV_GRADIENT)  # receives are only posted
-_CODES = {
-    Op.FORWARD: _FORWARD,
-    Op.BACKWARD: _BACKWARD,
-    Op.BACKWARD_INPUT: _BACKWARD_INPUT,
-    Op.BACKWARD_WEIGHT: _BACKWARD_WEIGHT,
-    Op.SEND_ACTIVATION: _SEND_ACTIVATION,
-    Op.SEND_GRADIENT: _SEND_GRADIENT,
-    Op.FETCH: _FETCH,
-    Op.RELEASE: _RELEASE,
-    Op.REDUCE_GRADIENTS: _REDUCE,
-}
+_CODES = {op: code for code, op in enumerate(op for op in Op if op not in RECV_OPS)}  # receives are only posted
+_FORWARD, _BACKWARD, _BACKWARD_INPUT, _BACKWARD_WEIGHT, *_OTHERS = _CODES.values()  # computations come first
+_SEND_ACTIVATION, _SEND_GRADIENT, _FETCH, _RELEASE, _REDUCE = _OTHERS
 
 
 def simulate(schedule: Schedule, costs: StepCosts) -> Timeline:
@@ -124,7 +112,7 @@ class _Simulation:
         self.rank_of = [schedule.rank_of(stage) for stage in range(stages)]
         self.num_ranks, self.num_stages, self.num_microbatches = ranks, stages, schedule.num_microbatches
         self.actions = [
-            [(_CODES[action.op], action.stage, action.microbatch) for action in actions if action.op not in _NO_TIME]
+            [(_CODES[action.op], action.stage, action.microbatch) for action in actions if action.op in _CODES]
             for actions in schedule.actions
         ]
         self.cursor = [0] * ranks

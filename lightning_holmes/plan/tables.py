@@ -31,14 +31,14 @@ _GIB = 2.0**30
 HEADINGS = (
     "pipeline x tensor x data",
     "schedule",
-    "microbatches",
+    "micro-\nbatches",
     "layers",
     "step",
     "tokens/s",
     "TFLOPS/GPU",
     "MFU",
     "bubble",
-    "memory/GPU",
+    "memory\n/GPU",
 )
 
 
@@ -114,13 +114,10 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
         pad_edge=False,
     )
     entries = (result.best, *result.runners_up)
-    headings = [
-        heading.replace("micro", f"micro-{_BREAK}").replace("memory/", f"memory{_BREAK}/") for heading in HEADINGS
-    ]
     rows = [prediction_cells(entry) for entry in entries]
     between = len(HEADINGS) + 1  # the box: one column before, between and after
-    widths = column_widths([headings, *rows], console.width - between)
-    for heading, width in zip(headings, widths, strict=True):
+    widths = column_widths([HEADINGS, *rows], console.width - between)
+    for heading, width in zip(HEADINGS, widths, strict=True):
         table.add_column(Text(heading), width=width, overflow="fold")
     for entry, row in zip(entries, rows, strict=True):
         table.add_row(*map(Text, row), style="bold" if entry is result.best else None)
@@ -247,7 +244,10 @@ def group_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     alike: dict[tuple[str, str, str], list[GroupPlan]] = {}
     for group in plan.groups:
         alike.setdefault((group.axis, group.transport, group.reason), []).append(group)
-    return [(*kind, _group_ranks(groups)) for kind, groups in alike.items()]
+    return [
+        (*kind, "ranks " + _first_groups("; ", [format_spans(group.ranks) for group in groups]))
+        for kind, groups in alike.items()
+    ]
 
 
 def _print_item(console: Console, text: str) -> None:
@@ -262,9 +262,7 @@ def _ranks_of(plan: Plan, pipeline_rank: int) -> str:
     if plan.tensor_parallel_size == 1:
         return format_spans(placement.grid[pipeline_rank])
     groups = [placement.tensor_parallel_group(pipeline_rank, data) for data in range(plan.data_parallel_size)]
-    shown = " ".join("{" + format_spans(group) + "}" for group in groups[:_GROUPS_SHOWN])
-    more = len(groups) - _GROUPS_SHOWN
-    return f"{shown} and {more} more groups" if more > 0 else shown
+    return _first_groups(" ", ["{" + format_spans(group) + "}" for group in groups])
 
 
 def _title(plan: Plan) -> str:
@@ -277,11 +275,9 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _group_ranks(groups: Sequence[GroupPlan]) -> str:
-    shown = "; ".join(format_spans(group.ranks) for group in groups[:_GROUPS_SHOWN])
+def _first_groups(separator: str, groups: Sequence[str]) -> str:
     more = len(groups) - _GROUPS_SHOWN
-    ranks = "ranks " + shown
-    return f"{ranks} and {more} more groups" if more > 0 else ranks
+    return separator.join(groups[:_GROUPS_SHOWN]) + (f" and {more} more groups" if more > 0 else "")
 
 
 def format_spans(numbers: Sequence[int]) -> str:

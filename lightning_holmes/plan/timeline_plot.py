@@ -32,13 +32,8 @@ COLOURS = {
     "wait": "#F7F3D0",
     "idle": "#EEEEEE",
 }
-_BESIDE = {
-    "transfer": 0.21,
-    "reduce": 0.31,
-    "gather": 0.31,
-    "bucket_reduce": 0.31,
-    "bucket_gather": 0.31,
-}  # where in the row
+# where in the row
+_BESIDE = {"transfer": 0.21, "reduce": 0.31, "gather": 0.31, "bucket_reduce": 0.31, "bucket_gather": 0.31}
 _ALSO_ALONE = ("reduce", "gather")  # also drawn as a rank's own work while the rank computes nothing
 _MEANINGS = {
     "idle": "idle: nothing to do for this rank yet, the bubble",
@@ -114,15 +109,8 @@ def _draw_one(axis: Any, timeline: Timeline, end: float, ranks: Sequence[int]) -
                 for span in spans:
                     middle = (span.start_s + span.end_s) / 2
                     if span.end_s - span.start_s > 0.008 * end:
-                        axis.text(
-                            middle,
-                            rank - 0.1,
-                            str(span.microbatch),
-                            ha="center",
-                            va="center",
-                            fontsize=6,
-                            color="white",
-                        )
+                        text = str(span.microbatch)
+                        axis.text(middle, rank - 0.1, text, ha="center", va="center", fontsize=6, color="white")
     more = timeline.num_ranks - len(shown)
     names = [f"stage {row}" + (f", rank {ranks[row]}" if ranks else "") for row in range(len(shown))]
     axis.set_yticks(range(len(shown)), names, fontsize=7)

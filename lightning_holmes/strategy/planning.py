@@ -19,7 +19,7 @@ from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.asked import Asked
-from lightning_holmes.plan.collective_choice import choose_collectives, notes_of
+from lightning_holmes.plan.collective_choice import notes_of
 from lightning_holmes.plan.groups import plan_groups
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.planner import Known, choose, complete, settle
@@ -85,21 +85,11 @@ def plan_run(
     sharded, why = sharding.choose_sharding(trainer, context, plan, structure, found)
     plan = complete(
         plan,
+        topology=rounded_links(job.topology),
         sharding=sharded,
-        collectives=choose_collectives(
-            asked.workers_sync,
-            job.placement,
-            rounded_links(job.topology),
-            sharding=sharded,
-            sockets=job.is_gloo,
-            by_links=job.num_hosts > 1 and not torch.are_deterministic_algorithms_enabled(),
-        ),
-        groups=plan_groups(
-            job.placement,
-            job.pairs,
-            job.transports.describe,
-            job.clusters,
-        ),
+        sockets=job.is_gloo,
+        by_links=job.num_hosts > 1 and not torch.are_deterministic_algorithms_enabled(),
+        groups=plan_groups(job.placement, job.pairs, job.transports.describe, job.clusters),
         asked=asked,
         notes=why,
     )

@@ -257,7 +257,7 @@ def test_hosts_of_a_cluster_may_have_unlike_devices() -> None:
     network = Network(topology, local_bytes_per_s=1e11)
     costs = CostModel(MODEL, network, devices=(DEVICE, slow, DEVICE, DEVICE), training=Training(batch_samples=8))
     assert costs.speeds(Layout(pipeline=2, data=4)) == (5e11, 1e12)
-    assert costs.memory_limits(Layout(pipeline=2, data=4)) == (0.92 * 5e11, 0.92 * 1e12)
+    assert costs.facts(Layout(pipeline=2, data=4)).memory == (0.92 * 5e11, 0.92 * 1e12)
     assert costs.peak_flops_per_s() == 6 * 1e12 + 2 * 5e11
 
 

@@ -55,10 +55,7 @@ from lightning_holmes.plan.schedule.specs import (
     SCHEDULES,
     ScheduleName,
     ScheduleSpec,
-    rank_of_stage,
-    ranks_of_stages,
     spec_of,
-    stages_of_rank,
 )
 
 __all__ = [
@@ -78,9 +75,6 @@ __all__ = [
     "make_schedule",
     "mark_action",
     "max_in_flight",
-    "rank_of_stage",
-    "ranks_of_stages",
     "receive_of",
     "spec_of",
-    "stages_of_rank",
 ]

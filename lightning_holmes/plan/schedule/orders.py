@@ -11,7 +11,7 @@ other rank waits for, fills idle time. The backward of stage 0 is never split, s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_holmes.plan.schedule.action import Action, Op
@@ -155,8 +155,8 @@ def zero_bubble_v(shape: RankShape) -> list[Action]:
     order: list[Action] = []
     next_one = {(op, chunk): 0 for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) for chunk in (0, 1)}
 
-    def take(chunk: int, *ops: Op) -> None:
-        for op in ops:
+    def take(chunk: int, *ops: Op, times: int = 1) -> None:
+        for op in ops * times:
             microbatch = next_one[op, chunk]
             if microbatch >= total:
                 continue
@@ -164,36 +164,29 @@ def zero_bubble_v(shape: RankShape) -> list[Action]:
             order.append(Action(op, stages[chunk], microbatch))
 
     whole = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-    _repeat(2 * (num_ranks - rank) - 1, lambda: take(0, Op.FORWARD))
+    take(0, Op.FORWARD, times=2 * (num_ranks - rank) - 1)
     for _ in range(rank):
         take(1, Op.FORWARD)
         take(0, Op.FORWARD)
-    _repeat(num_ranks - rank, lambda: take(1, Op.FORWARD, *whole))
+    take(1, Op.FORWARD, *whole, times=num_ranks - rank)
     while next_one[Op.FORWARD, 1] < total:
         take(0, Op.FORWARD, *whole)
         take(1, Op.FORWARD, *whole)
     for _ in range(rank):
         take(0, Op.BACKWARD_INPUT)
         take(1, Op.BACKWARD_INPUT)
-    _repeat(num_ranks - rank, lambda: take(0, *whole))
+    take(0, *whole, times=num_ranks - rank)
     for chunk in (1, 0):
-        _repeat(total - next_one[Op.BACKWARD_WEIGHT, chunk], lambda chunk=chunk: take(chunk, Op.BACKWARD_WEIGHT))  # type: ignore[misc]
+        take(chunk, Op.BACKWARD_WEIGHT, times=total - next_one[Op.BACKWARD_WEIGHT, chunk])
     return _unsplit(order)
-
-
-def _repeat(times: int, what: Callable[[], None]) -> None:
-    for _ in range(times):
-        what()
 
 
 def _unsplit(order: list[Action]) -> list[Action]:
     """Merge stage 0's split backwards into whole ones, at the place of the weight backwards: no rank needs the gradient of its input."""
     whole = []
     for action in order:
-        if action.stage > 0:
+        if action.stage > 0 or action.op is Op.FORWARD:
             whole.append(action)
         elif action.op is Op.BACKWARD_WEIGHT:
             whole.append(Action(Op.BACKWARD, 0, action.microbatch))
-        elif action.op is Op.FORWARD:
-            whole.append(action)
     return whole

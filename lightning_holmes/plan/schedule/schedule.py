@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from lightning_holmes.errors import ConfigurationError
+from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.schedule.action import GRADIENT_OPS, RELEASING_OPS, WHOLE_BATCH, Action, Op
-from lightning_holmes.plan.schedule.specs import ScheduleSpec, ranks_of_stages, spec_of
+from lightning_holmes.plan.schedule.specs import ScheduleSpec, spec_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +63,7 @@ def make_schedule(
         ("num_microbatches", num_microbatches),
         ("num_chunks", num_chunks),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"{what}={value!r} is not allowed; write a whole number, at least 1")
+        check_count(value, what)
     spec = spec_of(name)
     if num_chunks > 1 and pipeline_parallel_size == 1 and not spec.is_layered:
         raise ConfigurationError(
@@ -102,7 +102,7 @@ def _make_schedule(
         )
         for rank in range(pipeline_parallel_size)
     ]
-    ranks = ranks_of_stages(spec.name, pipeline_parallel_size=pipeline_parallel_size, num_chunks=num_chunks)
+    ranks = spec.ranks_of(pipeline_parallel_size, num_chunks)
     return Schedule(
         name=spec.name,
         pipeline_parallel_size=pipeline_parallel_size,

@@ -1,8 +1,8 @@
 """The registry of schedules: a ScheduleSpec defines everything that is specific to a schedule. To add a schedule, add an entry.
 
     spec_of("zero_bubble").splits_backward(stage=1)     # True
-    rank_of_stage("interleaved_1f1b", 5, pipeline_parallel_size=4)      # 1: stages are placed in a loop
-    rank_of_stage("zero_bubble_v", 5, pipeline_parallel_size=4)         # 2: in a V, down to the last rank and back up
+    spec_of("interleaved_1f1b").rank_of(5, size=4)      # 1: stages are placed in a loop
+    spec_of("zero_bubble_v").rank_of(5, size=4)         # 2: in a V, down to the last rank and back up
 
     loop                               V
     rank 0: 0 4                        rank 0: 0 7
@@ -98,6 +98,10 @@ class ScheduleSpec:
         """The pipeline rank that holds a stage; ``size``: the number of pipeline ranks."""
         chunk, place = divmod(stage, size)
         return size - 1 - place if self.is_v_shaped and chunk % 2 else place
+
+    def ranks_of(self, size: int, num_chunks: int) -> tuple[int, ...]:
+        """The pipeline rank of every stage."""
+        return tuple(self.rank_of(stage, size) for stage in range(size * num_chunks))
 
     def stages_of(self, rank: int, size: int, num_chunks: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, ascending, one per chunk."""
@@ -203,19 +207,3 @@ def spec_of(name: str) -> ScheduleSpec:
     if name not in SCHEDULES:
         raise ConfigurationError(f"schedule={name!r} is not known; use one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
-
-
-def rank_of_stage(schedule: str, stage: int, *, pipeline_parallel_size: int) -> int:
-    """The pipeline rank that holds a stage."""
-    return SCHEDULES[schedule].rank_of(stage, pipeline_parallel_size)
-
-
-def stages_of_rank(schedule: str, rank: int, *, pipeline_parallel_size: int, num_chunks: int) -> tuple[int, ...]:
-    """The stages of a pipeline rank, ascending, one per chunk."""
-    return SCHEDULES[schedule].stages_of(rank, pipeline_parallel_size, num_chunks)
-
-
-def ranks_of_stages(schedule: str, *, pipeline_parallel_size: int, num_chunks: int) -> tuple[int, ...]:
-    """The pipeline rank of every stage."""
-    spec = SCHEDULES[schedule]
-    return tuple(spec.rank_of(stage, pipeline_parallel_size) for stage in range(pipeline_parallel_size * num_chunks))

@@ -13,6 +13,7 @@ fixed, and the plan command choose the same. Of layouts within _NEARLY of each o
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -26,7 +27,7 @@ from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.partition import Partition, make_partition, make_uniform_partition
 from lightning_holmes.plan.prediction import Prediction, fits, predict
 from lightning_holmes.plan.run_shape import Layout, RunShape
-from lightning_holmes.plan.schedule import ranks_of_stages, spec_of
+from lightning_holmes.plan.schedule import spec_of
 from lightning_holmes.plan.search.candidates import SearchSpace, SetUp, make_set_ups
 from lightning_holmes.plan.search.not_fitting import BY_HAND, WITH_STATES, Lack, lack_of, nothing_fits, without_states
 from lightning_holmes.plan.search.refine import refine
@@ -115,7 +116,7 @@ class _Search:
         self.set_ups = make_set_ups(cost_model, space, self.left_out)
         self.lacks: list[Lack] = []
         self.trouble: ConfigurationError | None = None
-        self.made: dict[tuple[RunShape, Partition], Prediction] = {}
+        self.predict = functools.cache(functools.partial(predict, cost_model))
         self.refined: dict[tuple[RunShape, Partition], Prediction] = {}
 
     def run(self) -> SearchResult:
@@ -133,7 +134,7 @@ class _Search:
         if len(slower) < len(others):
             what = "faster by prediction, but by less than more microbatches or chunks must save"
             self.left_out[what] += len(others) - len(slower)
-        runners_up = _unlike(sorted(slower, key=_step_s), self.space.runners_up)
+        runners_up = _unlike(sorted(slower, key=lambda entry: entry.step_s), self.space.runners_up)
         return SearchResult(
             best=replace(best, reason=_why(best, runners_up)),
             runners_up=tuple(replace(entry, reason=_why_not(entry, best)) for entry in runners_up),
@@ -183,7 +184,8 @@ class _Search:
         fastest = min(pick.step_s for pick in picked)
 
         def rank(pick: Prediction) -> tuple[Any, ...]:
-            return math.floor((pick.step_s / fastest - 1) / _NEARLY), *_plainness(pick.run), pick.step_s
+            run, slower = pick.run, math.floor((pick.step_s / fastest - 1) / _NEARLY)
+            return slower, run.num_chunks, run.layout.tensor, run.layout.pipeline, run.schedule != "1f1b", pick.step_s
 
         return tried[picked.index(min(picked, key=rank))]
 
@@ -202,7 +204,7 @@ class _Search:
             found: dict[RunShape, Prediction] = {}
             left = _LARGEST
             for entry in sorted(looked, key=lambda entry: entry.estimate_s):
-                size = _size(entry)
+                size = entry.partition.num_stages * entry.run.num_microbatches
                 if size <= left or len(found) < _FITTING:  # however large: until these fit
                     found |= {made.run: made for made in self._simulate([entry])}
                     left -= size
@@ -242,12 +244,12 @@ class _Search:
         """Simulate candidates; return those that fit."""
         found = []
         for entry in looked:
-            made = self._predict(entry.run, entry.partition)
+            made = self.predict(entry.run, entry.partition)
             if self.space.partition == "self_adapting" and entry.run.num_chunks > 1:
                 # with unequal layers, the optimum for the slowest rank may have chunks of very unequal sizes, and waits between them
                 uniform = make_uniform_partition(entry.partition.num_layers, entry.partition.num_stages)
                 if uniform != entry.partition and not uniform.split_points & set(self.cost_model.model.forbidden_cuts):
-                    other = self._predict(entry.run, uniform)
+                    other = self.predict(entry.run, uniform)
                     made = min(made, other, key=lambda one: (not fits(one), one.step_s))
             if not self.limit_memory or fits(made):
                 found.append(made)
@@ -255,12 +257,6 @@ class _Search:
                 self.left_out[_NO_MEMORY] += 1
                 self.lacks.append(lack_of(made))
         return found
-
-    def _predict(self, run: RunShape, partition: Partition) -> Prediction:
-        key = run, partition
-        if key not in self.made:
-            self.made[key] = predict(self.cost_model, run, partition)
-        return self.made[key]
 
     def _nothing_to_try(self) -> ConfigurationError:
         reasons = (
@@ -326,25 +322,13 @@ def assign_layers(
     return make_partition(rule, cost_model.model.num_layers, run.layout.pipeline * run.num_chunks, balance=balance)
 
 
-def _size(entry: _Looked) -> int:
-    return entry.partition.num_stages * entry.run.num_microbatches
-
-
-def _step_s(entry: Prediction) -> float:
-    return entry.step_s
-
-
-def _plainness(run: RunShape) -> tuple[Any, ...]:
-    return run.num_chunks, run.layout.tensor, run.layout.pipeline, run.schedule != "1f1b"
-
-
 def _estimate(cost_model: CostModel, run: RunShape, partition: Partition) -> float:
     """Estimate a step by a closed form: the slowest rank or card for all microbatches, filling and draining the pipeline, and the part
     of the reductions that does not overlap the backward and the draining."""
     costs = cost_model.step_costs(run, partition)
     ranks, stages, chunks = run.layout.pipeline, partition.num_stages, run.num_chunks
     both = [forward + backward for forward, backward in zip(costs.forward_s, costs.backward_s, strict=True)]
-    where = ranks_of_stages(run.schedule, pipeline_parallel_size=ranks, num_chunks=chunks)
+    where = spec_of(run.schedule).ranks_of(ranks, chunks)
     loads, reductions = [0.0] * ranks, [0.0] * ranks
     for stage, rank in enumerate(where):
         loads[rank] += both[stage]

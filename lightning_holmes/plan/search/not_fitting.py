@@ -40,7 +40,7 @@ def nothing_fits(cost_model: CostModel, runs: Sequence[RunShape], *, lacks: Sequ
         cures.append('parameters in shards, sharding="parameters"')
     if model.recomputed == 0:
         cures.append("recomputing activations, which is up to the module")
-    limits = cost_model.memory_limits(layout)
+    limits = cost_model.facts(layout).memory
     needed = f"{(limits[rank] + excess_bytes) / training.memory_share / _GIB:.1f} GiB"
     if len(set(limits)) == 1:
         cures.append(f"devices with {needed} each")

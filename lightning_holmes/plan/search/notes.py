@@ -66,12 +66,11 @@ def _describe_microbatches(result: SearchResult) -> str:
         if (entry.run.schedule, entry.run.num_chunks) == (run.schedule, run.num_chunks)
         and entry.run.num_microbatches != run.num_microbatches
     ]
-    reason = "the fastest by prediction"
+    reason = ", the fastest by prediction"
     if any(entry.step_s < best.step_s for entry in result.tried if entry.run.num_microbatches > run.num_microbatches):
-        reason = f"more must save {MICROBATCH_GAIN:.0%} by prediction, since counted FLOPs do not know what small microbatches lose"
+        reason = f"; more must save {MICROBATCH_GAIN:.0%} by prediction, since counted FLOPs do not know what small microbatches lose"
     note = f"num_microbatches: {run.num_microbatches} of {run.microbatch_samples} samples"
-    separator = ", " if reason.startswith("the fastest") else "; "
-    return note + separator + reason + (f" ({', '.join(others)})" if others else "")
+    return note + reason + (f" ({', '.join(others)})" if others else "")
 
 
 def _describe_schedule(result: SearchResult, not_interleaved: str | None) -> str:

@@ -62,7 +62,7 @@ def test_in_shards_where_nothing_fits_otherwise(layout: Layout, share: float) ->
         assert plan.sharding == "parameters" and plan.schedule == "breadth_first" and plan.prediction is not None
         assert plan.prediction.sharded_parameters
         assert all(
-            mine <= most for mine, most in zip(plan.prediction.memory_bytes, model.memory_limits(layout), strict=True)
+            mine <= most for mine, most in zip(plan.prediction.memory_bytes, model.facts(layout).memory, strict=True)
         )
         assert "parameters, since otherwise" in note_of(plan)
 
