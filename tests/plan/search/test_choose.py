@@ -243,7 +243,11 @@ def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
 
 
 def test_what_is_sharded_and_summed_is_added_with_the_reasons() -> None:
-    plan, topology, notes = chosen(Asked(layers="layers"), costs()), Topology.single_cluster(1, 4), ["sharding: because"]
+    plan, topology, notes = (
+        chosen(Asked(layers="layers"), costs()),
+        Topology.single_cluster(1, 4),
+        ["sharding: because"],
+    )
     plan = dataclasses.replace(plan, placement=Placement(((0, 1), (2, 3))), data_parallel_size=2)
     done = complete(plan, topology=topology, sharding="optimizer", sockets=True, asked=Asked(), notes=notes)
     assert (done.sharding, done.collectives) == ("optimizer", ("p2p", "p2p"))
