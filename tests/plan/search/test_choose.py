@@ -248,10 +248,10 @@ def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
 
 
 def test_what_is_sharded_and_summed_is_added_with_the_reasons() -> None:
+    topology, notes = Topology.single_cluster(1, 4), ["sharding: because"]
     plan = chosen(Asked(layers="layers"), costs())
-    done = complete(
-        plan, sharding="optimizer", collectives=("p2p", "p2p"), groups=(), asked=Asked(), notes=["sharding: because"]
-    )
+    plan = dataclasses.replace(plan, placement=Placement(((0, 1), (2, 3))), data_parallel_size=2)
+    done = complete(plan, topology=topology, sharding="optimizer", sockets=True, asked=Asked(), notes=notes)
     assert (done.sharding, done.collectives) == ("optimizer", ("p2p", "p2p"))
     assert done.notes[len(plan.notes) :] == (
         "sharding: because",
