@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from plans import plan_of
-from refusals import refusal
 
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.errors import ConfigurationError
@@ -173,12 +172,18 @@ def test_a_plan_that_does_not_fit_is_not_taken() -> None:
     small = LAYER.parameter_bytes * 6 / 0.92  # room for the parameters of six layers only
     for rule in ("self_adapting", "uniform"):
         options = Asked(partition=rule)
-        words = ("GiB a device are missing at the least", "What can make it fit: ", "devices with")
-        with refusal(*words, "an optimizer that keeps nothing", error=NothingFitsError) as caught:
+        with pytest.raises(NothingFitsError) as caught:
             chosen(options, costs(memory=small))
-        error: Any = caught.value
-        sent = pickle.loads(pickle.dumps(error))  # as when it is sent to the other ranks
-        assert (str(sent), sent.excess_bytes) == (str(error), error.excess_bytes) and error.excess_bytes > 0
+        for words in (
+            "GiB a device are missing at the least",
+            "What can make it fit: ",
+            "devices with",
+            "an optimizer that keeps nothing",
+        ):
+            assert words in str(caught.value)
+        sent = pickle.loads(pickle.dumps(caught.value))  # as when it is sent to the other ranks
+        assert (str(sent), sent.excess_bytes) == (str(caught.value), caught.value.excess_bytes)
+        assert caught.value.excess_bytes > 0
     by_hand = chosen(Asked(partition=[6, 6], num_chunks=1), costs(memory=small))
     assert any(note.startswith("memory: by its estimate ") and "GiB" in note for note in by_hand.notes)
     settled = Asked(partition="uniform", num_chunks=2, schedule="interleaved_1f1b", num_microbatches=4)
@@ -243,11 +248,8 @@ def test_a_former_choice_is_kept_but_for_what_is_said() -> None:
 
 
 def test_what_is_sharded_and_summed_is_added_with_the_reasons() -> None:
-    plan, topology, notes = (
-        chosen(Asked(layers="layers"), costs()),
-        Topology.single_cluster(1, 4),
-        ["sharding: because"],
-    )
+    topology, notes = Topology.single_cluster(1, 4), ["sharding: because"]
+    plan = chosen(Asked(layers="layers"), costs())
     plan = dataclasses.replace(plan, placement=Placement(((0, 1), (2, 3))), data_parallel_size=2)
     done = complete(plan, topology=topology, sharding="optimizer", sockets=True, asked=Asked(), notes=notes)
     assert (done.sharding, done.collectives) == ("optimizer", ("p2p", "p2p"))
