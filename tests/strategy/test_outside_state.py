@@ -3,6 +3,7 @@
 Baseline: plain Lightning on the same batches; equal values on rank 0.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,16 +21,9 @@ from lightning_holmes.errors import HolmesError
 pytestmark = pytest.mark.xdist_group("outside_state")
 
 
-class Meter:
-    total = 0.0
-
-    def update(self, value: float) -> None:
-        self.total += value
-
-
 LOSSES: list[float] = []
 TOTAL = 0.0
-METER = Meter()
+METER = SimpleNamespace(total=0.0)
 SUM = torch.zeros(1)
 SCALES: dict[int, Tensor] = {}
 
@@ -91,7 +85,7 @@ class InObject(Keeps):
     where = "METER of"
 
     def keep(self, loss: float, batch_idx: int) -> None:
-        METER.update(loss)
+        METER.total += loss
 
     def kept(self) -> list[float]:
         return [METER.total]
