@@ -6,7 +6,7 @@ what it changes elsewhere in or after its layers stays on that rank, so that suc
 it changes before its layers every stage changes alike. A value that is set once is a cache, of which each process has its own: an entry
 that is added to a dict, a value in place of None.
 
-Looked at is what the code of the module's classes names, and that of the functions and classes that it names, of the user's own files.
+Looked at is what the code of the module's classes names, and that of functions and classes that it names, in the user's own files.
 
     outside = Outside(module)
     outside.begin(); step()
@@ -39,14 +39,13 @@ from lightning_holmes.torch_private import tensor_version
 
 CURE = "keep it on the module (self.losses), from which it is brought to all ranks"
 _HELD = (list, dict, set, deque, Tensor, np.ndarray)
-_CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, types.MemberDescriptorType)
-_CODE_OR_PARTS = (*_CODE, type, types.ModuleType, nn.Module)
+_CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, type, types.ModuleType, nn.Module)
 _MOST_FUNCTIONS = 5000
 _MOST_ENTRIES = 10_000
 _MOST_THINGS = 2000
 _INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
 _SMALL_BYTES = 1 << 16
-_GONE = object()
+_GONE = object()  # there is no such name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +54,7 @@ class _Names:
 
     where: str
     names: set[str]
-    get: Callable[[str], Any]  # _GONE if there is no such name
+    get: Callable[[str], Any]
     put: Callable[[str, Any], None]
     drop: Callable[[str], None]
 
@@ -75,8 +74,7 @@ class Outside:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._package = type(module).__module__.partition(".")[0]
-        self._names: list[_Names] | None = None
-        self._uses_trainer = False
+        self._finder: _Finder | None = None
         self._before: list[_Was] = []
 
     def begin(self) -> None:
@@ -117,14 +115,16 @@ class Outside:
                     _put_back(was.thing, was.held)
 
     def _record(self, *, copies: bool = False) -> list[_Was]:
-        if self._names is None:
-            self._names, self._uses_trainer = _Finder(self._package).find(self._module)
+        if self._finder is None:
+            self._finder = _Finder(self._package, self._module)
         found: list[_Was] = []
         seen: set[int] = set()
-        for names in self._names:
+        for names in self._finder.names.values():
             self._remember(names, names.where, found, seen, copies=copies)
-        trainer = trainer_of(self._module) if self._uses_trainer else None
-        for each in () if trainer is None else (*trainer.callbacks, trainer.datamodule):
+        objects, trainer = [*self._finder.objects.values()], trainer_of(self._module)
+        if trainer is not None and self._finder.uses_trainer:
+            objects += [*trainer.callbacks, trainer.datamodule]
+        for each in objects:
             if _is_own_object(each, self._package):
                 self._remember(each, f"{type(each).__name__}.{{}}", found, seen, copies=copies)
         return found
@@ -143,35 +143,38 @@ class Outside:
 
 
 class _Finder:
-    """Finds the names outside of a module that its code can reach; ``package``: that of the module."""
+    """Finds the names outside of a module that its code can reach.
 
-    def __init__(self, package: str) -> None:
+    ``objects``: those whose methods are among its functions, such as hooks of layers. ``uses_trainer``: whether the code names
+    callbacks or the data module.
+    """
+
+    def __init__(self, package: str, module: nn.Module) -> None:
         self._package = package
-        self._by_space: dict[int, _Names] = {}
+        self.names: dict[int, _Names] = {}
+        self.objects: dict[int, Any] = {}
         self._classes: dict[type, None] = {}
         self._functions: list[types.FunctionType] = []
         self._tables: set[int] = set()
-
-    def find(self, module: nn.Module) -> tuple[list[_Names], bool]:
-        """The names, and whether the code names the trainer's callbacks or data module."""
         for part in module.modules():
             self._add_class(type(part))
-            for value in vars(part).values():
-                self._add(value)
-        seen: set[types.CodeType] = set()
+            for key, value in vars(part).items():
+                if "hooks" in key or (type(part) in self._classes and key != "_compile_kwargs"):
+                    self._add(value)
+        seen: set[types.FunctionType] = set()
         named: set[str] = set()
         while self._functions and len(seen) < _MOST_FUNCTIONS:
             function = self._functions.pop()
-            if function.__code__ not in seen:
-                seen.add(function.__code__)
+            if function not in seen:
+                seen.add(function)
                 names = _names_in(function.__code__)
                 named |= names
                 self._look_up(function, names)
-        for kind in self._classes:
+        for kind in list(self._classes):
             get = functools.partial(_attribute, kind)
             for name in vars(kind).keys() & named:
                 self._found(kind, f"{kind.__qualname__}.{{}}", name, get, functools.partial(setattr, kind))
-        return list(self._by_space.values()), not named.isdisjoint(("callbacks", "datamodule"))
+        self.uses_trainer = not named.isdisjoint(("callbacks", "datamodule"))
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -182,13 +185,16 @@ class _Finder:
 
     def _add(self, value: Any) -> None:
         """Note the code of a value, and of values in a container, which may name other values."""
-        if isinstance(value, (staticmethod, classmethod, types.MethodType, functools.partial)):
-            value = value.func if isinstance(value, functools.partial) else value.__func__
-        if isinstance(value, property):
-            self._add(value.fget)
-            self._add(value.fset)
+        if isinstance(value, types.MethodType) and _is_own_object(value.__self__, self._package):
+            self.objects[id(value.__self__)] = value.__self__
+        if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            self._add(value.__func__)
+        elif isinstance(value, (property, functools.partial)):
+            for each in (value.fget, value.fset) if isinstance(value, property) else (value.func,):
+                self._add(each)
         elif isinstance(value, types.FunctionType):
-            if _is_own(value.__module__ or "", self._package):
+            self._add(getattr(value, "__wrapped__", None))
+            if _is_own(value.__globals__.get("__name__", ""), self._package):  # a decorator may change __module__
                 self._functions.append(value)
         elif isinstance(value, type):
             self._add_class(value)
@@ -216,9 +222,9 @@ class _Finder:
     ) -> None:
         value = get(name)
         self._add(value)
-        if not (name.startswith("__") or isinstance(value, _CODE_OR_PARTS)):
+        if not (name.startswith("__") or isinstance(value, (*_CODE, types.MemberDescriptorType))):
             drop = space.pop if isinstance(space, dict) else functools.partial(delattr, space)
-            self._by_space.setdefault(id(space), _Names(where, set(), get, put, drop)).names.add(name)
+            self.names.setdefault(id(space), _Names(where, set(), get, put, drop)).names.add(name)
 
 
 def _is_own(name: str, package: str) -> bool:

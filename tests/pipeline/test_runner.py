@@ -216,11 +216,10 @@ def test_a_profile_names_each_action_with_its_layers() -> None:
 
 def test_an_error_shows_the_schedule_with_the_action_that_failed() -> None:
     with pipeline_of("1f1b", 2, 1) as (pipeline, _, batch):
-        calls = []
 
-        def fail_at_the_second_microbatch(*_: Any) -> None:
-            calls.append(1)
-            if len(calls) == 2:
+        def fail_at_the_second_microbatch(layer: Any, _: Any) -> None:
+            layer.calls = getattr(layer, "calls", 0) + 1
+            if layer.calls == 2:
                 raise ValueError("a fault")
 
         staged: Any = pipeline.drivers[1].pipeline.module
