@@ -17,22 +17,21 @@ FULL = (
     # whole processes with limits of seconds: strategy/test_bad_input.py has the promise itself, with its own limit of 30 s
     *("comm/test_failure.py::test_a_rank_that_one_call_holds*", "comm/test_failure.py::test_ranks_that_*"),
     *("comm/test_failure.py::test_a_rank_that_never_joins*", "strategy/test_late.py::test_a_rank_*"),
-    # a process that imports everything anew, for one line
+    # processes that import everything anew
+    *(
+        "test_wheel.py",
+        "test_lightning_package.py::test_a_*",
+        "test_cli.py::test_recipe_trains*",
+        "test_recipes.py::test_fit_*",
+    ),
     *("models/test_hf.py::test_hf_is_loaded*", "data/test_recipes_text.py::test_text_becomes*"),
     *("test_torch_private.py::test_gloo_has_no_ibverbs", "plan/search/test_comparison.py::test_4096*"),
     *("test_recipes.py::test_a_*", "test_recipes.py::test_wandb_*", "test_recipes.py::test_fine_tuning*"),
     *("test_recipes.py::test_the_demo*", "strategy/test_outside_state.py::test_trials*"),
     # large or random inputs of one function, which runs with small ones, too
-    *(
-        "plan/test_simulator.py::test_large_*",
-        "pipeline/test_profile.py::test_39_billion*",
-        "plan/test_placement.py::test_any_*",
-    ),
-    *(
-        "cluster/test_hardware.py::test_any_*",
-        "cluster/test_topology.py::test_round_trip*",
-        "plan/test_self_adapting.py::*trying*",
-    ),
+    *("plan/test_simulator.py::test_large_*", "pipeline/test_profile.py::test_39_billion*"),
+    *("plan/test_placement.py::test_any_*", "plan/test_self_adapting.py::*trying*"),
+    *("cluster/test_hardware.py::test_any_*", "cluster/test_topology.py::test_round_trip*"),
 )
 """Files and tests that are left out whole."""
 
@@ -40,24 +39,25 @@ KEPT = ("strategy/test_large_models.py::test_on_optimizer_nodes*",)
 """Of these and the following, what `make test` runs all the same."""
 
 FIRST = (
-    *("testbed/test_training.py", "testbed/test_faults.py", "test_wheel.py"),
+    *("testbed/test_training.py", "testbed/test_faults.py"),
     *("strategy/test_large_models.py", "strategy/test_lightning_features.py", "strategy/test_optimizers.py"),
     *("strategy/test_sigterm.py", "strategy/test_snapshots.py", "strategy/test_tensor_parallel.py"),
     *("strategy/test_breadth_first.py", "strategy/test_runtime_plan.py", "strategy/test_whole_steps.py"),
     *("commands/test_plan_command.py", "strategy/test_graphs.py", "strategy/test_nothing_stays_patched.py"),
-    "test_lightning_package.py",
 )
 """Files of which `make test` runs the first test only: that is where the promise stands, in all its cases."""
 
 SAMPLED = {
-    "lightning_contract/test_contract.py::test_holds*": 10,
-    "wild/test_wild_modules.py::test_exact_or_refused*": 3,
+    "lightning_contract/test_contract.py::test_holds*": 16,
+    "wild/test_wild_modules.py::test_exact_or_refused*": 4,
     "wild/test_wild_in_shards.py::test_exact_or_refused_in_shards*": 6,
     "optim/test_node_session.py::test_on_disk_it_is*": 4,
     "strategy/test_tripwires.py::*": 3,
     "strategy/test_hooks.py::*": 2,
-    "strategy/test_step_state.py::*": 2,
-    "fuzz/test_fuzz.py::test_mended*": 3,
+    "strategy/test_step_state.py::*": 4,
+    "fuzz/test_fuzz.py::test_mended*": 5,
+    "parity/test_parity.py::test_equals_the_baseline*": 2,
+    "checkpoint/test_matrix.py::*": 2,
     "strategy/test_ten_starts.py::*": 2,
 }
 """Tests of many cases, of which `make test` runs one in this many, whichever the order of the cases. A launch of many cases runs those that
