@@ -214,8 +214,8 @@ class _Finder:
             for name in names & space.keys():
                 self._found(space, where, name, lambda name, of=space: of.get(name, _GONE), space.__setitem__)  # type: ignore[misc]
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            put = functools.partial(_fill, cell)
-            self._found(cell, f"{{}} around {function.__qualname__}", name, functools.partial(_content_of, cell), put)
+            where, get = f"{name} around {function.__qualname__}", functools.partial(_content_of, cell)
+            self._found(cell, where, "cell_contents", get, functools.partial(setattr, cell))
 
     def _found(
         self, space: Any, where: str, name: str, get: Callable[[str], Any], put: Callable[[str, Any], None]
@@ -251,10 +251,6 @@ def _content_of(cell: types.CellType, _: str) -> Any:
         return cell.cell_contents
     except ValueError:
         return _GONE
-
-
-def _fill(cell: types.CellType, _: str, value: Any) -> None:
-    cell.cell_contents = value
 
 
 def _names_in(code: types.CodeType) -> set[str]:

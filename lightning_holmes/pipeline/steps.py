@@ -169,7 +169,7 @@ class StepDriver:
         guarded = self._metrics if count > 1 else {}
         self.pipeline.draws = draws
         is_known = structure is not None and structure.outside  # several microbatches then have a warning
-        self.pipeline.outside = self._outside if is_in_parts and not is_known else None
+        self.pipeline.outside = self._outside if (count > 1 or self._is_staged) and not is_known else None
 
         def refuse_compute(metric: str) -> None:
             raise UnsupportedModuleError(describe_compute(place, metric))

@@ -19,13 +19,15 @@ class Bypass:
     """A value that reaches a later position other than through the hidden state, and the split points that it forbids.
 
     ``output``: the layer, and the index of the value in its output; None if the value is not an output of a layer.
-    Stages on one rank pass such tensors to each other, so that between them only other values are lost.
+    Stages on one rank pass such tensors to each other, so that between them only other values are lost. ``is_outside``: the
+    value is not on the module, so that the stages of one rank share it.
     """
 
     first_split_point: int
     last_split_point: int
     what: str
     output: tuple[int, int] | None = None
+    is_outside: bool = False
 
     @property
     def reader(self) -> int:
@@ -34,7 +36,7 @@ class Bypass:
 
     def forbids(self, split_point: int, *, one_rank: bool = False) -> bool:
         """Whether the value would be lost at ``split_point``; ``one_rank``: all stages are on one rank."""
-        if one_rank and self.output is not None:
+        if one_rank and (self.output is not None or self.is_outside):
             return False
         return self.first_split_point <= split_point <= self.last_split_point
 

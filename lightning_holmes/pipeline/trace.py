@@ -393,7 +393,8 @@ class Tracer:
         bypasses += self._bypasses_of_attributes() + self._bypasses_of_hooks()
         for what in self.outside_late:
             what = f"{what}, which the step changes outside of the module, where the ranks of other stages do not see it ({CURE})"
-            bypasses.append(Bypass(first_split_point=0, last_split_point=self.num_layers - 2, what=what))
+            end = self.num_layers - 2
+            bypasses.append(Bypass(first_split_point=0, last_split_point=end, what=what, is_outside=True))
         for layer, number in sorted(self.sharded_outputs):
             what = (
                 f"the layout of output {number} of layer {layer}, a DTensor, of which only plain tensors travel between "
