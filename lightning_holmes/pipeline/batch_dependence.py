@@ -99,7 +99,7 @@ def find_batch_dependence(
                 found = _find_differences(trial, small, halves, weights, known or {})
                 if found.undecided and trial.may_fail:
                     found.merges.update(_decide(module, trial, small, splitter))
-            moved = _moved_buffers(trial, small, halves)
+            moved = [] if found.failure else _moved_buffers(trial, small, halves)
     reasons, causes = [], []
     if norms:
         shown = _some(norms)

@@ -41,6 +41,7 @@ FOUND = (
     "batch=unlike, loss=penalty, optimizer=rmsprop, clip=norm, scheduler=cycle, trainer=max_steps, stages=2, microbatches=1",
     "habit=raw sum, stages=2",
     "habit=raw sum, stages=2, replicas=2",
+    "input=tokens, batch=unlike, layers=counting, stages=2",  # a step that changes buffers, and fails over a half of its samples
 )
 """Smallest cases of faults that it has found, and that are mended."""
 GIVEN = (
