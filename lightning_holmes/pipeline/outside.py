@@ -121,8 +121,8 @@ class Outside:
         seen: set[int] = set()
         for names in self._finder.names.values():
             self._remember(names, names.where, found, seen, copies=copies)
-        objects, trainer = [*self._finder.objects.values()], trainer_of(self._module)
-        if trainer is not None and self._finder.uses_trainer:
+        objects = [*self._finder.objects.values()]
+        if self._finder.uses_trainer and (trainer := trainer_of(self._module)) is not None:
             objects += [*trainer.callbacks, trainer.datamodule]
         for each in objects:
             if _is_own_object(each, self._package):
@@ -167,7 +167,7 @@ class _Finder:
             function = self._functions.pop()
             if function not in seen:
                 seen.add(function)
-                names = _names_in(function.__code__)
+                names = names_in(function.__code__)
                 named |= names
                 self._look_up(function, names)
         for kind in list(self._classes):
@@ -253,8 +253,9 @@ def _content_of(cell: types.CellType, _: str) -> Any:
         return _GONE
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
+def names_in(code: types.CodeType) -> set[str]:
+    """The names that a function and its inner functions use, but for variables of their own."""
+    return set(code.co_names).union(*(names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
 def _ids_below(module: nn.Module) -> set[int]:
@@ -286,7 +287,7 @@ def _written(thing: Any, held: Any) -> list[Any]:
         is_written = held is not None and thing.tobytes() != held.tobytes()
     elif isinstance(held, dict):
         now = _held(thing)
-        return [name for name, part in held.items() if part is not None and now.get(name, _GONE) is not part]
+        return [name for name in _changed(held, now) if held[name] is not None]
     else:
         now = _held(thing)
         is_written = (
@@ -299,7 +300,12 @@ def _is_same(thing: Any, held: Any) -> bool:
     if not isinstance(held, dict):
         return not _written(thing, held)
     now = _held(thing)
-    return now.keys() == held.keys() and all(now[name] is part for name, part in held.items())
+    return len(now) == len(held) and not _changed(held, now)
+
+
+def _changed(held: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
+    """The names of parts that are gone, or are other objects now."""
+    return [name for name, part in held.items() if now.get(name, _GONE) is not part]
 
 
 def _put_back(thing: Any, held: Any) -> None:
@@ -315,7 +321,8 @@ def _put_back(thing: Any, held: Any) -> None:
     else:
         set_part, drop_part = functools.partial(object.__setattr__, thing), functools.partial(object.__delattr__, thing)
         put, drop = (thing.put, thing.drop) if isinstance(thing, _Names) else (set_part, drop_part)
-        for name in _held(thing).keys() - held.keys():
+        now = _held(thing)
+        for name in now.keys() - held.keys():
             drop(name)
-        for name, value in held.items():
-            put(name, value)
+        for name in _changed(held, now):
+            put(name, held[name])

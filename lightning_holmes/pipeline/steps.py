@@ -108,7 +108,7 @@ class StepDriver:
 
     def over(self, pipeline: PipelineModule) -> "StepDriver":
         """A driver like this one that runs the stages of ``pipeline``."""
-        driver = StepDriver(
+        return StepDriver(
             pipeline,
             self.p2p,
             schedule=self.schedule,
@@ -117,8 +117,6 @@ class StepDriver:
             splitter=self.splitter,
             tensor_p2p=self.tensor_p2p,
         )
-        driver._outside = self._outside
-        return driver
 
     def _other_ranks(self) -> list[int]:
         return [rank for rank in range(self.pipeline_parallel_size) if rank != self.last_rank]

@@ -289,8 +289,8 @@ def alternatives(topology: Topology, tensor_parallel_size: int = 1) -> str:
 
 def crossing_groups(placement: Placement, topology: Topology) -> list[int]:
     """The pipeline ranks whose data-parallel groups lie in several clusters."""
-    ranks = range(placement.pipeline_parallel_size)
-    return [rank for rank in ranks if len(clusters_of(placement, topology, rank)) > 1]
+    names = [cluster.name for cluster, _ in topology.places()]
+    return [stage for stage, row in enumerate(placement.grid) if len({names[rank] for rank in row}) > 1]
 
 
 def clusters_of(placement: Placement, topology: Topology, pipeline_rank: int) -> tuple[str, ...]:

@@ -5,13 +5,14 @@ for owner, hook in overridden_hooks(module, callbacks, GRADIENT_HOOKS):       # 
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_holmes.lightning_package import PACKAGES, pl
+from lightning_holmes.pipeline.outside import names_in
 from lightning_holmes.torch_private import step_hooks
 
 GRADIENT_HOOKS = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step")
@@ -92,19 +93,13 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        names = _names_in(value.__code__) & value.__globals__.keys()
+        names = names_in(value.__code__) & value.__globals__.keys()
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]  # an empty one has none
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return [*cells, *defaults, *(value.__globals__[name] for name in names)]
     if isinstance(value, (type, ModuleType)):
         return []
     return [*getattr(value, "__dict__", {}).values(), *_users_functions(type(value))]
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names that a function and its inner functions use."""
-    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
 
 
 def _users_functions(kind: type) -> list[Any]:
