@@ -207,7 +207,7 @@ def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], na
     )
 
 
-def weighted_mean(values: list[Tensor], weights: list[float]) -> Tensor:
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """``sum(w * v) / sum(w)`` over scalar tensors, without zero weights; equal values are returned without rounding.
     Floating-point tensors are not synchronised with the host."""
     kept = [(v.detach(), w) for v, w in zip(values, weights, strict=True) if w != 0]

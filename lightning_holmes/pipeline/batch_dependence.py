@@ -29,13 +29,17 @@ from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, splits
 from lightning_holmes.pipeline.divisors import are_shares
 from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import preserved_generators
-from lightning_holmes.pipeline.replay import MERGES, merge_values, usual_merge
+from lightning_holmes.pipeline.replay import CURVED_MERGES, MERGES, merge_values, usual_merge
 from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.trial import Lengths, Outcome, Trial
 from lightning_holmes.torch_private import is_batch_norm
 
 _SAMPLES = 4
 _TOLERANCE = 1e-4
+_GRADIENT_TOLERANCE, _GRADIENT_TOLERANCE_16 = 1e-3, 5e-2
+"""Of the norm of gradients, in fp32 and in 16 bits, whose matrix products are rounded differently for other batch sizes."""
+_ROUNDING = 1e-6
+"""Of means in fp32."""
 _SAME = 1e-6
 """Relative difference between two runs over the same samples from which on a step draws random numbers."""
 
@@ -259,7 +263,7 @@ def _compare(
     known: Mapping[str, str],
     tolerance: float = _TOLERANCE,
 ) -> _Differences:
-    apart = weighted_mean([part.loss for part in parts], list(weights))
+    apart = weighted_mean([part.loss for part in parts], weights)
     logged, merges, undecided = _compare_logged(together, parts, weights, known, tolerance)
     last = parts[-1].kept
     return _Differences(
@@ -286,15 +290,23 @@ def _compare_output(together: Outcome, parts: Sequence[Outcome], weights: Sequen
     pairs = list(zip(tree.tensors_of(together.output), tree.tensors_of(merged), strict=False))
     if any(one.shape != other.shape for one, other in pairs):
         return "a tensor that it returns cannot be put together from those of the parts of a batch, as one entry a sample can"
-    if any(
-        one.ndim == 0 and not _agree(one.detach().double(), other.detach().double(), tolerance) for one, other in pairs
-    ):
-        return "a number that it returns is no mean over the parts of a batch"
+    rounding = _rounding(together, parts, weights)
+    for (whole, mean), *values in zip(pairs, *(tree.tensors_of(part.output) for part in parts), strict=False):
+        values, one = [value.detach().double() for value in values], whole.detach().double()
+        if one.ndim == 0 and (
+            not _agree(one, mean.detach().double(), tolerance) or _curved_merge(one, values, weights, rounding)
+        ):
+            return "a number that it returns is no mean over the parts of a batch"
     return ""
 
 
 def _agree(together: Tensor, apart: Tensor, tolerance: float) -> bool:
-    return float((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)) <= tolerance
+    return _distance(together, apart) <= tolerance
+
+
+def _distance(together: Tensor, apart: Tensor) -> float:
+    """Relative; infinite where either is no number."""
+    return float(((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)).nan_to_num(torch.inf))
 
 
 def _gradient_difference(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> float:
@@ -308,7 +320,7 @@ def _gradient_difference(together: Outcome, parts: Sequence[Outcome], weights: S
         distance += float((whole - mean).square().sum())
         norm += float(whole.square().sum())
     found = math.sqrt(distance / norm) if norm > 0 else 0.0
-    return found if found > together.gradient_tolerance else 0.0
+    return found if found > (_GRADIENT_TOLERANCE if together.is_fp32 else _GRADIENT_TOLERANCE_16) else 0.0
 
 
 def _compare_logged(
@@ -317,6 +329,7 @@ def _compare_logged(
     """The names of logged values that no way of putting their parts together gives, that way for those where it is not the usual one, and whether
     it is not known for some."""
     differing, merges, undecided = [], {}, False
+    rounding = _rounding(together, parts, weights)
     for (name, nth), (value, reduce_fx) in together.logged.items():
         found = [part.logged.get((name, nth)) for part in parts]
         values = [entry[0] for entry in found if entry is not None]
@@ -326,14 +339,30 @@ def _compare_logged(
         fitting = [
             way
             for way in dict.fromkeys((usual, *MERGES))
-            if _agree(value, merge_values(way, values, list(weights)).double(), tolerance)
+            if _distance(value, merge_values(way, values, weights)) <= tolerance
         ]
+        if usual == "mean" and (curved := _curved_merge(value, values, weights, rounding)):
+            fitting = [curved]
         if not fitting:
             differing.append(name)
         elif fitting[0] != usual:
             merges[name] = fitting[0]
         undecided = undecided or len(fitting) > 1
     return list(dict.fromkeys(differing)), merges, undecided
+
+
+def _rounding(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> float:
+    """The relative rounding of numbers that the trial compares: that of the loss, which is a mean, or the least that its precision lets expect."""
+    apart = weighted_mean([part.loss for part in parts], weights)
+    return max(_distance(together.loss, apart), _ROUNDING if together.is_fp32 else _TOLERANCE)
+
+
+def _curved_merge(together: Tensor, values: Sequence[Tensor], weights: Sequence[float], rounding: float) -> str:
+    """The one of CURVED_MERGES that gives a value of samples together, where each other way is clearly farther from it than rounding is; or "".
+    Halves are often so alike that the mean, too, is within the tolerance."""
+    off = {way: _distance(together, merge_values(way, values, weights)) for way in (*CURVED_MERGES, *MERGES)}
+    (way, nearest), (_, second), *_ = sorted(off.items(), key=lambda item: item[1])
+    return way if way in CURVED_MERGES and nearest <= _TOLERANCE and second > 8 * max(nearest, rounding) else ""
 
 
 def _decide(module: pl.LightningModule, trial: Trial, small: Any, splitter: BatchSplitter) -> dict[str, str]:

@@ -38,6 +38,8 @@ _LOG_SIGNATURE = inspect.signature(pl.LightningModule.log)
 _LOG_OPTIONS = _LOG_SIGNATURE.parameters.keys() - {"self", "name", "value"}
 MERGES = ("mean", "sum", "max", "min")
 """The ways in which a batch's value may be that of its microbatches."""
+CURVED_MERGES = ("geometric", "quadratic")
+"""Means that are others' functions: a perplexity is the geometric mean of those of its parts, a root of a mean square the quadratic one."""
 _USUAL = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "amax": "max", "min": "min", "amin": "min"}
 
 
@@ -56,9 +58,13 @@ def usual_merge(reduce_fx: Any) -> str:
 
 
 def merge_values(way: str, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Put the microbatches' values of one logged value together: one of MERGES; weights count for the mean."""
+    """Put the microbatches' values of one logged value together: one of MERGES or CURVED_MERGES; weights count for means."""
+    if way == "geometric":
+        return weighted_mean([value.double().log() for value in values], weights).exp().to(values[0].dtype)
+    if way == "quadratic":
+        return weighted_mean([value.double().square() for value in values], weights).sqrt().to(values[0].dtype)
     if way not in ("sum", "max", "min"):
-        return weighted_mean(list(values), list(weights))
+        return weighted_mean(values, weights)
     stacked = torch.stack(list(values))
     return stacked.sum() if way == "sum" else stacked.max() if way == "max" else stacked.min()
 

@@ -22,15 +22,7 @@ from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver
-from lightning_holmes.pipeline.trial import (
-    GRADIENT_TOLERANCE,
-    GRADIENT_TOLERANCE_16,
-    Kept,
-    Lengths,
-    Outcome,
-    Trial,
-    gradients_of,
-)
+from lightning_holmes.pipeline.trial import Kept, Lengths, Outcome, Trial, gradients_of
 from lightning_holmes.pipeline.whole_steps import refusing_collectives
 
 
@@ -62,7 +54,7 @@ class StagedTrial(Trial):
         twin = self._driver.pipeline.twin(copy)
         driver = self._driver.over(twin)
         vars(copy)[self._request.step_name] = self._looked_at(copy, twin)
-        low = not self._computes_in_fp32(copy)
+        is_fp32 = self._computes_in_fp32(copy)
         found = []
         trained = [(parameter, parameter.requires_grad) for parameter in copy.parameters()]
         for batch in batches:
@@ -79,7 +71,7 @@ class StagedTrial(Trial):
                     loss=loss,
                     output=output,
                     gradients=gradients,
-                    gradient_tolerance=GRADIENT_TOLERANCE_16 if low else GRADIENT_TOLERANCE,
+                    is_fp32=is_fp32,
                     logged=_values(result.calls),
                     kept=left,
                 )

@@ -31,8 +31,6 @@ from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.whole_steps import refusing_collectives
 from lightning_holmes.torch_private import is_batch_norm, is_dropout, tensor_version
 
-GRADIENT_TOLERANCE, GRADIENT_TOLERANCE_16 = 1e-3, 5e-2
-"""Of the norm of gradients, in fp32 and in 16 bits, whose matrix products are rounded differently for other batch sizes."""
 _GRADIENT_ELEMENTS = 1 << 20
 Lengths = dict[str, tuple[int, int]]
 """By the name of a layer that declares ``batch_first``: the lengths (time, samples) of its first argument."""
@@ -42,14 +40,14 @@ Lengths = dict[str, tuple[int, int]]
 class Outcome:
     """What runs of a step over some samples have given.
 
-    ``output``: what the step returned. ``gradients``: those of some small parameters, with ``gradient_tolerance``. ``logged``: by name and count of the call, the value and
+    ``output``: what the step returned. ``gradients``: those of some small parameters. ``is_fp32``: whether no part is computed in 16 bits. ``logged``: by name and count of the call, the value and
     its ``reduce_fx``. ``divisors``: those of the loss. ``kept``: what has changed on the module, by path; only numbers, texts, tensors and containers of these.
     """
 
     loss: Tensor
     output: Any
     gradients: Sequence[Tensor] = ()
-    gradient_tolerance: float = GRADIENT_TOLERANCE
+    is_fp32: bool = True
     logged: Mapping[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
     divisors: Sequence[float] = ()
     kept: Mapping[str, Any] = field(default_factory=dict)
@@ -96,13 +94,12 @@ class Trial:
                 loss = loss_of(output, self._step_name)
                 divisors = [float(value) for value in divisors_of(loss)]
                 gradients = gradients_of(copy.parameters(), loss)
-            tolerance = GRADIENT_TOLERANCE if self._computes_in_fp32(copy) else GRADIENT_TOLERANCE_16
             found.append(
                 Outcome(
                     loss=loss.detach().double(),
                     output=output,
                     gradients=gradients,
-                    gradient_tolerance=tolerance,
+                    is_fp32=self._computes_in_fp32(copy),
                     logged=logged,
                     divisors=divisors,
                 )

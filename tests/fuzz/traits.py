@@ -215,6 +215,7 @@ LOGS: dict[str, tuple[Callable[[Any, Tensor, Tensor, Tensor], Any], dict[str, An
     "largest": (lambda m, loss, out, y: loss, _EPOCH | {"reduce_fx": "max"}),
     "summed": (lambda m, loss, out, y: loss, _EPOCH | {"reduce_fx": "sum"}),
     "perplexity": (lambda m, loss, out, y: loss.exp(), _BOTH),
+    "root": (lambda m, loss, out, y: loss.abs().sqrt(), {}),
     "samples": (lambda m, loss, out, y: float(len(y)), _EPOCH | {"reduce_fx": "sum"}),
     "extreme": (lambda m, loss, out, y: out.max(), {}),
 }

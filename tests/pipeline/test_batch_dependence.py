@@ -184,10 +184,10 @@ class Logs(Classifier):
         return loss
 
 
-class LogsPerplexity(Logs):
+class LogsFunctions(Logs):
     def training_step(self, batch: Any) -> Tensor:
         loss = super().training_step(batch)
-        self.log("perplexity", loss.exp())
+        self.log_dict({"perplexity": loss.exp(), "root": loss.sqrt(), "inverse": 1 / loss})
         return loss
 
 
@@ -195,9 +195,21 @@ def test_how_logged_values_are_put_together_is_found_for_each() -> None:
     ways = {"worst": "mean", "tokens": "sum", "highest": "max"}
     tried = find_batch_dependence(Logs(), "training_step", batch(), (), BatchSplitter())
     assert tried.dependence is None and tried.merges == ways
-    tried = find_batch_dependence(LogsPerplexity(), "training_step", batch(), (), BatchSplitter())
-    assert tried.dependence is not None and "logs as perplexity is no mean" in tried.dependence.reason
-    assert tried.merges == ways
+    tried = find_batch_dependence(LogsFunctions(), "training_step", batch(), (), BatchSplitter())
+    assert tried.dependence is not None and "logs as inverse is no mean" in tried.dependence.reason
+    assert tried.merges == ways | {"perplexity": "geometric", "root": "quadratic"}
+
+
+def test_a_function_of_a_mean_is_told_from_a_mean_where_the_samples_are_nearly_alike() -> None:
+    class Alike(Classifier):
+        def training_step(self, batch: Any) -> Tensor:
+            loss = 2 + 0.1 * batch["x"].mean() + 0 * super().training_step(batch)
+            self.log_dict({"loss": loss, "mean": 3 * loss + 1, "perplexity": loss.exp()})
+            return {"loss": loss, "perplexity": loss.exp()}
+
+    tried = find_batch_dependence(Alike(), "training_step", batch(), (), BatchSplitter())
+    assert tried.merges == {"perplexity": "geometric"}
+    assert tried.dependence is not None and "returns is no mean" in tried.dependence.reason
 
 
 class Returns(Classifier):

@@ -25,7 +25,7 @@ ENDS = {  # by case: how many batches run, and why the split ends
     "ignored targets from the second batch on": (4, "step 1 .* the loss depends"),
     "a norm that is in eval mode in the first epoch": (8, "step 4 .* batch normalisation"),
     "a norm that a hook sets to train mode": (8, "step 2 .* batch normalisation"),
-    "a log from the second epoch on": (8, "step 4 .* logs as perplexity"),
+    "a log from the second epoch on": (8, "step 4 .* logs as inverse"),
     "a gradient that ramps up": (8, "step 4 .* the gradients depend"),
     "an attribute from the second epoch on": (8, "step 4 .* leaves self.latest"),
     "a part that fails": (4, "step 1 .* the loss depends"),
@@ -61,7 +61,7 @@ class Changing(ByGradient):
         if "attribute" in self.case and self.current_epoch:
             self.latest = loss.item()
         if "log" in self.case and self.current_epoch:
-            self.log("perplexity", loss.exp())
+            self.log("inverse", 1 / loss)
         if "fails" in self.case and batch_idx and len(x) < 4:
             raise ValueError(f"{len(x)} samples")
         self.log("loss", loss)
@@ -71,8 +71,8 @@ class Changing(ByGradient):
         self.seen.append(float(self.trainer.callback_metrics["loss"]))
         if hasattr(self, "latest"):
             self.seen.append(self.latest)
-        if "perplexity" in self.trainer.callback_metrics:
-            self.seen.append(float(self.trainer.callback_metrics["perplexity"]))
+        if "inverse" in self.trainer.callback_metrics:
+            self.seen.append(float(self.trainer.callback_metrics["inverse"]))
 
 
 def batches(case: str) -> DataLoader[Any]:
