@@ -13,7 +13,7 @@ FULL = (
     *("soak/*", "benchmarks/*", "testbed/*", "gpu/*"),
     *("strategy/test_launchers.py", "strategy/test_later_*.py", "strategy/test_optimizer_nodes.py"),
     *("strategy/test_shards_in_a_pipeline.py", "strategy/test_uneven.py", "strategy/test_whole_steps.py"),
-    *("checkpoint/test_kills.py", "optim/test_node_session.py::test_memory_*"),
+    *("checkpoint/test_kills.py", "checkpoint/test_matrix.py", "optim/test_node_session.py::test_memory_*"),
     # whole processes with limits of seconds: strategy/test_bad_input.py has the promise itself, with its own limit of 30 s
     *("comm/test_failure.py::test_a_rank_that_one_call_holds*", "comm/test_failure.py::test_ranks_that_*"),
     *("comm/test_failure.py::test_a_rank_that_never_joins*", "strategy/test_late.py::test_a_rank_*"),
@@ -42,7 +42,7 @@ FIRST = (
     *("strategy/test_breadth_first.py", "strategy/test_runtime_plan.py", "strategy/test_whole_steps.py"),
     *("commands/test_plan_command.py", "strategy/test_graphs.py", "strategy/test_nothing_stays_patched.py"),
 )
-"""Files of which `make test` runs the first test only: that is where the promise stands, in all its cases."""
+"""Files of which `make test` runs the first test only: that is where the promise stands."""
 
 SAMPLED = {
     "lightning_contract/test_contract.py::test_holds*": 24,
@@ -52,14 +52,18 @@ SAMPLED = {
     "strategy/test_tripwires.py::*": 3,
     "strategy/test_hooks.py::*": 3,
     "strategy/test_step_state.py::*": 4,
-    "fuzz/test_fuzz.py::test_mended*": 10,
+    "fuzz/test_fuzz.py::test_mended*": 20,
     "parity/test_parity.py::test_equals_the_baseline*": 2,
-    "checkpoint/test_matrix.py::*": 2,
+    "strategy/test_bad_input.py::test_a_mistake*": 3,
+    "strategy/test_bad_input.py::test_*rank*": 2,
+    "strategy/test_host_order.py::*": 2,
+    "strategy/test_optimizers.py::*": 2,
+    "strategy/test_sharded_parameters.py::test_a_checkpoint*": 3,
 }
 """Tests of many cases, of which `make test` runs one in this many, whichever the order of the cases. A launch of many cases runs those that
 are chosen (launch.chosen)."""
 
-CASES = {"strategy/test_tripwires.py::*": "*-sharded]", "strategy/test_snapshots.py::*": "4"}
+CASES = {"strategy/test_tripwires.py::*": "*-sharded]", "strategy/test_snapshots.py::*": "4]"}
 """By test, the cases that are left out."""
 
 
@@ -71,9 +75,9 @@ def is_full(test: str, *, is_first: bool, case: str) -> bool:
         is_first: no test stands before it in its file.
         case: the parameters; "" if there are none.
     """
-    if _matches(test, KEPT) or (is_first and _matches(test, FIRST)):
+    if _matches(test, KEPT):
         return False
-    if _matches(test, FULL) or _matches(test, FIRST):
+    if not is_first if _matches(test, FIRST) else _matches(test, FULL):
         return True
     if any(fnmatch(test, name) and fnmatch(f"{case}", cases) for name, cases in CASES.items()):
         return True

@@ -191,9 +191,9 @@ LAYERED = {"sharding": "parameters", "num_microbatches": 2}
 REPLICATED = {"pipeline_parallel_size": 1, "num_microbatches": 2}
 
 
-def run_all(name: str) -> dict[str, Any]:
+def run_all(payload: dict[str, Any]) -> dict[str, Any]:
     """Run every case of one launch; return by name what it gave on this rank."""
-    folder = Path(name)
+    folder = payload["folder"]
     found: dict[str, Any] = {}
     for optimizer in OPTIMIZERS:
         module, trainer = build(optimizer), make_trainer(folder, **LAYERED)
@@ -219,7 +219,7 @@ def run_all(name: str) -> dict[str, Any]:
         trainer.fit(module, datamodule=Data())
         module.on_save_checkpoint = look_at_states  # type: ignore[method-assign]
         trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
-    for source in ("folder", "folder-after", "file", "plain"):
+    for source in {"folder", "folder-after", "file", "plain"}.intersection(payload["sources"]):
         for name_of, layout in (("layered", LAYERED), ("replicated", REPLICATED)):
             module, trainer = build(), make_trainer(folder, 2, **layout)
             trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")

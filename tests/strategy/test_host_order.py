@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from launch import launch
+from launch import chosen, launch
 from quiet import quiet_trainer
 from tanh_net import TanhNet, dealt
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
 
+pytestmark = pytest.mark.xdist_group("host_order")
 ORDER = (3, 1, 0, 2)  # the global rank of each host of the file
 GIVEN: dict[str, dict[str, Any]] = {
     "two stages": {"pipeline_parallel_size": 2, "sharding": "none"},
@@ -54,20 +55,26 @@ def train(strategy: Any, devices: int) -> list[float]:
     return [*module.seen, *(float(parameter.detach().abs().sum()) for parameter in module.parameters())]
 
 
-def fit(payload: dict[str, Any]) -> dict[str, list[float]]:
+def fit(names: list[str]) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     hosts = tuple(Host(name=f"host-{index}", devices=1, ranks=(rank,)) for index, rank in enumerate(ORDER))
     topology = Topology(clusters=(Cluster(name="a", hosts=hosts[:2]), Cluster(name="b", hosts=hosts[2:])))
-    return {name: train(HolmesStrategy(topology=topology, **given), len(ORDER)) for name, given in GIVEN.items()}
+    return {name: train(HolmesStrategy(topology=topology, **GIVEN[name]), len(ORDER)) for name in names}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, list[float]]]:
-    return launch(len(ORDER), "test_host_order:fit", {}, timeout_s=120)
+def found(request: pytest.FixtureRequest) -> list[dict[str, list[float]]]:
+    return launch(len(ORDER), "test_host_order:fit", chosen(request, "name"), timeout_s=120)
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    return train("auto", 1)
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_the_order_of_hosts_changes_no_number(name: str, found: list[dict[str, list[float]]]) -> None:
-    plain = train("auto", 1)
+def test_the_order_of_hosts_changes_no_number(
+    name: str, found: list[dict[str, list[float]]], plain: list[float]
+) -> None:
     for of_rank in found:
         assert of_rank[name] == pytest.approx(plain, rel=1e-5), name

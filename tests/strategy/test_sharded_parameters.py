@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from comparing import assert_same, state_of
-from launch import launch
+from launch import chosen, launch
 from sharded_parameter_cases import (
     OPTIMIZERS,
     REFUSED,
@@ -54,8 +54,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(plain: dict[str, Any]) -> list[dict[str, Any]]:
-    return launch(2, f"{run_all.__module__}:run_all", str(plain["folder"]), timeout_s=240)
+def ranks(plain: dict[str, Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    payload = {"folder": plain["folder"], "sources": chosen(request, "source")}
+    return launch(2, f"{run_all.__module__}:run_all", payload, timeout_s=240)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
