@@ -290,12 +290,10 @@ def _compare_output(together: Outcome, parts: Sequence[Outcome], weights: Sequen
     pairs = list(zip(tree.tensors_of(together.output), tree.tensors_of(merged), strict=False))
     if any(one.shape != other.shape for one, other in pairs):
         return "a tensor that it returns cannot be put together from those of the parts of a batch, as one entry a sample can"
-    rounding = _rounding(together, parts, weights)
+    curved_merges = _CurvedMerges(together, parts, weights)
     for (whole, mean), *values in zip(pairs, *(tree.tensors_of(part.output) for part in parts), strict=False):
         values, one = [value.detach().double() for value in values], whole.detach().double()
-        if one.ndim == 0 and (
-            not _agree(one, mean.detach().double(), tolerance) or _curved_merge(one, values, weights, rounding)
-        ):
+        if one.ndim == 0 and (not _agree(one, mean.detach().double(), tolerance) or curved_merges.find(one, values)):
             return "a number that it returns is no mean over the parts of a batch"
     return ""
 
@@ -329,7 +327,7 @@ def _compare_logged(
     """The names of logged values that no way of putting their parts together gives, that way for those where it is not the usual one, and whether
     it is not known for some."""
     differing, merges, undecided = [], {}, False
-    rounding = _rounding(together, parts, weights)
+    curved_merges = _CurvedMerges(together, parts, weights)
     for (name, nth), (value, reduce_fx) in together.logged.items():
         found = [part.logged.get((name, nth)) for part in parts]
         values = [entry[0] for entry in found if entry is not None]
@@ -341,7 +339,7 @@ def _compare_logged(
             for way in dict.fromkeys((usual, *MERGES))
             if _distance(value, merge_values(way, values, weights)) <= tolerance
         ]
-        if usual == "mean" and (curved := _curved_merge(value, values, weights, rounding)):
+        if usual == "mean" and (curved := curved_merges.find(value, values)):
             fitting = [curved]
         if not fitting:
             differing.append(name)
@@ -351,18 +349,30 @@ def _compare_logged(
     return list(dict.fromkeys(differing)), merges, undecided
 
 
-def _rounding(together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> float:
-    """The relative rounding of numbers that the trial compares: that of the loss, which is a mean, or the least that its precision lets expect."""
-    apart = weighted_mean([part.loss for part in parts], weights)
-    return max(_distance(together.loss, apart), _ROUNDING if together.is_fp32 else _TOLERANCE)
+class _CurvedMerges:
+    """Tells values that are functions of a mean, one of CURVED_MERGES, from means: halves are often so alike that the mean, too, is within
+    the tolerance."""
 
+    def __init__(self, together: Outcome, parts: Sequence[Outcome], weights: Sequence[float]) -> None:
+        self._weights = weights
+        self._losses = [outcome.loss for outcome in (together, *parts)]
+        rounding = _distance(together.loss, weighted_mean(self._losses[1:], weights))  # the loss is a mean
+        self._rounding = max(rounding, _ROUNDING if together.is_fp32 else _TOLERANCE)
 
-def _curved_merge(together: Tensor, values: Sequence[Tensor], weights: Sequence[float], rounding: float) -> str:
-    """The one of CURVED_MERGES that gives a value of samples together, where each other way is clearly farther from it than rounding is; or "".
-    Halves are often so alike that the mean, too, is within the tolerance."""
-    off = {way: _distance(together, merge_values(way, values, weights)) for way in (*CURVED_MERGES, *MERGES)}
-    (way, nearest), (_, second), *_ = sorted(off.items(), key=lambda item: item[1])
-    return way if way in CURVED_MERGES and nearest <= _TOLERANCE and second > 8 * max(nearest, rounding) else ""
+    def find(self, together: Tensor, values: Sequence[Tensor]) -> str:
+        """The way for values that are the exponential of the loss, or its root; else that which gives the value of samples together, where
+        each other one is clearly farther from it than rounding is; else "", as for one part."""
+        if len(values) == 1:
+            return ""
+        for way, function in (("geometric", torch.exp), ("quadratic", torch.sqrt)):
+            pairs = zip((together, *values), self._losses, strict=True)
+            if all(_agree(value, function(loss), _ROUNDING) for value, loss in pairs):
+                return way
+        ways = (*CURVED_MERGES, *MERGES)
+        off = {way: _distance(together, merge_values(way, values, self._weights)) for way in ways}
+        (way, nearest), (_, second), *_ = sorted(off.items(), key=lambda item: item[1])
+        is_clear = nearest <= _TOLERANCE and second > 8 * max(nearest, self._rounding)
+        return way if way in CURVED_MERGES and is_clear else ""
 
 
 def _decide(module: pl.LightningModule, trial: Trial, small: Any, splitter: BatchSplitter) -> dict[str, str]:

@@ -204,11 +204,11 @@ def test_a_function_of_a_mean_is_told_from_a_mean_where_the_samples_are_nearly_a
     class Alike(Classifier):
         def training_step(self, batch: Any) -> Tensor:
             loss = 2 + 0.1 * batch["x"].mean() + 0 * super().training_step(batch)
-            self.log_dict({"loss": loss, "mean": 3 * loss + 1, "perplexity": loss.exp()})
+            self.log_dict({"loss": loss, "mean": 3 * loss + 1, "perplexity": loss.exp(), "of a part": (3 * loss).exp()})
             return {"loss": loss, "perplexity": loss.exp()}
 
     tried = find_batch_dependence(Alike(), "training_step", batch(), (), BatchSplitter())
-    assert tried.merges == {"perplexity": "geometric"}
+    assert tried.merges == {"perplexity": "geometric", "of a part": "geometric"}
     assert tried.dependence is not None and "returns is no mean" in tried.dependence.reason
 
 
