@@ -510,7 +510,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "checkpoint": ("none", "end", "middle", "epoch"),
     "trainer": tuple(TRAINER),
     # the layout
-    "stages": ("1", "2"),
+    "stages": ("1", "2", "3"),
     "replicas": ("1", "2"),
     "chunks": ("auto", "1", "2"),
     "schedule": (
@@ -543,7 +543,7 @@ def draw(seed: int) -> Case:
     for axis in LAYOUT:
         case[axis] = choose.choice(AXES[axis]) if choose.random() < 0.5 else AXES[axis][0]
     if choose.random() < 0.6:
-        case["stages"] = "2"
+        case["stages"] = choose.choice(("2", "2", "3"))
     if "state" in case and "read" not in case:
         case["read"] = choose.choice(AXES["read"])
     return settle(case)
@@ -577,6 +577,9 @@ def settle(case: Case) -> Case:
     if case["precision"] == "32-true" and (case["layers"] == "batchnorm" or case["head"] == "norm"):
         # the gradient of a bias before BatchNorm is rounding, which these divide by its size
         case |= {"optimizer": "sgd"} if case["optimizer"] in NORMALIZING else {}
+    if case["stages"] == "3":  # the rank in the middle has neither end of the module
+        case |= {"replicas": "1", "chunks": "auto"}
+        case |= {"schedule": "1f1b"} if case["schedule"] in ("interleaved_1f1b", "zero_bubble_v") else {}
     if case["nodes"] != "0" or case["sharding"] == "parameters":
         case["schedule"] = "auto"
     if case["nodes"] != "0":
