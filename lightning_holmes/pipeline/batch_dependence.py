@@ -104,66 +104,58 @@ def find_batch_dependence(
                 if found.undecided and trial.may_fail:
                     found.merges.update(_decide(module, trial, small, splitter))
             moved = [] if found.failure else _moved_buffers(trial, small, halves)
-    reasons, causes = [], []
+    reasons: dict[str, str] = {}  # by cause
     if norms:
         shown = _some(norms)
-        reasons.append(
+        reasons[f"batch normalisation ({shown}) takes its statistics from it"] = (
             f"{name} has batch normalisation ({shown}): its statistics run over a microbatch, so results equal those of "
             f"plain Lightning with the microbatch as batch, not with the whole batch; GroupNorm and LayerNorm are exact"
         )
-        causes.append(f"batch normalisation ({shown}) takes its statistics from it")
     if found.failure:
-        reasons.append(
+        reasons[f"the step fails over a part of it ({found.failure})"] = (
             f"{step_name} of {name} runs over a few samples and fails over a half of them ({found.failure}): with several microbatches it "
             f"runs over parts of a batch; define `split_batch(self, batch, num_microbatches) -> list`, or use num_microbatches=1"
         )
-        causes.append(f"the step fails over a part of it ({found.failure})")
     if found.loss is not None:
         together, apart = found.loss
-        reasons.append(
+        reasons["the loss depends on which samples are in it"] = (
             f"the loss of {name} over a few samples is {together:.6g}, the mean over their halves "
             f"{apart:.6g}: it depends on which samples are together, as with negatives taken from the batch or a mean "
             f"over tokens with padding. Microbatches then give the numbers of plain Lightning with the microbatch as batch; "
             f"for a mean over tokens define `microbatch_weight(self, batch)`, the number of tokens, or use num_microbatches=1"
         )
-        causes.append("the loss depends on which samples are in it")
     elif found.gradient:
-        reasons.append(
+        reasons["the gradients depend on which samples are in it"] = (
             f"the gradients of {name} over a few samples and the mean of those over their halves are {found.gradient:.1%} apart: they depend "
             f"on which samples are together, as with a mean over tokens with padding, where `microbatch_weight(self, batch)` may return "
             f"the number of tokens; or use num_microbatches=1"
         )
-        causes.append("the gradients depend on which samples are in it")
     if found.is_uneven:
-        reasons.append(
+        reasons["the loss is a mean over elements of which not each sample has as many"] = (
             f"the loss of {name} is a mean over elements (targets that are not ignored, a mask) of which not each sample has as many: "
             f"it depends on which samples are together; define `microbatch_weight(self, batch)`, the number of elements, or use "
             f"num_microbatches=1"
         )
-        causes.append("the loss is a mean over elements of which not each sample has as many")
     if found.logged:
-        reasons.append(
+        reasons[f"what it logs as {_some(found.logged)} is no mean over its parts"] = (
             f"what {step_name} of {name} logs as {_some(found.logged)} is no mean, sum, least or greatest value over the parts of a batch: "
             f"with several microbatches it is the mean over them; log a torchmetrics.Metric, or use num_microbatches=1"
         )
-        causes.append(f"what it logs as {_some(found.logged)} is no mean over its parts")
     if found.output and found.loss is None:
-        reasons.append(f"{step_name} of {name}: {found.output}; num_microbatches=1 returns what plain Lightning does")
-        causes.append("the step's output cannot be put together from its parts")
+        cause = "the step's output cannot be put together from its parts"
+        reasons[cause] = f"{step_name} of {name}: {found.output}; num_microbatches=1 returns what plain Lightning does"
     if found.kept:
-        reasons.append(
+        reasons[f"the step leaves self.{_some(found.kept)} on the module"] = (
             f"{step_name} of {name} leaves self.{_some(found.kept)} on the module, once for each microbatch: it is that of the last one, or "
             f"counts each of them; num_microbatches=1 leaves what plain Lightning does"
         )
-        causes.append(f"the step leaves self.{_some(found.kept)} on the module")
     if moved:
         shown = _some(moved)
-        reasons.append(
+        reasons[f"each run of the step changes buffers ({shown})"] = (
             f"{step_name} of {name} changes buffers ({shown}) each time it runs, which is once for each microbatch: with several of "
             f"them they, and what is computed from them, are other than those of plain Lightning with the whole batch"
         )
-        causes.append(f"each run of the step changes buffers ({shown})")
-    dependence = BatchDependence(reason="; ".join(reasons), cause=", and ".join(causes)) if reasons else None
+    dependence = BatchDependence(reason="; ".join(reasons.values()), cause=", and ".join(reasons)) if reasons else None
     return Findings(dependence=dependence, merges=found.merges, divisors=found.divisors)
 
 
