@@ -84,11 +84,13 @@ def trainer(strategy: Any, **options: Any) -> pl.Trainer:
     return quiet_trainer(strategy, **(given | options))
 
 
-def run_fit(strategy: Any, cls: type[AdamW], **options: Any) -> tuple[dict[str, Tensor], pl.Trainer]:
+def run_fit(
+    strategy: Any, cls: type[AdamW], ckpt_path: Any = None, **options: Any
+) -> tuple[dict[str, Tensor], pl.Trainer]:
     """Run one fit; every replica has the same batches, so that the mean over replicas is that of one process."""
     module = build(cls)
     made = trainer(strategy, **options)
-    made.fit(module, DataLoader(samples(), 8))
+    made.fit(module, DataLoader(samples(), 8), ckpt_path=ckpt_path)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, made
 
 
@@ -134,21 +136,26 @@ def run_all(payload: Any) -> dict[str, Any]:
 
 
 def run_masters(payload: Any) -> dict[str, Any]:
-    """Train bf16 weights with fp32 master weights, in as many replicas as there are processes; ``payload``: further arguments
-    of HolmesStrategy."""
+    """Train bf16 weights with fp32 master weights, in as many replicas as there are processes, and go on from a checkpoint of the third step;
+    ``payload``: further arguments of HolmesStrategy, and where the checkpoint is to be."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    losses: list[float] = []
+    path, found = payload.pop("path"), {}
 
     class Noting(AdamW):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             losses.append(float(outputs["loss"]))
+            if self.global_step == 3:
+                self.trainer.save_checkpoint(path)
 
     os.environ["PYTHON_EXEC"] = payload.pop("python", sys.executable)  # the interpreter that runs optimizer nodes
-    holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True, **payload)
-    weights, ran = run_fit(holmes, Noting, precision="bf16-true")
-    states = dict(ran.strategy._fit.shards.each_state())
-    return {"weights": weights, "losses": losses, "masters": {n: state["master_weight"] for n, state in states.items()}}
+    for source in (None, path):
+        losses: list[float] = []
+        holmes = HolmesStrategy(pipeline_parallel_size=1, num_microbatches=1, master_weights=True, **payload)
+        weights, ran = run_fit(holmes, Noting, source, precision="bf16-true")
+        masters = {n: state["master_weight"] for n, state in ran.strategy._fit.shards.each_state()}
+        found["resumed" if source else "whole"] = {"weights": weights, "losses": losses, "masters": masters}
+    return found
 
 
 def run_written_masters(payload: Any) -> list[float]:
@@ -224,13 +231,14 @@ def test_after_a_fit_the_groups_are_whole_and_another_fit_with_this_optimizer_is
     ],
     ids=str,
 )
-def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights(
+def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights_also_when_they_go_on(
     replicas: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     if "optimizer_nodes" in options:
         options = options | {"python": forked_executable()}
     if "optimizer_states" in options:
         options = options | {"optimizer_states": str(tmp_path)}
+    options = options | {"path": str(tmp_path / "middle.ckpt")}
     results = launch(replicas, "test_sharded_optimizer:run_masters", options, timeout_s=100)
     module = build(AdamW).bfloat16()
     masters = {n: p.detach().float().clone().requires_grad_() for n, p in module.named_parameters()}
@@ -250,7 +258,9 @@ def test_master_weights_give_the_numbers_of_a_loop_that_rounds_fp32_weights(
             optimizer.step()
             for name, parameter in module.named_parameters():
                 parameter.data.copy_(masters[name].detach())
-    for result in results:
+    for result, resumed in ((each["whole"], each["resumed"]) for each in results):
+        assert resumed["losses"] == result["losses"][3:]
+        torch.testing.assert_close(resumed["masters"], result["masters"], rtol=0, atol=0)
         assert result["losses"] == pytest.approx(losses, rel=2e-2)
         for name, value in result["weights"].items():
             torch.testing.assert_close(value.float(), masters[name].detach(), rtol=1e-2, atol=2e-3)
