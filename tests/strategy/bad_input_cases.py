@@ -194,7 +194,27 @@ def _fit(
 ) -> None:
     setting.holmes = {"pipeline_parallel_size": 2, "num_microbatches": 2} | holmes
     model = build(module) if isinstance(module, type) else module()
-    setting.trainer(max_epochs=1, **(trainer or {})).fit(model, data or DataLoader(samples(), 8))
+    setting.trainer(**({"max_epochs": 1} | (trainer or {}))).fit(model, data or DataLoader(samples(), 8))
+
+
+class InTwoGroups(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([{"params": self.head.parameters()}, {"params": self.blocks.parameters()}], 0.1)
+
+
+class Deeper(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(self.head, nn.Linear(3, 3))
+
+
+def _resume(setting: Setting, module: Any, **holmes: Any) -> None:
+    """Go on with another module from the checkpoint of a fit."""
+    _fit(setting, trainer={"max_steps": 1}, **holmes)
+    trainer, path = setting.current, setting.folder / "other.ckpt"
+    assert trainer is not None
+    trainer.save_checkpoint(path)
+    setting.trainer(max_epochs=2).fit(build(module), DataLoader(samples(), 8), ckpt_path=path)
 
 
 def _topology(setting: Setting, text: str) -> None:
@@ -293,6 +313,12 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda s: _fit(s, CoupledOptimizer),
         ("ByTheWholeNorm", "depends on the other parameters of its group", "pipeline_parallel_size=1"),
     ),
+    "other groups, a folder": (lambda s: _resume(s, InTwoGroups), ("this AdamW", "stem.weight, stem.bias")),
+    "other groups, a file": (
+        lambda s: _resume(s, InTwoGroups, save_distributed_checkpoint=False),
+        ("[20]", "[2, 16]", "configure_optimizers"),
+    ),
+    "another model": (lambda s: _resume(s, Deeper), ("another model", "head.0.weight", "head.weight")),
     "logs on one rank": (_logged, ()),
     "nothing wrong": (_fit, ()),
 }
