@@ -39,27 +39,9 @@ from lightning_holmes.torch_private import (
     written_arguments,
 )
 
-VALUE_FREE = frozenset(
-    f"aten::{name}"
-    for name in [
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "new_zeros",
-        "new_ones",
-        "new_empty",
-        "new_full",
-        "new_empty_strided",
-        "sym_size",
-        "sym_numel",
-        "sym_stride",
-        "empty_strided",
-    ]
-)
+_LIKES = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+_NEWS = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided", "empty_strided")
+VALUE_FREE = frozenset(f"aten::{name}" for name in (*_LIKES, *_NEWS, "sym_size", "sym_numel", "sym_stride"))
 """Operators whose result depends on the shape and type of a tensor, not on its values."""
 TO_PYTHON = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
 """Operators that return a value to Python."""
@@ -85,6 +67,12 @@ _SOURCE = "_holmes_source"
 READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 """Functions that give values to Python without an operator."""
 GET_DATA, SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def placeholder(like: Tensor) -> Tensor:
+    """A tensor of ``like``'s shape, dtype and device that holds NaN (zero if the dtype has none) in the memory of one element."""
+    value = float("nan") if like.is_floating_point() or like.is_complex() else 0
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 class Absence:

@@ -25,11 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.absent import Absence, Source
+from lightning_holmes.comm.absent import Absence, Source, placeholder
 from lightning_holmes.comm.collectives import Collective
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
-from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.comm.queue import CommQueue, Work, use_here
 from lightning_holmes.optim.shard_memory import ShardMemory
 from lightning_holmes.optim.stage_buffers import StageBuffers, allocate

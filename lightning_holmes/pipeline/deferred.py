@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.absent import placeholder
 from lightning_holmes.comm.freed_memory import give_back_freed_memory
-from lightning_holmes.comm.placeholder import placeholder
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline.tape import Tape, is_fake
 from lightning_holmes.torch_private import fake_mode_of, initialiser_of, registered_buffers, registered_parameters

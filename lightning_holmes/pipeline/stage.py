@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.absent import Absence, AbsentParameter, Placeholder, Source, detached, forget
-from lightning_holmes.comm.placeholder import placeholder
+from lightning_holmes.comm.absent import Absence, AbsentParameter, Placeholder, Source, detached, forget, placeholder
 from lightning_holmes.errors import HolmesError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.outside import Outside

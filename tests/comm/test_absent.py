@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.absent import Absence, Placeholder, Source, plain
-from lightning_holmes.comm.placeholder import placeholder
+from lightning_holmes.comm.absent import Absence, Placeholder, Source, placeholder, plain
 from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
 
 

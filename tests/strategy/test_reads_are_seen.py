@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_holmes.comm.absent import Absence, Source
-from lightning_holmes.comm.placeholder import placeholder
+from lightning_holmes.comm.absent import Absence, Source, placeholder
 from lightning_holmes.errors import AbsentValueError
 from lightning_holmes.strategy.tripwires import _Watch
 
