@@ -27,14 +27,8 @@ OVERRIDDEN = {
 # Names of other libraries: a named tuple's public methods, documented names of os, and names of argparse,
 # jsonargparse and transformers' models.
 OTHERS = {
-    "_fields",
-    "_replace",
-    "_asdict",
-    "_exit",
-    "_actions",
-    "_subcommands_action",
-    "_init_weights",
-    "_keys_to_ignore_on_load_unexpected",
+    *("_fields", "_replace", "_asdict", "_exit", "_actions", "_subcommands_action"),
+    *("_init_weights", "_keys_to_ignore_on_load_unexpected"),
 }
 
 

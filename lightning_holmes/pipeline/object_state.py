@@ -39,30 +39,11 @@ _NOT_LOOKED_INTO = (
     types.FunctionType,
     types.MethodType,
 )
-_LIBRARIES = frozenset(
-    [
-        "torch",
-        "torchvision",
-        "torchaudio",
-        "torchmetrics",
-        "lightning",
-        "pytorch_lightning",
-        "lightning_fabric",
-        "lightning_utilities",
-        "lightning_holmes",
-        "transformers",
-        "tokenizers",
-        "datasets",
-        "peft",
-        "accelerate",
-        "omegaconf",
-        "hydra",
-        "wandb",
-        "tensorboard",
-        "mlflow",
-        "numpy",
-    ]
-)
+_LIBRARIES = {
+    *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *("lightning_utilities", "lightning_holmes", "transformers", "tokenizers", "datasets", "peft", "accelerate"),
+    *("omegaconf", "hydra", "wandb", "tensorboard", "mlflow", "numpy"),
+}
 _OF_VALUES = ("__main__", "argparse", "collections", "types")
 """Modules of the standard library whose classes only hold values."""
 _MOST_DEEP = 40

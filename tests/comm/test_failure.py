@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from failing_ranks import CULPRIT, SIZE
 from launch import launch, launch_raw
-from lost_connections import raise_in
+from lost_connections import CASES, USERS, raise_in
 
 from lightning_holmes.comm import failure, uncaught
 from lightning_holmes.comm.cards import CardWatch
 from lightning_holmes.comm.failure import Failure, FailureWatch
+from lightning_holmes.comm.lost import is_lost
 from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import RemoteError
 
@@ -282,3 +284,27 @@ def test_a_process_that_ends_by_an_exception_does_not_wait_to_be_aborted_by_a_th
     end.set()
     thread.join()
     assert codes == ends
+
+
+def test_what_torch_raises_when_the_other_end_is_gone_is_a_lost_connection() -> None:
+    found = launch(2, "lost_connections:lose")[0]
+    assert found == dict.fromkeys(CASES, True)
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_a_users_exception_that_sounds_like_one_is_his_own(name: str) -> None:
+    with pytest.raises((RuntimeError, ConnectionError), match="timed out") as raised:
+        USERS[name]()
+    assert not is_lost(raised.value)
+
+
+def test_it_is_told_by_the_words_and_the_place_together() -> None:
+    for module, said, lost in (
+        (dist, "Connection closed by peer", True),
+        (dist, "Invalid scalar type", False),
+        (torch.nn, "Connection closed by peer", False),
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            raise_in(module, said)
+        assert is_lost(raised.value) is lost
+    assert not is_lost(RuntimeError("Connection closed by peer"))

@@ -514,14 +514,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "replicas": ("1", "2"),
     "chunks": ("auto", "1", "2"),
     "schedule": (
-        "auto",
-        "1f1b",
-        "gpipe",
-        "eager_1f1b",
-        "zero_bubble",
-        "zero_bubble_v",
-        "interleaved_1f1b",
-        "breadth_first",
+        *("auto", "1f1b", "gpipe", "eager_1f1b", "zero_bubble", "zero_bubble_v", "interleaved_1f1b", "breadth_first"),
     ),
     "microbatches": ("auto", "1", "2"),
     "sharding": ("none", "optimizer", "parameters", "auto"),
@@ -556,14 +549,8 @@ def settle(case: Case) -> Case:
         case["head"] = "none"
     if case["tensor"] == "2":  # one replica and one stage: four processes cost more than they find
         case |= {"layers": "residual", "container": "list", "shared": "none", "sharding": "none", "nodes": "0"}
-        case |= {
-            "schedule": "auto",
-            "stages": "1",
-            "replicas": "1",
-            "chunks": "auto",
-            "format": "folder",
-            "resume": "same",
-        }
+        case |= {"stages": "1", "replicas": "1", "chunks": "auto", "schedule": "auto", "format": "folder"}
+        case |= {"resume": "same"}
         case |= {a: "none" for a in ("habit", "second habit") if case[a] != "writer"}
         case |= {"override": "none"}  # these, and a penalty, would read parts
         case |= {"loss": "mean"} if case["loss"] == "penalty" else {}

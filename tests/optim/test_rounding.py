@@ -34,9 +34,6 @@ class Net(TanhNet):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self(batch), batch[1])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.2)
-
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(1)
         data = TensorDataset(*(torch.randn(64, 16, generator=generator).tanh() for _ in range(2)))

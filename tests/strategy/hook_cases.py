@@ -30,12 +30,7 @@ warnings.filterwarnings("ignore")
 
 NOTES: list[str] = []
 _QUIET = {
-    "backward",
-    "configure_sharded_model",
-    "tbptt_split_batch",
-    "optimizer_zero_grad",
-    "setup_batch",
-    "on_exception",
+    *("backward", "configure_sharded_model", "tbptt_split_batch", "optimizer_zero_grad", "setup_batch", "on_exception")
 }
 _HOOKS = (
     *("prepare_data", "setup", "teardown", "transfer_batch_to_device", "lr_scheduler_step", "optimizer_step"),

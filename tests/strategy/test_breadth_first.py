@@ -21,7 +21,7 @@ from lightning_holmes.plan.partition import Partition
 WIDTH, SAMPLES = 4, 10
 
 
-class Family(pl.LightningModule):
+class Family(ByGradient):
     """Six layers; ``hidden`` runs them and the code between them."""
 
     def __init__(self) -> None:
@@ -38,9 +38,6 @@ class Family(pl.LightningModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.hidden(batch).square().mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class UNet(Family):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from launch import launch
 from quiet import quiet_trainer
+from tanh_net import ByGradient
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,7 +19,7 @@ from torchmetrics.functional import f1_score, pearson_corrcoef
 from lightning_holmes import HolmesStrategy
 
 
-class Net(pl.LightningModule):
+class Net(ByGradient):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
@@ -28,9 +29,6 @@ class Net(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         row = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         self.rows.append(row | {f"part {n}": float(part) for n, part in enumerate(outputs.get("parts", []))})
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 class Logging(Net):
