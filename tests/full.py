@@ -23,7 +23,7 @@ FULL = (
     *("data/test_recipes_text.py::test_text_becomes*", "data/test_recipes_callbacks.py::test_summary*"),
     *("test_torch_private.py::test_gloo_has_no_ibverbs", "plan/search/test_comparison.py::test_4096*"),
     *("test_recipes.py::test_a_*", "test_recipes.py::test_wandb_*", "test_recipes.py::test_fine_tuning*"),
-    *("test_recipes.py::test_the_demo*", "strategy/test_outside_state.py::test_trials*"),
+    *("test_recipes.py::test_the_demo*", "strategy/test_outside_state.py::test_trials*", "optim/test_sharded.py"),
     # large or random inputs of one function, which runs with small ones, too
     *("plan/test_simulator.py::test_large_*", "pipeline/test_profile.py::test_39_billion*"),
     *("plan/test_placement.py::test_any_*", "plan/test_self_adapting.py::*trying*", "strategy/test_ten_starts.py"),
@@ -50,21 +50,24 @@ SAMPLED = {
     "wild/test_wild_in_shards.py::test_exact_or_refused_in_shards*": 10,
     "optim/test_node_session.py::test_on_disk_it_is*": 8,
     "strategy/test_tripwires.py::*": 3,
-    "strategy/test_hooks.py::*": 3,
+    "strategy/test_hooks.py::*": 5,
     "strategy/test_step_state.py::*": 4,
     "fuzz/test_fuzz.py::test_mended*": 20,
-    "parity/test_parity.py::test_equals_the_baseline*": 2,
+    "parity/test_parity.py::test_equals_the_baseline*": 4,
     "strategy/test_bad_input.py::test_a_mistake*": 3,
-    "strategy/test_bad_input.py::test_*rank*": 2,
+    "strategy/test_bad_input.py::test_*rank*": 4,
     "strategy/test_host_order.py::*": 2,
     "strategy/test_optimizers.py::*": 2,
+    "strategy/test_large_models.py::test_weights*": 3,
+    "strategy/test_lightning_features.py::*": 2,
     "strategy/test_sharded_parameters.py::test_a_checkpoint*": 3,
+    "strategy/test_sharded_parameters.py::test_a_module*": 3,
 }
 """Tests of many cases, of which `make test` runs one in this many, whichever the order of the cases. A launch of many cases runs those that
 are chosen (launch.chosen)."""
 
-CASES = {"strategy/test_tripwires.py::*": "*-sharded]", "strategy/test_snapshots.py::*": "4]"}
-"""By test, the cases that are left out."""
+CASES = {"contract/test_contract.py::*": "plain-*", "tripwires.py::*": "*-sharded]", "snapshots.py::*": "4]"}
+"""By the end of a test's path, the cases that are left out."""
 
 
 def is_full(test: str, *, is_first: bool, case: str) -> bool:
@@ -79,7 +82,7 @@ def is_full(test: str, *, is_first: bool, case: str) -> bool:
         return False
     if not is_first if _matches(test, FIRST) else _matches(test, FULL):
         return True
-    if any(fnmatch(test, name) and fnmatch(f"{case}", cases) for name, cases in CASES.items()):
+    if any(fnmatch(test, f"*{name}") and fnmatch(case, cases) for name, cases in CASES.items()):
         return True
     every = next((every for name, every in SAMPLED.items() if fnmatch(test, name)), 1)
     return case != "" and crc32(case.encode()) % every != 0

@@ -219,12 +219,12 @@ def run_all(payload: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(module, datamodule=Data())
         module.on_save_checkpoint = look_at_states  # type: ignore[method-assign]
         trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
-    for source in {"folder", "folder-after", "file", "plain"}.intersection(payload["sources"]):
+    for source in payload["sources"]:
         for name_of, layout in (("layered", LAYERED), ("replicated", REPLICATED)):
             module, trainer = build(), make_trainer(folder, 2, **layout)
             trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
             found[f"{source} to {name_of}"] = state_of(module)
-    for optimizer in ("adamw", "muon"):
+    for optimizer in payload["late"]:
         (folder / optimizer).mkdir(exist_ok=True)
         found[f"late {optimizer}"] = run_late(folder / optimizer, optimizer, **LAYERED)
     found["watched"] = run_watched(folder, **LAYERED)

@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from launch import forked_executable, launch
+from launch import chosen, forked_executable, launch
 from memory_limit import resident_mb
 from quiet import quiet_trainer
 from tanh_net import ByGradient
@@ -241,43 +241,38 @@ LLAMA = {"model_type": "llama", "vocab_size": 256, "num_attention_heads": 4, "nu
 MODEL_MB = 400.0
 
 
+def write_llama(path: Path, width: int, layers: int, shard: str) -> None:
+    """Write a Llama with save_pretrained, in several files."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(
+        **LLAMA, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path, max_shard_size=shard)
+    assert len(list(path.glob("*.safetensors"))) > 1
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write Llamas with save_pretrained, in several files each: "small", and "large" of 400 MB."""
-    transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("models")
-    for name, width, layers, shard in (("small", 32, 4, "40KB"), ("large", 1024, 8, "100MB")):
-        torch.manual_seed(1)
-        config = transformers.AutoConfig.for_model(
-            **LLAMA, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers
-        )
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        model.save_pretrained(path / name, max_shard_size=shard)
-        assert len(list((path / name).glob("*.safetensors"))) > 1
+    write_llama(path / "small", 32, 4, "40KB")
     return path
 
 
 @pytest.fixture(scope="module")
-def in_shards(folder: Path) -> list[dict[str, Any]]:
+def in_shards(folder: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Results of two replicas that share all parameters: neither holds the whole module."""
     holmes = {"sharding": "parameters", "num_microbatches": 2}
-    payload = {"folder": str(folder), "cases": [*SEEDED, "pretrained", "unset"], "holmes": holmes}
+    payload = {"folder": str(folder), "cases": [*chosen(request, "name"), "unset"], "holmes": holmes}
     return launch(2, "test_large_models:fit_all", payload, timeout_s=200)
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def results(folder: Path, request: pytest.FixtureRequest) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Results of one process with the strategy, and of two stages."""
-    cases = [*SEEDED, "pretrained", "unset"]
-    payload = {"folder": str(folder), "cases": cases, "holmes": {"pipeline_parallel_size": 1, "num_microbatches": 2}}
-    alone = fit_all(payload)
-    staged = launch(
-        2,
-        "test_large_models:fit_all",
-        payload | {"holmes": {"pipeline_parallel_size": 2, "num_microbatches": 2}},
-        timeout_s=200,
-    )
-    return alone, staged
+    payload = {"folder": str(folder), "cases": [*chosen(request, "name"), "unset"]}
+    one, two = ({"holmes": {"pipeline_parallel_size": size, "num_microbatches": 2}} for size in (1, 2))
+    return fit_all(payload | one), launch(2, "test_large_models:fit_all", payload | two, timeout_s=200)
 
 
 @pytest.mark.parametrize("name", [*SEEDED, "pretrained"])
@@ -342,6 +337,7 @@ def test_what_nothing_initialises_is_named_on_every_rank(results: Any, in_shards
 
 
 def test_peak_memory_of_a_rank_is_under_half_of_the_model(folder: Path) -> None:
+    write_llama(folder / "large", 1024, 8, "100MB")  # 400 MB
     payload = {
         "folder": str(folder),
         "models": {

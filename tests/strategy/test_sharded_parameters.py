@@ -55,7 +55,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(plain: dict[str, Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    payload = {"folder": plain["folder"], "sources": chosen(request, "source")}
+    payload: dict[str, Any] = {"folder": plain["folder"], "late": chosen(request, "late")}
+    payload["sources"] = [source for source in SOURCES if source in chosen(request, "source")]
     return launch(2, f"{run_all.__module__}:run_all", payload, timeout_s=240)
 
 
@@ -112,22 +113,22 @@ def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
     assert torch.equal(texts, plain["predict"])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("late", ["adamw", "muon"])
 def test_a_module_without_memory_lives_in_shards_also_between_runs(
-    optimizer: str, plain: dict[str, Any], ranks: list[dict[str, Any]], tmp_path: Path
+    late: str, plain: dict[str, Any], ranks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Baseline: the strategy on one process, whose initial weights are the same. Neither rank holds any parameter after the fit."""
-    expected = run_late(tmp_path, optimizer, num_microbatches=2)
+    expected = run_late(tmp_path, late, num_microbatches=2)
     assert expected.pop("blank") == 0
     texts = [expected.pop(f"{kind} predicted") for kind in ("folder", "file")]
     for rank in ranks:
-        found = dict(rank[f"late {optimizer}"])
+        found = dict(rank[f"late {late}"])
         assert found.pop("blank") == len(list(build().parameters()))
         assert {k: v for k, v in found.items() if "predicted" not in k} == pytest.approx(expected, rel=1e-5)
     for kind, text in zip(("folder", "file"), texts, strict=True):
-        mine = [rank[f"late {optimizer}"][f"{kind} predicted"] for rank in ranks]
+        mine = [rank[f"late {late}"][f"{kind} predicted"] for rank in ranks]
         assert torch.equal(torch.stack(mine, dim=1).flatten(0, 1), text)
-    state = read_state_dict(plain["folder"] / optimizer / "folder-evaluated.ckpt")
+    state = read_state_dict(plain["folder"] / late / "folder-evaluated.ckpt")
     alone = torch.load(tmp_path / "file.ckpt", weights_only=True)["state_dict"]
     assert_same({k: v for k, v in state.items() if k != "seen"}, {k: v for k, v in alone.items() if k != "seen"})
 
