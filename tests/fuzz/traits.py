@@ -550,9 +550,8 @@ def settle(case: Case) -> Case:
     if case["tensor"] == "2":  # one replica and one stage: four processes cost more than they find
         case |= {"layers": "residual", "container": "list", "shared": "none", "sharding": "none", "nodes": "0"}
         case |= {"stages": "1", "replicas": "1", "chunks": "auto", "schedule": "auto", "format": "folder"}
-        case |= {"resume": "same"}
         case |= {a: "none" for a in ("habit", "second habit") if case[a] != "writer"}
-        case |= {"override": "none"}  # these, and a penalty, would read parts
+        case |= {"resume": "same", "override": "none"}  # these, and a penalty, would read parts
         case |= {"loss": "mean"} if case["loss"] == "penalty" else {}
         case |= {"optimizer": "sgd"} if case["optimizer"] in ("adafactor", "schedule-free") else {}
         case |= {"trainer": "default"} if case["trainer"] == "detects anomalies" else {}  # torch has none for DTensors
@@ -561,9 +560,10 @@ def settle(case: Case) -> Case:
         case |= {"optimizer": "sgd", "loss": "mean"}  # others make much of rounding
         case |= {axis: AXES[axis][0] for axis in ("log", "second log") if case[axis] == "accuracy"}
         case |= {"evaluation": "validation"} if case["evaluation"] == "metric" else {}
-    if case["precision"] == "32-true" and (case["layers"] == "batchnorm" or case["head"] == "norm"):
-        # the gradient of a bias before BatchNorm is rounding, which these divide by its size
-        case |= {"optimizer": "sgd"} if case["optimizer"] in NORMALIZING else {}
+    if case["layers"] == "batchnorm" or case["head"] == "norm":
+        # the gradient of a bias before BatchNorm is rounding, which these divide by its size; Adafactor adds next to nothing to it
+        rounds = NORMALIZING if case["precision"] == "32-true" else ("adafactor",)
+        case |= {"optimizer": "sgd"} if case["optimizer"] in rounds else {}
     if case["stages"] == "3":  # the rank in the middle has neither end of the module
         case |= {"replicas": "1", "chunks": "auto"}
         case |= {"schedule": "1f1b"} if case["schedule"] in ("interleaved_1f1b", "zero_bubble_v") else {}
