@@ -356,10 +356,13 @@ class _CurvedMerges:
         each other one is clearly farther from it than rounding is; else "", as for one part."""
         if len(values) == 1:
             return ""
-        for way, function in (("geometric", torch.exp), ("quadratic", torch.sqrt)):
-            pairs = zip((together, *values), self._losses, strict=True)
-            if all(_agree(value, function(loss), _ROUNDING) for value, loss in pairs):
-                return way
+        pairs = list(zip((together, *values), self._losses, strict=True))
+        if all(
+            loss != 0 and not _agree(value, loss, _ROUNDING) for value, loss in pairs
+        ):  # 0 and 1 are their own roots
+            for way, function in (("geometric", torch.exp), ("quadratic", torch.sqrt)):
+                if all(_agree(value, function(loss), _ROUNDING) for value, loss in pairs):
+                    return way
         ways = (*CURVED_MERGES, *MERGES)
         off = {way: _distance(together, merge_values(way, values, self._weights)) for way in ways}
         (way, nearest), (_, second), *_ = sorted(off.items(), key=lambda item: item[1])

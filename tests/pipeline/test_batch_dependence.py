@@ -212,6 +212,19 @@ def test_a_function_of_a_mean_is_told_from_a_mean_where_the_samples_are_nearly_a
     assert tried.dependence is not None and "returns is no mean" in tried.dependence.reason
 
 
+def test_a_loss_of_zero_or_one_says_nothing_of_what_is_logged_beside_it() -> None:
+    class Begins(Classifier):
+        def training_step(self, batch: Any) -> Tensor:
+            loss = 0 * super().training_step(batch) + self.begins
+            self.log_dict({"zero": loss - self.begins, "one": loss - self.begins + 1})
+            return loss
+
+    for begins in (0.0, 1.0):
+        module = Begins()
+        module.begins = begins
+        assert find_batch_dependence(module, "training_step", batch(), (), BatchSplitter()).merges == {}
+
+
 class Returns(Classifier):
     def __init__(self, what: str) -> None:
         super().__init__()

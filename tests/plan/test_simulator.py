@@ -237,28 +237,14 @@ def test_a_layered_step_with_parameters_in_shards_by_hand() -> None:
     # F0 from 3; FT1, asked for with FT0, ends at 6; stage 1 stays while stage 2 is computed; FT0 again is asked for when the
     # backwards of stage 1 begin, before R2
     assert lane == [
-        (0, 3, "gather", 0),
-        (3, 6, "gather", 1),
-        (6, 9, "gather", 2),
-        (15, 18, "gather", 0),
-        (18, 20, "reduce", 2),
-        (20, 22, "reduce", 1),
-        (23, 25, "reduce", 0),
+        *((0, 3, "gather", 0), (3, 6, "gather", 1), (6, 9, "gather", 2), (15, 18, "gather", 0)),
+        *((18, 20, "reduce", 2), (20, 22, "reduce", 1), (23, 25, "reduce", 0)),
     ]
     computed = [(s.start_s, s.end_s, s.kind, s.stage) for s in timeline.spans[0] if s.kind in ("forward", "backward")]
     assert computed == [
-        (3, 4, "forward", 0),
-        (4, 5, "forward", 0),
-        (6, 7, "forward", 1),
-        (7, 8, "forward", 1),
-        (9, 10, "forward", 2),
-        (10, 12, "backward", 2),
-        (12, 13, "forward", 2),
-        (13, 15, "backward", 2),
-        (15, 17, "backward", 1),
-        (17, 19, "backward", 1),
-        (19, 21, "backward", 0),
-        (21, 23, "backward", 0),
+        *((3, 4, "forward", 0), (4, 5, "forward", 0), (6, 7, "forward", 1), (7, 8, "forward", 1)),
+        *((9, 10, "forward", 2), (10, 12, "backward", 2), (12, 13, "forward", 2), (13, 15, "backward", 2)),
+        *((15, 17, "backward", 1), (17, 19, "backward", 1), (19, 21, "backward", 0), (21, 23, "backward", 0)),
     ]
     # before the first forward, before stages 1 and 2, and the last reduction
     assert timeline.step_s == 25 + 1 and timeline.exposed_s["data_parallel"] == 3 + 1 + 1 + 2
