@@ -196,12 +196,14 @@ def _merge(
     arguments = dict(first.arguments)
     given = [c.arguments.get("batch_size") for c in calls]
     is_loss = losses is not None and all(_is_loss(c, losses) for c in calls)
+    reduce_fx = arguments.get("reduce_fx", "mean")
+    way = "mean" if is_loss else merges.get(first.name) or usual_merge(reduce_fx)
     if all(g is not None for g in given):
         # counts of samples or tokens add up; a plain 1 says that each batch counts once
         once = all(g == 1 for g in given) and any(sizes[c.microbatch] > 1 for c in calls)
         arguments["batch_size"] = 1 if once else sum(int(g) for g in given)  # type: ignore[arg-type, misc]
         call_weights = [float(g) for g in given]  # type: ignore[arg-type]
-        if is_loss:
+        if is_loss or way in CURVED_MERGES:  # functions of means that are weighted as the loss is
             call_weights = [weights[c.microbatch] for c in calls]
     else:
         call_weights = [weights[c.microbatch] for c in calls]
@@ -211,8 +213,6 @@ def _merge(
     if len(values) == 1:
         value: Any = calls[0].value
     else:
-        reduce_fx = arguments.get("reduce_fx", "mean")
-        way = "mean" if is_loss else merges.get(first.name) or usual_merge(reduce_fx)
         if not way:
             kind = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
             raise UnsupportedModuleError(

@@ -49,10 +49,11 @@ def test_a_batch_size_of_one_for_many_samples_stays_one() -> None:
 def test_the_logged_loss_is_averaged_as_the_loss_is_whatever_batch_size_says() -> None:
     calls = [call("loss", 1.0, 0, batch_size=2), call("loss", 4.0, 1, batch_size=2)]
     other = [call("accuracy", 0.0, 0, batch_size=2), call("accuracy", 1.0, 1, batch_size=2)]
-    losses = [torch.tensor(1.0), torch.tensor(4.0)]
-    merged = {c.name: c for c in merge_calls(calls + other, [2, 2], [30.0, 10.0], "M", losses)}
+    roots = [call("root", 1.0, 0, batch_size=2), call("root", 2.0, 1, batch_size=2)]
+    losses, ways = [torch.tensor(1.0), torch.tensor(4.0)], {"root": "quadratic"}
+    merged = {c.name: c for c in merge_calls(calls + other + roots, [2, 2], [30.0, 10.0], "M", losses, ways)}
     assert float(merged["loss"].value) == pytest.approx(1.75) and merged["loss"].arguments["batch_size"] == 4
-    assert float(merged["accuracy"].value) == pytest.approx(0.5)
+    assert [float(merged[name].value) for name in ("accuracy", "root")] == pytest.approx([0.5, 1.75**0.5])
 
 
 def test_an_unknown_reduction_is_refused_by_name() -> None:
