@@ -14,6 +14,7 @@ time, not samples: layers that know which dimension is time (``batch_first``) sh
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,11 +100,13 @@ def find_batch_dependence(
                 time = _read_as_time(trial.lengths(small), trial.lengths(halves[0]))
                 if time is not None:
                     return Findings(dependence=_cut_along_time(name, step_name, time))
-            if trains and all(m.track_running_stats for m in module.modules() if is_batch_norm(m)):
-                found = _find_differences(trial, small, halves, weights, known or {})
+            if not trains or all(m.track_running_stats for m in module.modules() if is_batch_norm(m)):
+                with nullcontext() if trains else suppress(Exception):  # an evaluation step may need more samples
+                    found = _find_differences(trial, small, halves, weights, known or {})
                 if found.undecided and trial.may_fail:
                     found.merges.update(_decide(module, trial, small, splitter))
             moved = [] if found.failure else _moved_buffers(trial, small, halves)
+    one = f"{microbatches_argument(step_name)}=1"
     reasons: dict[str, str] = {}  # by cause
     if norms:
         shown = _some(norms)
@@ -114,7 +117,7 @@ def find_batch_dependence(
     if found.failure:
         reasons[f"the step fails over a part of it ({found.failure})"] = (
             f"{step_name} of {name} runs over a few samples and fails over a half of them ({found.failure}): with several microbatches it "
-            f"runs over parts of a batch; define `split_batch(self, batch, num_microbatches) -> list`, or use num_microbatches=1"
+            f"runs over parts of a batch; define `split_batch(self, batch, num_microbatches) -> list`, or use {one}"
         )
     if found.loss is not None:
         together, apart = found.loss
@@ -122,32 +125,32 @@ def find_batch_dependence(
             f"the loss of {name} over a few samples is {together:.6g}, the mean over their halves "
             f"{apart:.6g}: it depends on which samples are together, as with negatives taken from the batch or a mean "
             f"over tokens with padding. Microbatches then give the numbers of plain Lightning with the microbatch as batch; "
-            f"for a mean over tokens define `microbatch_weight(self, batch)`, the number of tokens, or use num_microbatches=1"
+            f"for a mean over tokens define `microbatch_weight(self, batch)`, the number of tokens, or use {one}"
         )
     elif found.gradient:
         reasons["the gradients depend on which samples are in it"] = (
             f"the gradients of {name} over a few samples and the mean of those over their halves are {found.gradient:.1%} apart: they depend "
             f"on which samples are together, as with a mean over tokens with padding, where `microbatch_weight(self, batch)` may return "
-            f"the number of tokens; or use num_microbatches=1"
+            f"the number of tokens; or use {one}"
         )
     if found.is_uneven:
         reasons["the loss is a mean over elements of which not each sample has as many"] = (
             f"the loss of {name} is a mean over elements (targets that are not ignored, a mask) of which not each sample has as many: "
             f"it depends on which samples are together; define `microbatch_weight(self, batch)`, the number of elements, or use "
-            f"num_microbatches=1"
+            f"{one}"
         )
     if found.logged:
         reasons[f"what it logs as {_some(found.logged)} is no mean over its parts"] = (
             f"what {step_name} of {name} logs as {_some(found.logged)} is no mean, sum, least or greatest value over the parts of a batch: "
-            f"with several microbatches it is the mean over them; log a torchmetrics.Metric, or use num_microbatches=1"
+            f"with several microbatches it is the mean over them; log a torchmetrics.Metric, or use {one}"
         )
     if found.output and found.loss is None:
         cause = "the step's output cannot be put together from its parts"
-        reasons[cause] = f"{step_name} of {name}: {found.output}; num_microbatches=1 returns what plain Lightning does"
-    if found.kept:
+        reasons[cause] = f"{step_name} of {name}: {found.output}; {one} returns what plain Lightning does"
+    if found.kept and trains:  # of evaluation steps the trace tells
         reasons[f"the step leaves self.{_some(found.kept)} on the module"] = (
             f"{step_name} of {name} leaves self.{_some(found.kept)} on the module, once for each microbatch: it is that of the last one, or "
-            f"counts each of them; num_microbatches=1 leaves what plain Lightning does"
+            f"counts each of them; {one} leaves what plain Lightning does"
         )
     if moved:
         shown = _some(moved)
@@ -157,6 +160,11 @@ def find_batch_dependence(
         )
     dependence = BatchDependence(reason="; ".join(reasons.values()), cause=", and ".join(reasons)) if reasons else None
     return Findings(dependence=dependence, merges=found.merges, divisors=found.divisors)
+
+
+def microbatches_argument(step_name: str) -> str:
+    """The name of HolmesStrategy's argument for the number of microbatches of a step."""
+    return "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
 
 
 def _some(names: list[str]) -> str:

@@ -38,7 +38,7 @@ Lengths = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What runs of a step over some samples have given.
+    """What runs of a step over some samples have given. ``loss``: 0 for a step that does not train.
 
     ``output``: what the step returned. ``gradients``: those of some small parameters. ``is_fp32``: whether no part is computed in 16 bits. ``logged``: by name and count of the call, the value and
     its ``reduce_fx``. ``divisors``: those of the loss. ``kept``: what has changed on the module, by path; only numbers, texts, tensors and containers of these.
@@ -86,12 +86,13 @@ class Trial:
         """The outcome of steps over ``batches`` in turn; what is kept on the copy is that after all of them."""
         found = []
         kept = Kept(copy)
+        trains = self._step_name == "training_step"
         for batch in batches:
             logged: dict[tuple[str, int], tuple[Any, Any]] = {}
             vars(copy)["log"] = functools.partial(_note, logged)
-            with torch.enable_grad():
+            with torch.set_grad_enabled(trains):
                 output = self._run(copy, batch, seed)
-                loss = loss_of(output, self._step_name)
+                loss = loss_of(output, self._step_name) if trains else torch.zeros(())
                 divisors = [float(value) for value in divisors_of(loss)]
                 gradients = gradients_of(copy.parameters(), loss)
             found.append(

@@ -318,16 +318,16 @@ class Fit(Run):
                 sample.arguments,
                 self.context.splitter,
                 trial=trial,
-                known=self.known.merges,
+                known=self.known.merges.get("training_step"),
             )
         found = tried.dependence
         mine = ("", "") if found is None else (found.reason, found.cause)
         answers = self.job.connection.all_gather((mine, tried.merges))
         reason, cause = next((each for each, _ in answers if any(each)), ("", ""))
-        merges = dict(self.known.merges)
+        merges = dict(self.known.merges.get("training_step", {}))
         for _, others in answers:
             merges |= others
-        self.known = replace(self.known, merges=merges, dependence=cause)
+        self.known = replace(self.known, merges={**self.known.merges, "training_step": merges}, dependence=cause)
         if not reason:
             return
         if self.options.asked.num_microbatches != "auto":

@@ -527,7 +527,7 @@ class Run:
                 index=0 if trains else sample.loader_index,
                 replica=(replica, self.job.placement.data_parallel_size),
             ),
-            merges=self.known.merges if trains else {},
+            merges=self.known.merges.get(step_name, {}),
             divisors=() if self.known.dependence else self.known.divisors,
             refuses=self.options.asked.num_microbatches == "auto",
             context=functools.partial(step_context, self.trainer, step_name),

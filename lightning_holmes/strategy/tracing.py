@@ -17,7 +17,7 @@ from lightning_holmes.errors import ConfigurationError, HolmesError, Unsupported
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import splits_itself
-from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence
+from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence, microbatches_argument
 from lightning_holmes.pipeline.own_generators import describe_draw
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.seeds import preserved_random_state
@@ -37,8 +37,8 @@ class TraceResult:
         batch_size: the number of samples in a training batch; None if it is not known.
         reason: why the module runs whole: a step could not be traced, in a run that need not split the module; empty if all steps could.
         dependence: why its training steps are exact with one microbatch only, in a few words; empty if no reason was found.
-        merges: by the name of a value that training steps log, how the values of microbatches are put together (pipeline/replay.py), where the
-            trial has shown another way than the usual one.
+        merges: by step, and by the name of a value that it logs, how the values of microbatches are put together (pipeline/replay.py), where
+            the trial has shown another way than the usual one.
         divisors: see Findings in pipeline/batch_dependence.py.
     """
 
@@ -46,7 +46,7 @@ class TraceResult:
     batch_size: int | None = None
     reason: str = ""
     dependence: str = ""
-    merges: Mapping[str, str] = field(default_factory=dict)
+    merges: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     divisors: Sequence[bool] = ()
 
     def knows(self, step_name: str) -> bool:
@@ -142,7 +142,8 @@ def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: 
             ):  # a step that could not be traced may fail here, too
                 tried = find_batch_dependence(module, step_name, batch, sample.arguments, splitter, context=context)
                 company = tried.dependence
-                known = replace(known, merges=tried.merges, divisors=tried.divisors) if training else known
+                known = replace(known, merges={**known.merges, step_name: tried.merges})
+                known = replace(known, divisors=tried.divisors) if training else known
             if company is not None:
                 if wanted != "auto":
                     _warn(company, step_name, wanted)
@@ -196,11 +197,6 @@ def _warn(company: BatchDependence, step_name: str, wanted: int) -> None:
     if company.is_cut_along_time:
         raise UnsupportedModuleError(f"{microbatches_argument(step_name)}={wanted}: {company.reason}")
     pl.utilities.rank_zero_warn(company.reason)
-
-
-def microbatches_argument(step_name: str) -> str:
-    """Return the name of HolmesStrategy's argument for the number of microbatches of a step."""
-    return "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
 
 
 def _describe_kept_values(module: "pl.LightningModule", step_name: str, names: tuple[str, ...]) -> str:

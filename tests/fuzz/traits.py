@@ -506,7 +506,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "clip": ("none", "norm", "value"),
     "accumulate": ("1", "2", "3"),
     "scheduler": tuple(SCHEDULERS),
-    "evaluation": ("none", "validation", "mid-epoch", "list", "metric", "predict", "test"),
+    "evaluation": ("none", "validation", "mid-epoch", "list", "metric", "functions", "predict", "test"),
     "checkpoint": ("none", "end", "middle", "epoch"),
     "trainer": tuple(TRAINER),
     # the layout
@@ -517,6 +517,7 @@ AXES: dict[str, tuple[str, ...]] = {
         *("auto", "1f1b", "gpipe", "eager_1f1b", "zero_bubble", "zero_bubble_v", "interleaved_1f1b", "breadth_first"),
     ),
     "microbatches": ("auto", "1", "2"),
+    "evaluation microbatches": ("auto", "2"),
     "sharding": ("none", "optimizer", "parameters", "auto"),
     "nodes": ("0", "1"),
     "tensor": ("1", "2"),
@@ -789,6 +790,8 @@ class Fuzzed(pl.LightningModule):
         if self.traits["evaluation"] == "metric":
             self.val_accuracy(out.flatten(0, -2), y.flatten())
             self.log("val_accuracy", self.val_accuracy)
+        if self.traits["evaluation"] == "functions":
+            self.log_dict({"val_perplexity": loss.exp(), "val_most": out.max(), "val_samples": float(len(y))})
 
     def on_validation_epoch_end(self) -> None:
         self.note_state("validation")

@@ -1,5 +1,6 @@
 """Modules that no split into microbatches can run exactly are found by a trial, and named."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,17 @@ def test_how_logged_values_are_put_together_is_found_for_each() -> None:
     tried = find_batch_dependence(LogsFunctions(), "training_step", batch(), (), BatchSplitter())
     assert tried.dependence is not None and "logs as inverse is no mean" in tried.dependence.reason
     assert tried.merges == ways | {"perplexity": "geometric", "root": "quadratic"}
+
+
+def test_what_evaluation_logs_is_tried_too() -> None:
+    class Evaluated(Classifier):
+        def validation_step(self, batch: Any) -> None:
+            loss = self.training_step(batch)
+            self.log_dict({"loss": loss, "perplexity": loss.exp(), "inverse": 1 / loss, "samples": len(batch["x"])})
+
+    tried = find_batch_dependence(Evaluated(), "validation_step", batch(), (), BatchSplitter())
+    assert tried.merges == {"perplexity": "geometric", "samples": "sum"} and tried.dependence is not None
+    assert re.search("logs as inverse is no mean.* use eval_num_microbatches=1", tried.dependence.reason)
 
 
 def test_a_function_of_a_mean_is_told_from_a_mean_where_the_samples_are_nearly_alike() -> None:

@@ -26,6 +26,13 @@ class Net(ByGradient):
         self.head = nn.Linear(16, 3)
         self.rows: list[dict[str, float]] = []
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, y, t = batch
+        out = self.head(self.layers(x))
+        loss = F.cross_entropy(out, y)
+        self.log_dict({"val_loss": loss, "val_perplexity": loss.exp(), "val_rmse": F.mse_loss(out[:, 0], t).sqrt()})
+        self.log_dict({"val_tokens": (y > 0).sum().float(), "val_greatest": out.max()})
+
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         row = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
         self.rows.append(row | {f"part {n}": float(part) for n, part in enumerate(outputs.get("parts", []))})
@@ -65,14 +72,13 @@ def fit(made: type[Net], strategy: Any, **options: Any) -> dict[str, Any]:
     x, t = torch.randn(16, 16, generator=draw), torch.randn(16, generator=draw)
     data = TensorDataset(x, torch.randint(0, 3, (16,), generator=draw), t)
     module = made()
-    quiet_trainer(strategy, max_epochs=2, **options).fit(module, DataLoader(data, batch_size=8))
+    quiet_trainer(strategy, max_epochs=2, **options).fit(module, *[DataLoader(data, batch_size=8)] * 2)
     return {"rows": module.rows, "weights": module.state_dict()}
 
 
 def fit_both(_: Any) -> dict[str, Any]:
-    return {
-        made.__name__: fit(made, HolmesStrategy(pipeline_parallel_size=2), devices=2) for made in (Logging, Returning)
-    }
+    halves = {"pipeline_parallel_size": 2, "eval_num_microbatches": 2}
+    return {made.__name__: fit(made, HolmesStrategy(**halves), devices=2) for made in (Logging, Returning)}
 
 
 @pytest.fixture(scope="module")
