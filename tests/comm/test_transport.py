@@ -237,14 +237,9 @@ def test_settings_are_read_from_nccl_files_too_and_the_environment_wins(tmp_path
 @pytest.mark.parametrize(
     ("setting", "card", "allowed"),
     [
-        ("mlx5", "mlx5_0", True),
-        ("mlx5_1,mlx5_0", "mlx5_0", True),
-        ("=mlx5", "mlx5_0", False),
-        ("=mlx5_0:1", "mlx5_0", True),
-        ("=mlx5_0:2", "mlx5_0", False),
-        ("=mlx5_0:2", "mlx5_0:2", True),
-        ("^mlx5_1", "mlx5_0", True),
-        ("^=mlx5_0", "mlx5_0", False),
+        *(("mlx5", "mlx5_0", True), ("mlx5_1,mlx5_0", "mlx5_0", True), ("=mlx5", "mlx5_0", False)),
+        *(("=mlx5_0:1", "mlx5_0", True), ("=mlx5_0:2", "mlx5_0", False), ("=mlx5_0:2", "mlx5_0:2", True)),
+        *(("^mlx5_1", "mlx5_0", True), ("^=mlx5_0", "mlx5_0", False)),
     ],
 )
 def test_lists_of_cards_as_nccl_reads_them(setting: str, card: str, allowed: bool) -> None:

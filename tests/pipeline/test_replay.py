@@ -18,12 +18,7 @@ def call(name: str, value: float, microbatch: int, position: int = 3, **argument
 @pytest.mark.parametrize(
     ("reduce_fx", "expected"),
     [
-        ("mean", (3 * 1.0 + 1 * 5.0) / 4),
-        ("sum", 6.0),
-        ("max", 5.0),
-        ("min", 1.0),
-        (torch.mean, 2.0),
-        (sum, 6.0),
+        *(("mean", (3 * 1.0 + 1 * 5.0) / 4), ("sum", 6.0), ("max", 5.0), ("min", 1.0), (torch.mean, 2.0), (sum, 6.0)),
         (max, 5.0),
     ],
 )

@@ -36,13 +36,8 @@ SECOND = trace(
 def test_labels_become_spans_that_begin_after_what_they_wait_for() -> None:
     timeline = make_measured_timeline([spans_of_trace(FIRST), spans_of_trace(SECOND)])
     assert [tuple(span) for span in timeline.spans[0]] == [
-        ("wait", 0, 1, -1, -1),
-        ("forward", 1, 3, 0, 0),
-        ("wait", 4, 7, -1, -1),
-        ("backward", 7, 9, 0, 0),
-        ("bucket_reduce", 8, 10, -1, -1),
-        ("reduce", 9, 10, -1, -1),
-        ("update", 10, 12, -1, -1),
+        *(("wait", 0, 1, -1, -1), ("forward", 1, 3, 0, 0), ("wait", 4, 7, -1, -1), ("backward", 7, 9, 0, 0)),
+        *(("bucket_reduce", 8, 10, -1, -1), ("reduce", 9, 10, -1, -1), ("update", 10, 12, -1, -1)),
     ]
     assert [tuple(span) for span in timeline.spans[1]] == [
         ("wait", 2, 3, -1, -1),

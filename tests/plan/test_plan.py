@@ -70,16 +70,8 @@ def test_report() -> None:
     print_plan(PLAN, out, parameter_counts=[1_234_567, 89])
     text = out.getvalue()
     for word in (
-        *(
-            "pipeline 2 x data 2",
-            "1f1b",
-            "8 microbatches",
-            "berlin",
-            "paris+rome",
-            "0-4",
-            "5-8",
-            "layers of model.layers",
-        ),
+        *("pipeline 2 x data 2", "1f1b", "8 microbatches", "berlin", "paris+rome", "0-4", "5-8"),
+        "layers of model.layers",
         *("1,234,567", "data_parallel over gloo"),
         "crosses [clusters] [ranks 0, 2; 1, 3]",
         "world over gloo on eth0: reaches all [ranks 0-3]",
