@@ -19,7 +19,7 @@ from lightning_holmes.pipeline import tree
 
 _CURE = (
     "define `split_batch(self, batch, num_microbatches) -> list` on the LightningModule (and `microbatch_weight(self, batch)`, "
-    "the number of samples, where it cannot be told), or use num_microbatches=1"
+    "the number of samples, where it cannot be told), or use num_microbatches=1 (eval_num_microbatches=1 in evaluation)"
 )
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 
@@ -65,12 +65,12 @@ class BatchSplitter:
         if size == 0:
             raise ConfigurationError(
                 f"a batch without samples cannot be split into num_microbatches={num_microbatches}; let the loader leave it "
-                f"out, or use num_microbatches=1"
+                f"out, or use num_microbatches=1 (eval_num_microbatches=1 in evaluation)"
             )
         if size < num_microbatches:
             raise ConfigurationError(
                 f"a batch of {size} samples cannot be split into num_microbatches={num_microbatches}; "
-                f"use a batch size of at least {num_microbatches} or num_microbatches={size}"
+                f"use a batch size of at least {num_microbatches} or num_microbatches={size} (in evaluation eval_num_microbatches)"
             )
         bounds = microbatch_bounds(size, num_microbatches)
         return [_take(batch, slice(*each), size, per_sample, depth=0, path="batch") for each in bounds]

@@ -267,7 +267,7 @@ class MetricWindow:
             if metric.full_state_update is not False or metric.dist_sync_on_step or not mergeable:
                 raise UnsupportedModuleError(
                     f"{name} ({type(metric).__name__}) is logged on each step but cannot be merged over microbatches; "
-                    f"log it with on_step=False, on_epoch=True, or use num_microbatches=1"
+                    f"log it with on_step=False, on_epoch=True, or use num_microbatches=1 (eval_num_microbatches=1 in evaluation)"
                 )
             state = {k: list(v) if isinstance(v, list) else v for k, v in metric.metric_state.items()}
             earlier.append((metric, state, metric.update_count))

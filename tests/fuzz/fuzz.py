@@ -45,7 +45,6 @@ CURES: tuple[tuple[str, Case], ...] = (
     ("with one microbatch it runs over the whole batch", {"microbatches": "1"}),
     ("calls self.all_gather", {"stages": "1", "microbatches": "1", "resume": "same"}),
     ("keep it on the module", {"state": "list"}),
-    ("eval_num_microbatches=2", {"evaluation microbatches": "auto"}),
 )
 """Words of refusals whose cure is a change of the module, and the traits of the changed one."""
 ARGUMENTS = {

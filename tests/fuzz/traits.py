@@ -517,7 +517,7 @@ AXES: dict[str, tuple[str, ...]] = {
         *("auto", "1f1b", "gpipe", "eager_1f1b", "zero_bubble", "zero_bubble_v", "interleaved_1f1b", "breadth_first"),
     ),
     "microbatches": ("auto", "1", "2"),
-    "evaluation microbatches": ("auto", "2"),
+    "evaluation microbatches": ("auto", "1", "2"),
     "sharding": ("none", "optimizer", "parameters", "auto"),
     "nodes": ("0", "1"),
     "tensor": ("1", "2"),
