@@ -331,8 +331,8 @@ def _compare_logged(
     for (name, nth), (value, reduce_fx) in together.logged.items():
         found = [part.logged.get((name, nth)) for part in parts]
         values = [entry[0] for entry in found if entry is not None]
-        if len(values) < len(parts):
-            continue  # logged in some parts only
+        if len(values) < len(parts) or not value.isfinite():
+            continue  # logged in some parts only, or from weights that stand in for others
         usual = known.get(name) or usual_merge(reduce_fx)
         fitting = [
             way
