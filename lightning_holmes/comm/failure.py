@@ -328,13 +328,15 @@ class FailureWatch:
 
 def _see_off(store: Any, key: str, number: int, gone: threading.Event) -> None:
     """Wait at the exit of rank 0, whose process may keep the store, until the ``number`` other ranks no longer need it;
-    at most _NOTICE_S seconds. Takes no reference to the run, which functions called at exit would keep alive."""
+    at most _NOTICE_S seconds. Takes no reference to the run, which functions called at exit would keep alive. The thread ends by itself:
+    one that is in torch's code when the interpreter ends aborts the process."""
+    end = time.monotonic() + _NOTICE_S
 
     def await_others() -> None:
         with contextlib.suppress(Exception):
-            while store.add(key, 0) < number:
+            while store.add(key, 0) < number and time.monotonic() < end:
                 time.sleep(0.02)
 
     if not gone.is_set():
         with contextlib.suppress(ConnectionLostError):
-            answer_within(await_others, timeout_s=_NOTICE_S)
+            answer_within(await_others, timeout_s=2 * _NOTICE_S)

@@ -286,6 +286,12 @@ def test_a_process_that_ends_by_an_exception_does_not_wait_to_be_aborted_by_a_th
     assert codes == ends
 
 
+def test_no_thread_is_left_in_torchs_code_when_the_others_have_not_left_in_time(monkeypatch: Any) -> None:
+    monkeypatch.setattr(failure, "_NOTICE_S", 0.1)
+    failure._see_off(dist.HashStore(), "left", 1, threading.Event())
+    assert not [thread for thread in threading.enumerate() if thread.name == "holmes-store-request"]
+
+
 def test_what_torch_raises_when_the_other_end_is_gone_is_a_lost_connection() -> None:
     found = launch(2, "lost_connections:lose")[0]
     assert found == dict.fromkeys(CASES, True)
