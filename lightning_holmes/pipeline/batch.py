@@ -171,6 +171,11 @@ def signature(batch: Any) -> Hashable:
     return tuple((path, tuple(t.shape), str(t.dtype)) for path, t in tree.named_tensors(batch, "batch"))
 
 
+def microbatches_argument(step_name: str) -> str:
+    """The name of HolmesStrategy's argument for the number of microbatches of a step."""
+    return "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
+
+
 def merge_outputs(outputs: list[Any], sizes: list[int], weights: list[float], name: str) -> Any:
     """Merge the outputs of a step over the microbatches into its output over the whole batch.
 

@@ -26,7 +26,13 @@ from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.batch import BatchSplitter, merge_outputs, splits_itself, weighted_mean
+from lightning_holmes.pipeline.batch import (
+    BatchSplitter,
+    merge_outputs,
+    microbatches_argument,
+    splits_itself,
+    weighted_mean,
+)
 from lightning_holmes.pipeline.divisors import are_shares
 from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import preserved_generators
@@ -160,11 +166,6 @@ def find_batch_dependence(
         )
     dependence = BatchDependence(reason="; ".join(reasons.values()), cause=", and ".join(reasons)) if reasons else None
     return Findings(dependence=dependence, merges=found.merges, divisors=found.divisors)
-
-
-def microbatches_argument(step_name: str) -> str:
-    """The name of HolmesStrategy's argument for the number of microbatches of a step."""
-    return "num_microbatches" if step_name == "training_step" else "eval_num_microbatches"
 
 
 def _some(names: list[str]) -> str:

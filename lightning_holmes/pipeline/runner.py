@@ -34,7 +34,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.batch import signature
+from lightning_holmes.pipeline.batch import microbatches_argument, signature
 from lightning_holmes.pipeline.device_calls import DeviceCalls, device_calls
 from lightning_holmes.pipeline.divisors import Divisors
 from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings
@@ -232,8 +232,8 @@ class Batch:
             except Exception as error:
                 if len(self.parts) > 1:
                     error.add_note(
-                        f"{run.step_name} ran over microbatch {microbatch} of {len(self.parts)}: with one microbatch it runs over "
-                        f"the whole batch, as in plain Lightning"
+                        f"{run.step_name} ran over microbatch {microbatch} of {len(self.parts)}: with "
+                        f"{microbatches_argument(run.step_name)}=1 it runs over the whole batch, as in plain Lightning"
                     )
                 raise
 

@@ -16,8 +16,8 @@ from lightning_holmes.comm.uncaught import one_line
 from lightning_holmes.errors import ConfigurationError, HolmesError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.batch import splits_itself
-from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence, microbatches_argument
+from lightning_holmes.pipeline.batch import microbatches_argument, splits_itself
+from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence
 from lightning_holmes.pipeline.own_generators import describe_draw
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.seeds import preserved_random_state

@@ -42,7 +42,6 @@ CURES: tuple[tuple[str, Case], ...] = (
     ("change options in on_train_batch_start", {"later": "never", "habit": "decay"}),
     ("between accumulated batches", {"accumulate": "1"}),
     ("use GroupNorm or LayerNorm", {"layers": "norm", "head": "linear"}),
-    ("with one microbatch it runs over the whole batch", {"microbatches": "1"}),
     ("calls self.all_gather", {"stages": "1", "microbatches": "1", "resume": "same"}),
     ("keep it on the module", {"state": "list"}),
 )

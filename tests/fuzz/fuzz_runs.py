@@ -176,7 +176,7 @@ def fit(run: Run) -> Record:
             found["tested"] = trainer.test(module, datamodule=data, ckpt_path=path, weights_only=False, verbose=False)
         record.values |= dict(flat(found))
     except Exception as error:
-        notes = [note for note in getattr(error, "__notes__", ()) if "with one microbatch" in note]
+        notes = [note for note in getattr(error, "__notes__", ()) if "it runs over the whole batch" in note]
         record.error = "; ".join((f"{type(error).__name__}: {error}", *notes))
         # a node's refusals have the base class
         record.is_refusal = isinstance(error, REFUSALS) or type(error) is HolmesError or bool(notes)
