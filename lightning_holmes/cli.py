@@ -64,9 +64,8 @@ class HolmesParser(pl.cli.LightningArgumentParser):
         if message.startswith("unrecognized arguments:"):
             unknown += re.findall(r"--(?:[\w.]+\.)?(\w+)", message)
         gone = tell_removed(unknown)
-        if (
-            gone and self.exit_on_error
-        ):  # else this parser reads a part of a value, and its message comes to the one that exits
+        # else this parser reads a part of a value, and its message comes to the one that exits
+        if gone and self.exit_on_error:
             raise ConfigurationError("; ".join(gone)) from ex
         super().error(message, ex)
 

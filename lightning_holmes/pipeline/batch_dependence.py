@@ -366,9 +366,8 @@ class _CurvedMerges:
         if len(values) == 1:
             return ""
         pairs = list(zip((together, *values), self._losses, strict=True))
-        if all(
-            loss != 0 and not _agree(value, loss, _ROUNDING) for value, loss in pairs
-        ):  # 0 and 1 are their own roots
+        # 0 and 1 are their own roots
+        if all(loss != 0 and not _agree(value, loss, _ROUNDING) for value, loss in pairs):
             for way, function in (("geometric", torch.exp), ("quadratic", torch.sqrt)):
                 if all(_agree(value, function(loss), _ROUNDING) for value, loss in pairs):
                     return way

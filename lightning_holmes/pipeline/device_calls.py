@@ -28,9 +28,8 @@ def device_calls() -> DeviceCalls:
     """Return the calls so far."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return DeviceCalls(number=0, flushes=0)
-    if (
-        torch.cuda.get_allocator_backend() == "pluggable"
-    ):  # one of the user's, which counts nothing: it may call CUDA each time
+    # the user's, which counts nothing: it may call CUDA each time
+    if torch.cuda.get_allocator_backend() == "pluggable":
         return DeviceCalls(number=time.monotonic_ns(), flushes=0)
     device, host = torch.cuda.memory_stats_as_nested_dict(), torch.cuda.host_memory_stats_as_nested_dict()
     number = sum(device[f"num_device_{call}"] + host[f"num_host_{call}"] for call in ("alloc", "free"))

@@ -298,7 +298,8 @@ class Batch:
         parameters = self.pipeline.parameters_of(stage)
         with self.pipeline.running(run):
             if splits:
-                half = self.halves[stage, microbatch] = SplitBackward(roots, gradients, run.received, parameters)
+                names = self.pipeline.names
+                half = self.halves[stage, microbatch] = SplitBackward(roots, gradients, run.received, parameters, names)
                 half.input(self.exchange.add)
             elif roots:
                 torch.autograd.backward(roots, gradients)

@@ -34,7 +34,8 @@ Accumulate = Callable[[str, Tensor], None]
 
 
 class SplitBackward:
-    """The backward from ``roots``, whose gradients are ``gradients``, to the leaves ``received`` and ``parameters``."""
+    """The backward from ``roots``, whose gradients are ``gradients``, to the leaves ``received`` and ``parameters``. ``others``: the names of
+    parameters of the module by id; one that is reached and is none of the stage's is refused."""
 
     def __init__(
         self,
@@ -42,7 +43,9 @@ class SplitBackward:
         gradients: Sequence[Tensor],
         received: Sequence[Tensor],
         parameters: Mapping[str, nn.Parameter],
+        others: Mapping[int, str] | None = None,
     ) -> None:
+        self._others = others or {}
         self._roots, self._gradients = list(roots), list(gradients)
         self._received = [tensor for tensor in received if tensor.requires_grad]
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -54,11 +57,11 @@ class SplitBackward:
 
         Raises:
             UnsupportedModuleError: the graph has code compiled by torch.compile that does not allow a backward in two
-                parts.
+                parts, or the step reads a parameter of another stage, which it did not read when it was traced.
         """
         if not self._roots:
             return
-        at_once, self._put_off, entries = _sort(self._roots, self._received, self._parameters)
+        at_once, self._put_off, entries = _sort(self._roots, self._received, self._parameters, self._others)
         kept = [GradientEdge(node, index) for node in self._put_off for index in sorted(entries[node])]
         targets: list[Any] = [*self._received, *(self._parameters[name] for name in at_once), *kept]
         try:
@@ -98,7 +101,10 @@ class SplitBackward:
 
 
 def _sort(
-    roots: Sequence[Tensor], received: Sequence[Tensor], parameters: Mapping[str, nn.Parameter]
+    roots: Sequence[Tensor],
+    received: Sequence[Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    others: Mapping[int, str],
 ) -> tuple[list[str], dict[Node, list[str]], dict[Node, set[int]]]:
     """Return the parameters whose gradients are computed at once; those that are put off, by the node of the trunk
     that reads them; and for each node, at which of its outputs gradients arrive."""
@@ -124,6 +130,11 @@ def _sort(
             for name in frozenset().union(*(reads.get(f, frozenset()) for f in following)):
                 places[name].append(node)
         elif variable is not None:
+            if id(variable) in others and others[id(variable)] not in parameters:
+                raise UnsupportedModuleError(
+                    f"{others[id(variable)]} is read where it was not when the step was traced on its first batch, and a backward in two parts "
+                    f"would lose its gradient: let the first batch read it there, too (times 0, if need be), or use pipeline_parallel_size=1"
+                )
             reads[node] = frozenset({names[id(variable)]} if id(variable) in names else ())
         else:
             reads[node] = frozenset().union(*(reads[f] for f in following))

@@ -158,9 +158,8 @@ class Trial:
             if is_dropout(submodule) or is_batch_norm(submodule):
                 submodule.eval()
             for name, value in vars(submodule).items():
-                if "dropout" in name and isinstance(
-                    value, float
-                ):  # attention and recurrent layers have a rate, and no layer for it
+                # attention and recurrent layers have a rate, and no layer for it
+                if "dropout" in name and isinstance(value, float):
                     vars(submodule)[name] = 0.0
         set_trainer(copy, trainer_of(self._module))
         vars(copy)["log"] = lambda *_, **__: None

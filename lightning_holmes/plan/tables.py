@@ -29,16 +29,8 @@ _BREAK = "\n"
 _GIB = 2.0**30
 
 HEADINGS = (
-    "pipeline x tensor x data",
-    "schedule",
-    "micro-\nbatches",
-    "layers",
-    "step",
-    "tokens/s",
-    "TFLOPS/GPU",
-    "MFU",
-    "bubble",
-    "memory\n/GPU",
+    *("pipeline x tensor x data", "schedule", "micro-\nbatches", "layers", "step", "tokens/s", "TFLOPS/GPU", "MFU"),
+    *("bubble", "memory\n/GPU"),
 )
 
 

@@ -76,9 +76,8 @@ def learn_steps(
 def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: Sequence[StepSample]) -> TraceResult:
     module, options, splitter = trainer.lightning_module, run.options.asked, run.splitter
     pipeline_parallel_size = run.job.placement.pipeline_parallel_size
-    num_microbatches = (
-        run.loaded_state.num_microbatches
-    )  # of the run that is resumed: also a single stage then splits batches
+    # of the run that is resumed: also a single stage then splits batches
+    num_microbatches = run.loaded_state.num_microbatches
     alone = pipeline_parallel_size == 1
     if not (samples or alone):
         raise ConfigurationError(
@@ -137,9 +136,8 @@ def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: 
                 pl.utilities.rank_zero_warn(_describe_kept_values(module, step_name, found.outside))
         if splits and (found is None or not found.changed_parameters):
             company = None
-            with (
-                nullcontext() if found is not None else suppress(Exception)
-            ):  # a step that could not be traced may fail here, too
+            # a step that could not be traced may fail here, too
+            with nullcontext() if found is not None else suppress(Exception):
                 tried = find_batch_dependence(module, step_name, batch, sample.arguments, splitter, context=context)
                 company = tried.dependence
                 known = replace(known, merges={**known.merges, step_name: tried.merges})

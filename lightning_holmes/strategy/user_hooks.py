@@ -120,9 +120,8 @@ def takes_part_in_update(module: "pl.LightningModule", optimizers: Iterable[Opti
 def looks_at_checkpoints(module: "pl.LightningModule") -> bool:
     """Return whether a callback or the module reads a checkpoint's values before they are written, or replaces them."""
     callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
-    if any(
-        isinstance(callback, pl.callbacks.WeightAveraging) for callback in callbacks
-    ):  # it replaces the values by its average
+    # it replaces the values by its average
+    if any(isinstance(callback, pl.callbacks.WeightAveraging) for callback in callbacks):
         return True
     return any(_checkpoint_hooks(module))
 

@@ -14,6 +14,7 @@ from fuzz_runs import Pool
 from traits import AXES, draw, settle
 
 FOUND = (
+    "later=first layer, stages=2, schedule=zero_bubble_v",  # a weight of the rank's first stage that its last one reads
     "later=stops, stages=2",  # a step that stops the trainer after the layers
     "later=rate, stages=2, microbatches=1",
     "later=rate, stages=2, microbatches=2",
