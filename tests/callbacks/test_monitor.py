@@ -27,14 +27,16 @@ class MonitorCounter(pl.Callback):
 
 
 def monitored(payload: Any) -> dict[str, Any]:
-    """Train two epochs of four batches, with a validation between unless ``payload["validates"]`` is False; return on rank 0
-    what was written, and on every rank the number of monitors."""
+    """Train two epochs of four batches, with a validation between, or with a hook that waits for the parameters of each step; return on
+    rank 0 what was written, and on every rank the number of monitors."""
     bucket_reducer.LEAST_BUCKET_BYTES = 256  # so that a small module has several buckets
     setting = Setting(folder=Path(payload["folder"]), holmes=payload["holmes"], replicas=payload["replicas"])
-    counter = MonitorCounter()
-    trainer = setting.trainer(max_epochs=2, callbacks=[counter])
-    validation = setting.loader(samples(16, seed=1), 16) if payload.get("validates", True) else None
-    trainer.fit(build(Classifier), setting.loader(samples(64), 16), validation)
+    counter, validation = MonitorCounter(), setting.loader(samples(16, seed=1), 16)
+    reading = pl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda _, module, *__: [p.sum() for p in module.parameters()]
+    )
+    trainer = setting.trainer(max_epochs=2, callbacks=[counter, reading] if payload.get("waits") else [counter])
+    trainer.fit(build(Classifier), setting.loader(samples(64), 16), None if payload.get("waits") else validation)
     return {
         "ranks": trainer.strategy.plan.placement.pipeline_group(0, 0),  # type: ignore[attr-defined]
         "drawn": (Path(payload["folder"]) / "timeline.png").exists() if trainer.is_global_zero else None,
@@ -93,8 +95,7 @@ def test_a_monitored_run_writes_what_every_rank_did(tmp_path: Path, holmes: dict
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_buckets_of_replicas_are_noted_beside_the_backward(tmp_path: Path, sharded: bool) -> None:
     holmes = {"num_microbatches": 1, "monitor": True, "sharding": "optimizer" if sharded else "none"}
-    # without validation and trials of a split, which wait for the parameters, so that a step after them gathers nothing
-    payload = {"folder": str(tmp_path), "holmes": holmes, "replicas": 2, "validates": False}
+    payload = {"folder": str(tmp_path), "holmes": holmes, "replicas": 2, "waits": True}
     launch(2, "test_monitor:monitored", payload, timeout_s=120)
     (row,) = timeline_of(tmp_path, (0,)).spans
     found = {kind: [span for span in row if span.kind == kind] for kind in BESIDE_KINDS}
