@@ -160,7 +160,7 @@ def join(
         wait_s: seconds to wait for rank 0, which may be started later.
 
     Raises:
-        ConnectionLostError: rank 0 cannot be reached within ``wait_s``.
+        ConnectionLostError: rank 0 cannot be reached within ``wait_s``, or ends while the node joins.
     """
     end = time.monotonic() + wait_s
     store, host = None, ""
@@ -200,7 +200,11 @@ def join(
     cards = {
         address.partition("/")[0]: port.interface for port in ports if port.interface for address in port.addresses
     }
-    return _Node(store, number, cards, may_import=may_import, options=options).serve()
+    try:
+        node = _Node(store, number, cards, may_import=may_import, options=options)
+    except RuntimeError as error:  # of the store's client
+        raise ConnectionLostError(f"the job's rank 0 at {host}:{port} ended while this node joined: {error}") from error
+    return node.serve()
 
 
 def main(arguments: list[str]) -> int:
