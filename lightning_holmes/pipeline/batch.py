@@ -17,9 +17,10 @@ from torch import Tensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 
+ONE_MICROBATCH = "num_microbatches=1 (eval_num_microbatches=1 in evaluation)"
 _CURE = (
     "define `split_batch(self, batch, num_microbatches) -> list` on the LightningModule (and `microbatch_weight(self, batch)`, "
-    "the number of samples, where it cannot be told), or use num_microbatches=1 (eval_num_microbatches=1 in evaluation)"
+    f"the number of samples, where it cannot be told), or use {ONE_MICROBATCH}"
 )
 CONSTANTS = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
 
@@ -65,7 +66,7 @@ class BatchSplitter:
         if size == 0:
             raise ConfigurationError(
                 f"a batch without samples cannot be split into num_microbatches={num_microbatches}; let the loader leave it "
-                f"out, or use num_microbatches=1 (eval_num_microbatches=1 in evaluation)"
+                f"out, or use {ONE_MICROBATCH}"
             )
         if size < num_microbatches:
             raise ConfigurationError(

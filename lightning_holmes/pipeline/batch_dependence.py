@@ -304,7 +304,9 @@ def _agree(together: Tensor, apart: Tensor, tolerance: float) -> bool:
 
 
 def _distance(together: Tensor, apart: Tensor) -> float:
-    """Relative; infinite where either is no number."""
+    """Relative; 0 where both are the same, also if that is no number, and infinite where only one is a number."""
+    if torch.allclose(together, apart, rtol=0.0, atol=0.0, equal_nan=True):
+        return 0.0
     return float(((apart - together).abs().max() / together.abs().max().clamp_min(1e-12)).nan_to_num(torch.inf))
 
 
@@ -332,8 +334,8 @@ def _compare_logged(
     for (name, nth), (value, reduce_fx) in together.logged.items():
         found = [part.logged.get((name, nth)) for part in parts]
         values = [entry[0] for entry in found if entry is not None]
-        if len(values) < len(parts) or not value.isfinite():
-            continue  # logged in some parts only, or from weights that stand in for others
+        if len(values) < len(parts):
+            continue  # logged in some parts only
         usual = known.get(name) or usual_merge(reduce_fx)
         fitting = [
             way

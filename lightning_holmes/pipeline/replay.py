@@ -29,7 +29,7 @@ from lightning_holmes.lightning_private import (
     set_batch_value,
     set_update_count,
 )
-from lightning_holmes.pipeline.batch import weighted_mean
+from lightning_holmes.pipeline.batch import ONE_MICROBATCH, weighted_mean
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.pipeline.structure import BEFORE
 
@@ -267,7 +267,7 @@ class MetricWindow:
             if metric.full_state_update is not False or metric.dist_sync_on_step or not mergeable:
                 raise UnsupportedModuleError(
                     f"{name} ({type(metric).__name__}) is logged on each step but cannot be merged over microbatches; "
-                    f"log it with on_step=False, on_epoch=True, or use num_microbatches=1 (eval_num_microbatches=1 in evaluation)"
+                    f"log it with on_step=False, on_epoch=True, or use {ONE_MICROBATCH}"
                 )
             state = {k: list(v) if isinstance(v, list) else v for k, v in metric.metric_state.items()}
             earlier.append((metric, state, metric.update_count))

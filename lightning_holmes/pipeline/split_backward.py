@@ -1,6 +1,6 @@
 """A stage's backward over one microbatch in two parts: the gradients that the previous stage waits for, and the rest.
 
-    parts = SplitBackward(roots, gradients, received, parameters)
+    parts = SplitBackward(roots, gradients, received, parameters, names)
     parts.input(accumulate)           # sets received[i].grad; the previous stage can go on
     parts.weight(accumulate)          # accumulate(name, gradient) for each parameter that was reached
 
@@ -34,8 +34,8 @@ Accumulate = Callable[[str, Tensor], None]
 
 
 class SplitBackward:
-    """The backward from ``roots``, whose gradients are ``gradients``, to the leaves ``received`` and ``parameters``. ``others``: the names of
-    parameters of the module by id; one that is reached and is none of the stage's is refused."""
+    """The backward from ``roots``, whose gradients are ``gradients``, to the leaves ``received`` and ``parameters``, those of the stage.
+    ``names``: of all parameters of the module, by id; one that is reached and is none of the stage's is refused."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class SplitBackward:
         gradients: Sequence[Tensor],
         received: Sequence[Tensor],
         parameters: Mapping[str, nn.Parameter],
-        others: Mapping[int, str] | None = None,
+        names: Mapping[int, str],
     ) -> None:
-        self._others = others or {}
+        self._names = names
         self._roots, self._gradients = list(roots), list(gradients)
         self._received = [tensor for tensor in received if tensor.requires_grad]
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -61,7 +61,7 @@ class SplitBackward:
         """
         if not self._roots:
             return
-        at_once, self._put_off, entries = _sort(self._roots, self._received, self._parameters, self._others)
+        at_once, self._put_off, entries = _sort(self._roots, self._received, self._parameters, self._names)
         kept = [GradientEdge(node, index) for node in self._put_off for index in sorted(entries[node])]
         targets: list[Any] = [*self._received, *(self._parameters[name] for name in at_once), *kept]
         try:
@@ -104,11 +104,10 @@ def _sort(
     roots: Sequence[Tensor],
     received: Sequence[Tensor],
     parameters: Mapping[str, nn.Parameter],
-    others: Mapping[int, str],
+    names: Mapping[int, str],
 ) -> tuple[list[str], dict[Node, list[str]], dict[Node, set[int]]]:
     """Return the parameters whose gradients are computed at once; those that are put off, by the node of the trunk
     that reads them; and for each node, at which of its outputs gradients arrive."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
     inputs = {id(tensor) for tensor in received}
     trunk: set[Node] = set()
     reads: dict[Node, frozenset[str]] = {}  # of nodes off the trunk: the parameters behind them
@@ -130,12 +129,13 @@ def _sort(
             for name in frozenset().union(*(reads.get(f, frozenset()) for f in following)):
                 places[name].append(node)
         elif variable is not None:
-            if id(variable) in others and others[id(variable)] not in parameters:
+            own = names.get(id(variable))
+            if own is not None and own not in parameters:
                 raise UnsupportedModuleError(
-                    f"{others[id(variable)]} is read where it was not when the step was traced on its first batch, and a backward in two parts "
+                    f"{own} is read where it was not when the step was traced on its first batch, and a backward in two parts "
                     f"would lose its gradient: let the first batch read it there, too (times 0, if need be), or use pipeline_parallel_size=1"
                 )
-            reads[node] = frozenset({names[id(variable)]} if id(variable) in names else ())
+            reads[node] = frozenset(() if own is None else (own,))
         else:
             reads[node] = frozenset().union(*(reads[f] for f in following))
     for start in starts:

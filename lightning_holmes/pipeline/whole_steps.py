@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
+from lightning_holmes.pipeline.batch import ONE_MICROBATCH
 from lightning_holmes.replacements import Replacements
 
 COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
@@ -131,8 +132,7 @@ def describe_compute(step: str, metric: str) -> str:
     """The message on why ``step`` may not compute a metric if it runs once for each microbatch, and what to do instead."""
     return (
         f"{step} calls self.{metric}.compute(), and runs once for each microbatch, so that the value would be that of the "
-        f"samples so far: log the metric itself, self.log(..., self.{metric}), or use num_microbatches=1 "
-        f"(eval_num_microbatches=1 in evaluation)"
+        f"samples so far: log the metric itself, self.log(..., self.{metric}), or use {ONE_MICROBATCH}"
     )
 
 

@@ -265,9 +265,8 @@ class RunCheckpoints:
         if of_state is not None and "state_dict" in checkpoint:  # a hook may have put the whole module's state there
             checkpoint["state_dict"] = checkpoints.owned(checkpoint["state_dict"], of_state.pipeline)
         if self._open_run is None and self._stage_shards is None and "current_model_state" in checkpoint:
-            checkpoint["current_model_state"] = (
-                self.module.state_dict()
-            )  # of averaged weights, which have moved this rank's part there
+            # of averaged weights, which have moved this rank's part there
+            checkpoint["current_model_state"] = self.module.state_dict()
         about = _names(self.module) | {"plan": plan, "assigned": frozenset(assigned)}
         with self.job.explaining():
             self.manager.save_folder(member, checkpoint, path, background=background, **about)

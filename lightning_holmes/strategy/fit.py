@@ -307,6 +307,7 @@ class Fit(Run):
         """Ask on the module's present state whether this batch may be split; if not, it and all later ones run whole, or, with a number that
         the user has set, a warning says why. All ranks must call."""
         self.gradients.host.settle()
+        merges = dict(self.known.merges.get("training_step", {}))
         request = self.request(sample, self.plan.num_microbatches, self._place)
         batch = self.driver.agree(request) if request.broadcasts else sample.batch
         with self._learning(), preserved_trainer(self.trainer):
@@ -318,13 +319,12 @@ class Fit(Run):
                 sample.arguments,
                 self.context.splitter,
                 trial=trial,
-                known=self.known.merges.get("training_step"),
+                known=merges,
             )
         found = tried.dependence
         mine = ("", "") if found is None else (found.reason, found.cause)
         answers = self.job.connection.all_gather((mine, tried.merges))
         reason, cause = next((each for each, _ in answers if any(each)), ("", ""))
-        merges = dict(self.known.merges.get("training_step", {}))
         for _, others in answers:
             merges |= others
         self.known = replace(self.known, merges={**self.known.merges, "training_step": merges}, dependence=cause)

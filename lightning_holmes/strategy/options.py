@@ -99,9 +99,8 @@ class Options:
         make_monitor(self.monitor)
         hosts = len(self.optimizer_hosts)
         if hosts and self.optimizer_nodes == 0:
-            object.__setattr__(
-                self, "optimizer_nodes", hosts
-            )  # the topology file asks for them, and the cached views below read this field
+            # the topology file asks for them, and the cached views below read this field
+            object.__setattr__(self, "optimizer_nodes", hosts)
         nodes = self.optimizer_nodes
         if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 0:
             raise ConfigurationError(f"optimizer_nodes={nodes!r}: write how many there are, or 0 for none")

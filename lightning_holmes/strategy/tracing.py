@@ -140,8 +140,8 @@ def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: 
             with nullcontext() if found is not None else suppress(Exception):
                 tried = find_batch_dependence(module, step_name, batch, sample.arguments, splitter, context=context)
                 company = tried.dependence
-                known = replace(known, merges={**known.merges, step_name: tried.merges})
-                known = replace(known, divisors=tried.divisors) if training else known
+                divisors = tried.divisors if training else known.divisors
+                known = replace(known, merges={**known.merges, step_name: tried.merges}, divisors=divisors)
             if company is not None:
                 if wanted != "auto":
                     _warn(company, step_name, wanted)

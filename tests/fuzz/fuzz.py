@@ -83,15 +83,14 @@ def arguments(case: Case) -> tuple[int, dict[str, Any]]:
     """Return the number of processes and HolmesStrategy's arguments."""
     given = {axis: case.get(axis, AXES[axis][0]) for axis in LAYOUT}
     stages, tensor = int(given["stages"]), int(given["tensor"])
+    numbers = ("num_chunks", "num_microbatches", "eval_num_microbatches")
     options: dict[str, Any] = {
         "pipeline_parallel_size": stages,
         "tensor_parallel_size": tensor,
         "schedule": given["schedule"],
         "sharding": "auto" if given["nodes"] != "0" else given["sharding"],
         "optimizer_nodes": int(given["nodes"]),
-        "num_chunks": "auto" if given["chunks"] == "auto" else int(given["chunks"]),
-        "num_microbatches": "auto" if given["microbatches"] == "auto" else int(given["microbatches"]),
-        "eval_num_microbatches": 2 if given["evaluation microbatches"] == "2" else "auto",
+        **{name: int(given[ARGUMENTS[name]]) for name in numbers if given[ARGUMENTS[name]] != "auto"},
         "save_distributed_checkpoint": given["format"] == "folder",
     }
     return stages * tensor * int(given["replicas"]), options

@@ -114,7 +114,8 @@ def test_gradients_are_those_of_a_whole_backward(graph: Graph) -> None:
         assert name not in found, "each parameter's gradient comes whole"
         found[name] = gradient.clone()
 
-    parts = SplitBackward(graph(parameters, split), gradients, split, parameters)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    parts = SplitBackward(graph(parameters, split), gradients, split, parameters, names)
     parts.input(accumulate)
     for mine, theirs in zip(split, whole, strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
