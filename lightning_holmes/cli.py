@@ -131,9 +131,8 @@ class RecordedConfig(pl.cli.SaveConfigCallback):
         if stage != "fit":
             return  # a validation must not overwrite the configuration that the run was trained with
         given = {Path(str(path)).resolve() for path in self.config.get("config") or ()}
-        if (
-            Path(trainer.log_dir or ".", self.config_filename).resolve() not in given
-        ):  # without a logger: the working folder
+        # without a logger: the working folder
+        if Path(trainer.log_dir or ".", self.config_filename).resolve() not in given:
             super().setup(trainer, pl_module, stage)
         self._record = RunRecord(config=yaml.safe_load(self.parser.dump(self.config, skip_unset=False)))
 

@@ -235,9 +235,8 @@ def _serve(listener: socket.socket) -> Callable[[], None] | None:
     from lightning_holmes.cluster.topology import Topology
 
     Topology.single_cluster(1, 1)  # pydantic builds its validators once, before the forks
-    with contextlib.suppress(
-        ImportError
-    ):  # an optional extra; importing it takes half a second in each worker that uses its models
+    # an optional extra; importing it takes half a second in each worker that uses its models
+    with contextlib.suppress(ImportError):
         importlib.import_module("transformers.modeling_utils")
     prepare_for_fits()
     gc.enable()
@@ -339,9 +338,8 @@ def _become_python(client: socket.socket) -> None:
     _enter_host(order["pid"])
     os.chdir(order["folder"])
     _take_over(*outputs, order["env"])
-    sys.executable = os.environ.get(
-        "PYTHON_EXEC", sys.executable
-    )  # Lightning's launcher starts the other ranks with this executable
+    # Lightning's launcher starts the other ranks with this executable
+    sys.executable = os.environ.get("PYTHON_EXEC", sys.executable)
     script, *sys.argv[1:] = (argument for argument in order["argv"] if argument != "-u")
     installed = [path for path in sys.path if not path.startswith(str(TESTS))]
     sys.path[:] = ["", *filter(None, order["env"].get("PYTHONPATH", "").split(os.pathsep)), *installed]

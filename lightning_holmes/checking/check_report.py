@@ -236,13 +236,7 @@ def _difference(
     if not ok:
         reason = "(NaN: a value does not reach the stage that needs it)" if bool(b.isnan().any()) else ""
     return Difference(
-        step=step,
-        what=what,
-        plain=_short(plain),
-        staged=_short(staged),
-        relative=relative,
-        ok=ok,
-        reason=reason,
+        step=step, what=what, plain=_short(plain), staged=_short(staged), relative=relative, ok=ok, reason=reason
     )
 
 
@@ -255,13 +249,7 @@ def _as_double(tensor: Tensor) -> Tensor:
 
 def _missing(step: str, what: str, value: Any, reason: str) -> Difference:
     return Difference(
-        step=step,
-        what=what,
-        plain=_short(value),
-        staged="",
-        relative=math.inf,
-        ok=False,
-        reason=f"({reason})",
+        step=step, what=what, plain=_short(value), staged="", relative=math.inf, ok=False, reason=f"({reason})"
     )
 
 

@@ -94,11 +94,7 @@ def check(
     if not names:
         raise ConfigurationError(f"{type(module).__name__} defines none of the steps {', '.join(steps)}")
     report = CheckReport(
-        module=type(module).__name__,
-        layers=layers,
-        stages=(),
-        num_microbatches=num_microbatches,
-        tolerance=tolerance,
+        module=type(module).__name__, layers=layers, stages=(), num_microbatches=num_microbatches, tolerance=tolerance
     )
     with Outside(module).preserved(), at_first_step(module, batch, names) as first:
         report.notes = first.notes

@@ -180,9 +180,8 @@ def _remove_if_free(path: Path) -> bool:
         return True
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(
-            missing_ok=True
-        )  # before the lock is released: who waits for it looks whether the file is still there
+        # before the lock is released: who waits for it looks whether the file is still there
+        path.unlink(missing_ok=True)
     except BlockingIOError:
         return False
     finally:

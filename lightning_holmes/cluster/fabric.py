@@ -85,11 +85,7 @@ class _Fabric:
         return frozenset(member.host.name for member in self.members)
 
 
-def group_hosts(
-    inventories: Sequence[HostInventory],
-    *,
-    reachable: Reachable | None = None,
-) -> Topology:
+def group_hosts(inventories: Sequence[HostInventory], *, reachable: Reachable | None = None) -> Topology:
     """Make the topology of a job: clusters, their hosts and ranks, without speeds.
 
     Args:

@@ -15,12 +15,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_holmes.cluster.interfaces import (
-    Interface,
-    choose_interfaces,
-    find_main_interface,
-    read_interfaces,
-)
+from lightning_holmes.cluster.interfaces import Interface, choose_interfaces, find_main_interface, read_interfaces
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.rdma import RdmaPort, read_rdma_ports
 from lightning_holmes.cluster.record import Text, check_unique, record

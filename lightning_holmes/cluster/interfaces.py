@@ -86,12 +86,7 @@ def choose_interfaces(interfaces: Sequence[Interface], *, of_rdma: set[str], mai
 
 
 def find_main_interface(
-    reader: SysfsReader,
-    interfaces: Sequence[Interface],
-    *,
-    of_rdma: set[str],
-    proc_net: str,
-    master_addr: str | None,
+    reader: SysfsReader, interfaces: Sequence[Interface], *, of_rdma: set[str], proc_net: str, master_addr: str | None
 ) -> str | None:
     """Find the interface that reaches the master, else the default route's, else the first that is up with an address.
 

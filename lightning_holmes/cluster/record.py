@@ -238,11 +238,7 @@ def _explain(found: ErrorDetails, keys_at: Callable[[Place], list[str]], shown: 
     if kind == "missing":
         return place[:-1], f"the key {place[-1]!r} is missing", None
     if kind == "dataclass_type":
-        return (
-            place,
-            f"{shown} is not allowed; write a mapping with the keys {', '.join(keys_at(place))}",
-            None,
-        )
+        return (place, f"{shown} is not allowed; write a mapping with the keys {', '.join(keys_at(place))}", None)
     cause = found.get("ctx", {}).get("error")
     if isinstance(cause, PlacedError):
         return (*place, *cause.place), str(cause), None if cause.first is None else (*place, *cause.first)

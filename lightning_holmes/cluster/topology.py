@@ -53,14 +53,7 @@ from lightning_holmes.cluster.network import (
     OptimizerHost,
     TransportKind,
 )
-from lightning_holmes.cluster.record import (
-    Place,
-    PlacedError,
-    YamlText,
-    check_unique,
-    record,
-    to_data,
-)
+from lightning_holmes.cluster.record import Place, PlacedError, YamlText, check_unique, record, to_data
 from lightning_holmes.errors import ConfigurationError
 
 __all__ = [

@@ -105,12 +105,7 @@ def _limit(group: dist.ProcessGroup) -> timedelta | None:
 def _create(options: Any, given: GlooOptions) -> Any:
     try:
         return gloo_group(
-            options.store,
-            options.group_rank,
-            options.group_size,
-            given.devices,
-            options.timeout,
-            connect=_CONNECT,
+            options.store, options.group_rank, options.group_size, given.devices, options.timeout, connect=_CONNECT
         )
     except RuntimeError as error:
         raise UnreachableError(

@@ -22,10 +22,7 @@ class AfterStep:
     def __init__(self, optimizer: Optimizer, act: Callable[[], None]) -> None:
         self._act = act
         self._open: list[FrameType] = []  # frames of torch's step wrappers that have not ended, the outermost first
-        self._handles = (
-            optimizer.register_step_pre_hook(self._begin),
-            optimizer.register_step_post_hook(self._end),
-        )
+        self._handles = (optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end))
 
     def _begin(self, *_: Any) -> None:
         own = _caller()

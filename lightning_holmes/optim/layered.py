@@ -34,12 +34,7 @@ class LayeredReducer(UnitReducer):
     """
 
     def __init__(
-        self,
-        shards: StageShards,
-        groups: ProcessGroups,
-        placement: Placement,
-        *,
-        queue: CommQueue | None = None,
+        self, shards: StageShards, groups: ProcessGroups, placement: Placement, *, queue: CommQueue | None = None
     ) -> None:
         super().__init__(
             shards.parameters,

@@ -79,11 +79,7 @@ class Unit:
 
 
 def side_by_side(
-    parameters: Mapping[str, Tensor],
-    *,
-    multiple_of: int,
-    stage: int | None = None,
-    ranks: tuple[int, ...] = (),
+    parameters: Mapping[str, Tensor], *, multiple_of: int, stage: int | None = None, ranks: tuple[int, ...] = ()
 ) -> Unit:
     """Lay parameters of one type out one after the other; the unit's length is the next multiple of ``multiple_of``."""
     first = next(iter(parameters.values()))

@@ -289,8 +289,7 @@ def _take(value: Any, rows: slice | list[int], size: int, per_sample: bool, dept
             return value[rows] if isinstance(rows, slice) else type(value)(value[row] for row in rows)
     if tree.is_container(value):
         return tree.map_children(
-            lambda key, child: _take(child, rows, size, per_sample, depth + 1, f"{path}[{key!r}]"),
-            value,
+            lambda key, child: _take(child, rows, size, per_sample, depth + 1, f"{path}[{key!r}]"), value
         )
     if hasattr(value, "__array__") and getattr(value, "ndim", 0) > 0 and len(value) == size:
         return value[rows]

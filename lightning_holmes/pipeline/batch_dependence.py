@@ -12,9 +12,10 @@ time, not samples: layers that know which dimension is time (``batch_first``) sh
     findings.merges["tokens"]                   # "sum": the whole batch's value is the sum of its parts'
 """
 
+import functools
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +42,7 @@ from lightning_holmes.pipeline.seeds import preserved_random_state
 from lightning_holmes.pipeline.trial import Lengths, Outcome, Trial
 from lightning_holmes.torch_private import is_batch_norm
 
-_SAMPLES = 4
+SAMPLES = 4
 _TOLERANCE = 1e-4
 _GRADIENT_TOLERANCE, _GRADIENT_TOLERANCE_16 = 1e-3, 5e-2
 """Of the norm of gradients, in fp32 and in 16 bits, whose matrix products are rounded differently for other batch sizes."""
@@ -67,11 +68,13 @@ class Findings:
     Attributes:
         merges: how the parts of logged values are put together where that is not the usual way, or as it was known (replay.MERGES).
         divisors: for each number by which the loss divides (divisors.py), whether parts of a batch had their shares of it.
+        samples: how many samples were tried together.
     """
 
     dependence: BatchDependence | None = None
     merges: Mapping[str, str] = field(default_factory=dict)
     divisors: Sequence[bool] = ()
+    samples: int = SAMPLES
 
 
 def find_batch_dependence(
@@ -84,6 +87,7 @@ def find_batch_dependence(
     context: Callable[[], Any] | None = None,
     trial: Trial | None = None,
     known: Mapping[str, str] | None = None,
+    samples: int = SAMPLES,
 ) -> Findings:
     """Find why splitting a batch changes the results of a step of ``module``; None if no dependence is found.
 
@@ -92,12 +96,31 @@ def find_batch_dependence(
     Args:
         trial: runs the steps; None: one on this process, which has the whole module.
         known: how the parts of logged values are put together, as far as an earlier trial has found.
+        samples: how many samples to try together; all of the batch where the step fails over so few.
     """
+    trial = trial or Trial(module, step_name, arguments, context)
+    find = functools.partial(_find, module, step_name, batch, splitter, trial, known or {})
+    try:
+        return find(samples)
+    except Exception:
+        if not trial.may_fail:
+            raise
+        return find(sys.maxsize)
+
+
+def _find(
+    module: pl.LightningModule,
+    step_name: str,
+    batch: Any,
+    splitter: BatchSplitter,
+    trial: Trial,
+    known: Mapping[str, str],
+    samples: int,
+) -> Findings:
     trains = step_name == "training_step"
     name = type(module).__name__
     norms = [n for n, m in module.named_modules() if is_batch_norm(m) and m.training] if trains else []
-    trial = trial or Trial(module, step_name, arguments, context)
-    parts = _parts(module, batch, splitter)
+    parts = _parts(module, batch, splitter, samples)
     found, moved = _Differences(), []
     if parts is not None:
         small, halves, weights = parts
@@ -107,8 +130,7 @@ def find_batch_dependence(
                 if time is not None:
                     return Findings(dependence=_cut_along_time(name, step_name, time))
             if not trains or all(m.track_running_stats for m in module.modules() if is_batch_norm(m)):
-                with nullcontext() if trains else suppress(Exception):  # an evaluation step may need more samples
-                    found = _find_differences(trial, small, halves, weights, known or {})
+                found = _find_differences(trial, small, halves, weights, known)
                 if found.undecided and trial.may_fail:
                     found.merges.update(_decide(module, trial, small, splitter))
             moved = [] if found.failure else _moved_buffers(trial, small, halves)
@@ -165,7 +187,7 @@ def find_batch_dependence(
             f"them they, and what is computed from them, are other than those of plain Lightning with the whole batch"
         )
     dependence = BatchDependence(reason="; ".join(reasons.values()), cause=", and ".join(reasons)) if reasons else None
-    return Findings(dependence=dependence, merges=found.merges, divisors=found.divisors)
+    return Findings(dependence=dependence, merges=found.merges, divisors=found.divisors, samples=samples)
 
 
 def _some(names: list[str]) -> str:
@@ -174,7 +196,7 @@ def _some(names: list[str]) -> str:
 
 
 def _parts(
-    module: pl.LightningModule, batch: Any, splitter: BatchSplitter
+    module: pl.LightningModule, batch: Any, splitter: BatchSplitter, samples: int
 ) -> tuple[Any, list[Any], list[float]] | None:
     """A few samples (the whole batch if the module has ``split_batch``), their halves, and the weights of the halves;
     None if the batch cannot be split like this."""
@@ -183,7 +205,7 @@ def _parts(
         if not splits_itself(module):
             if splitter.batch_size(batch) < 2:
                 return None
-            small = splitter.spread(batch, _SAMPLES)
+            small = splitter.spread(batch, samples)
         halves = splitter.split(small, 2, module)
         return small, halves, splitter.weights(halves, module)
     except (ConfigurationError, UnsupportedModuleError):  # the run itself reports the reason

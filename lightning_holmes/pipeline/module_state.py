@@ -19,15 +19,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import set_update_count
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import RESERVED
-from lightning_holmes.pipeline.object_state import (
-    PLAIN,
-    Path,
-    content,
-    each_value,
-    is_looked_into,
-    is_plain,
-    merge,
-)
+from lightning_holmes.pipeline.object_state import PLAIN, Path, content, each_value, is_looked_into, is_plain, merge
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.torch_private import registered_buffers, tensor_version
 
@@ -144,10 +136,7 @@ class ModuleState:
         return attributes, buffers, metrics
 
     def _apply(
-        self,
-        attributes: dict[Key, Any],
-        buffers: dict[str, Tensor],
-        metrics: dict[str, tuple[dict[str, Any], int]],
+        self, attributes: dict[Key, Any], buffers: dict[str, Tensor], metrics: dict[str, tuple[dict[str, Any], int]]
     ) -> None:
         module = self._pipeline.module
         for name, buffer in buffers.items():

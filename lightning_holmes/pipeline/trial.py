@@ -63,11 +63,7 @@ class Trial:
     may_fail = True
 
     def __init__(
-        self,
-        module: pl.LightningModule,
-        step_name: str,
-        arguments: tuple[Any, ...],
-        context: Callable[[], Any] | None,
+        self, module: pl.LightningModule, step_name: str, arguments: tuple[Any, ...], context: Callable[[], Any] | None
     ) -> None:
         self._module = module
         self._step_name = step_name

@@ -307,9 +307,7 @@ class CostModel:
         """The memory model of the ranks of a run."""
         layout = run.layout
         return RankMemory(
-            training=self.training,
-            tensor=layout.tensor,
-            shards=layout.data if self.shards_states(layout) else 1,
+            training=self.training, tensor=layout.tensor, shards=layout.data if self.shards_states(layout) else 1
         )
 
     # parts

@@ -92,11 +92,7 @@ def make_uniform_partition(num_layers: int, num_stages: int) -> Partition:
 
 
 def make_partition(
-    spec: str | Sequence[int],
-    num_layers: int,
-    num_stages: int,
-    *,
-    balance: Balance | None = None,
+    spec: str | Sequence[int], num_layers: int, num_stages: int, *, balance: Balance | None = None
 ) -> Partition:
     """Make a partition from the strategy's `partition` argument: a rule's name or one layer count per stage.
 

@@ -37,9 +37,7 @@ def rounded_links(topology: Topology) -> Topology:
     )
     links = tuple(
         replace(
-            link,
-            bandwidth_bytes_per_s=rounded(link.bandwidth_bytes_per_s, _STEPS),
-            latency_s=rounded(link.latency_s),
+            link, bandwidth_bytes_per_s=rounded(link.bandwidth_bytes_per_s, _STEPS), latency_s=rounded(link.latency_s)
         )
         if link.measured
         else link

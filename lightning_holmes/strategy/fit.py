@@ -262,8 +262,7 @@ class Fit(Run):
         with self.job.explaining(self.job.groups.data_parallel):
             self._begin_step(sample)
             request = replace(
-                self.request(sample, self.plan.num_microbatches, self._place),
-                loss_scales=self._start_loss_scales,
+                self.request(sample, self.plan.num_microbatches, self._place), loss_scales=self._start_loss_scales
             )
             output = self.step(request)
             # DDP broadcasts buffers before the steps that follow one that has reduced gradients
@@ -320,6 +319,7 @@ class Fit(Run):
                 self.context.splitter,
                 trial=trial,
                 known=merges,
+                samples=self.known.samples,
             )
         found = tried.dependence
         mine = ("", "") if found is None else (found.reason, found.cause)

@@ -129,9 +129,7 @@ def make_gradients(part: TrainedPart) -> Gradients:
         pl.utilities.rank_zero_info(f"gradients stay whole on each replica for {readers[0]}")
     reducer.lay_out()
     memory = ReplicatedMemory(
-        reducer,
-        None if groups.gradients is None else groups.gradients.whole,
-        lazily=can_gather_lazily(pipeline.module),
+        reducer, None if groups.gradients is None else groups.gradients.whole, lazily=can_gather_lazily(pipeline.module)
     )
     host = ShardedHost(step, memory, reducer, groups, **part.about)
     memory.watch(pipeline.module)

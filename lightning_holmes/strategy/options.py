@@ -139,11 +139,7 @@ class Options:
                 "nodes hold whole parameters, not a tensor group's parts",
             ),
             ("compression", self.compression, "workers send gradients and pull parameters as they are"),
-            (
-                "gradient_sync",
-                self.gradient_sync != "auto",
-                "nodes sum the gradients",
-            ),
+            ("gradient_sync", self.gradient_sync != "auto", "nodes sum the gradients"),
         ):
             if value:
                 raise ConfigurationError(
@@ -222,11 +218,7 @@ class Options:
         return None if self.compression is None else COMPRESSIONS[self.compression]
 
     def check_given_plan(
-        self,
-        topology: Topology,
-        *,
-        world_size: int,
-        structure: ModuleStructure | None = None,
+        self, topology: Topology, *, world_size: int, structure: ModuleStructure | None = None
     ) -> None:
         """Refuse a plan file that was made for other clusters or, when the module's structure is known, other layers.
 

@@ -151,11 +151,7 @@ def choose_sharding(
 
 
 def _state_and_free(
-    found: Separability,
-    optimizer: Optimizer,
-    module: torch.nn.Module,
-    names: Collection[str],
-    connection: Connection,
+    found: Separability, optimizer: Optimizer, module: torch.nn.Module, names: Collection[str], connection: Connection
 ) -> tuple[int, int]:
     """Return the bytes of this rank's optimizer state, for the parameters ``names`` that it will hold, and those that will be free for it; all ranks
     must call."""

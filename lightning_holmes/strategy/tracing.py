@@ -17,7 +17,7 @@ from lightning_holmes.errors import ConfigurationError, HolmesError, Unsupported
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import microbatches_argument, splits_itself
-from lightning_holmes.pipeline.batch_dependence import BatchDependence, find_batch_dependence
+from lightning_holmes.pipeline.batch_dependence import SAMPLES, BatchDependence, find_batch_dependence
 from lightning_holmes.pipeline.own_generators import describe_draw
 from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.seeds import preserved_random_state
@@ -39,7 +39,7 @@ class TraceResult:
         dependence: why its training steps are exact with one microbatch only, in a few words; empty if no reason was found.
         merges: by step, and by the name of a value that it logs, how the values of microbatches are put together (pipeline/replay.py), where
             the trial has shown another way than the usual one.
-        divisors: see Findings in pipeline/batch_dependence.py.
+        divisors, samples: see Findings in pipeline/batch_dependence.py, of training steps.
     """
 
     structure: ModuleStructure | None = None
@@ -48,6 +48,7 @@ class TraceResult:
     dependence: str = ""
     merges: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     divisors: Sequence[bool] = ()
+    samples: int = SAMPLES
 
     def knows(self, step_name: str) -> bool:
         """Return whether a step has been traced, or need not be."""
@@ -140,8 +141,9 @@ def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: 
             with nullcontext() if found is not None else suppress(Exception):
                 tried = find_batch_dependence(module, step_name, batch, sample.arguments, splitter, context=context)
                 company = tried.dependence
-                divisors = tried.divisors if training else known.divisors
-                known = replace(known, merges={**known.merges, step_name: tried.merges}, divisors=divisors)
+                known = replace(known, merges={**known.merges, step_name: tried.merges})
+                if training:
+                    known = replace(known, divisors=tried.divisors, samples=tried.samples)
             if company is not None:
                 if wanted != "auto":
                     _warn(company, step_name, wanted)

@@ -191,9 +191,8 @@ def case_evaluation_is_in_inference_mode(run: Run, value: Any):
         "on_validation_batch_start", look=lambda *_: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
     )
     run.trainer(callbacks=[calls], **options).validate(Net(), batches(1), verbose=False)
-    assert calls.seen == [
-        (inference and run.layout != TWO, False)
-    ]  # Lightning uses no_grad where processes communicate by gloo
+    # Lightning uses no_grad where processes communicate by gloo
+    assert calls.seen == [(inference and run.layout != TWO, False)]
 
 
 def case_submodules_in_evaluation_mode_stay_so(run: Run):

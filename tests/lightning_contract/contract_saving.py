@@ -127,7 +127,6 @@ def case_an_exception_s_checkpoint_is_saved(run: Run):
     with pytest.raises(RuntimeError, match="planned"):
         run.fit(Fails(), callbacks=[OnExceptionCheckpoint(run.folder / "kept")])
     found = run.files("kept/*")
-    expected = (
-        [] if run.layout == TWO else ["kept/on_exception.ckpt"]
-    )  # a stage that has failed cannot be asked for its part
+    # a stage that has failed cannot be asked for its part
+    expected = [] if run.layout == TWO else ["kept/on_exception.ckpt"]
     assert [name for name in found if name.endswith(".ckpt")] == expected

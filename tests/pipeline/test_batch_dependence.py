@@ -212,6 +212,15 @@ def test_what_evaluation_logs_is_tried_too() -> None:
     assert re.search("logs as inverse is no mean.* use eval_num_microbatches=1", tried.dependence.reason)
 
 
+def test_a_step_that_needs_more_samples_than_are_tried_is_tried_over_the_batch() -> None:
+    class Needs(Classifier):
+        def validation_step(self, batch: Any) -> None:
+            self.log("highest", self.layers(batch["x"])[:, 0].topk(5).values.sum())
+
+    tried = find_batch_dependence(Needs(), "validation_step", {"x": torch.randn(16, 4)}, (), BatchSplitter())
+    assert tried.samples > 4 and tried.dependence is not None and "highest is no mean" in tried.dependence.reason
+
+
 def test_a_function_of_a_mean_is_told_from_a_mean_where_the_samples_are_nearly_alike() -> None:
     class Alike(Classifier):
         def training_step(self, batch: Any) -> Tensor:

@@ -168,10 +168,8 @@ def test_receives_are_posted_ahead_only_after_a_batch_in_which_cuda_has_allocate
     """Loading kernels, allocating and freeing may wait for the device, and so for whom a posted receive waits for."""
     under_way = [0]
     prepare = LocalP2P.prepare
-    more, calls = (
-        {"number": 0, "flushes": 0},
-        {"number": 0, "flushes": 0},
-    )  # what CUDA does in a batch, and has done so far
+    # what CUDA does in a batch, and has done so far
+    more, calls = {"number": 0, "flushes": 0}, {"number": 0, "flushes": 0}
 
     def counted(self: LocalP2P, *arguments: Any) -> Counted:
         return Counted(prepare(self, *arguments), under_way)

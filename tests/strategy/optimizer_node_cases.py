@@ -183,9 +183,8 @@ def run_cases(folder: Path, cases: list[Case]) -> dict[str, Any]:
             optimizer_states=str(folder / "states") if case.states == "disk" else "memory",
             topology=case.topology,
         )
-        os.environ["HOLMES_CLUSTER"] = (
-            "elsewhere" if case.tree else ""
-        )  # that of the optimizer nodes, which rank 0 starts
+        # that of the optimizer nodes, which rank 0 starts
+        os.environ["HOLMES_CLUSTER"] = "elsewhere" if case.tree else ""
         trainer = make_trainer(folder, strategy=strategy, **OPTIONS[case.option])
         trainer.fit(module, datamodule=Data())
         file = folder / f"{case.world_size}-{index}.ckpt"

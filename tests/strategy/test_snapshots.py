@@ -81,9 +81,8 @@ def test_a_killed_job_goes_on_from_its_snapshot_bit_for_bit(size: int, whole: An
     assert weights(size, tmp_path, "again") == expected
     before, after, known = (losses(*of) for of in ((tmp_path, "killed"), (tmp_path, "again"), (baseline, "whole")))
     resumed = min(after) - 1
-    assert (
-        max(before) == kill["step"] and resumed % 3 == 1 and kill["step"] - 6 < resumed
-    )  # the last snapshot may not have been written
+    # the last snapshot may not have been written
+    assert max(before) == kill["step"] and resumed % 3 == 1 and kill["step"] - 6 < resumed
     assert {**before, **after} == known and all(before[s] == after[s] for s in before.keys() & after.keys())
     assert f"goes on from the snapshot of step {resumed}: " in workers[0].output
 

@@ -123,9 +123,8 @@ def test_a_stage_and_a_node_in_each_cluster_leave_ethernet_to_activations() -> N
     # from stage to stage, and as many gradients back: both together send the same number each way
     crossings = 2 * chunks - 1
     crossing = 8 * 16 * 192 * 4 / (4 * workload.num_parameters)
-    activations = (
-        crossings * crossing * steps
-    )  # in each direction; and trials of all samples at batches 2 and 4, forward only
+    # in each direction; and trials of all samples at batches 2 and 4, forward only
+    activations = crossings * crossing * steps
     least, most = activations + 2 * (chunks - 1) * crossing, activations + 2 * chunks * crossing
     for cluster in network.make_topology().clusters:
         crossed = found[f"workers of {cluster.name}, Ethernet"]

@@ -145,12 +145,7 @@ class _Node:
 
 
 def join(
-    addresses: Sequence[tuple[str, int]],
-    number: int,
-    *,
-    may_import: bool,
-    options: NodeOptions,
-    wait_s: float,
+    addresses: Sequence[tuple[str, int]], number: int, *, may_import: bool, options: NodeOptions, wait_s: float
 ) -> int:
     """Run an optimizer node for the job whose rank 0 listens at one of ``addresses``; returns the exit code.
 

@@ -47,13 +47,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        told: Mapping[str, Any],
-        store: Any,
-        *,
-        number: int,
-        may_import: bool,
-        options: NodeOptions,
+        self, told: Mapping[str, Any], store: Any, *, number: int, may_import: bool, options: NodeOptions
     ) -> None:
         self.name = f"optimizer node {number}, {told['place']}"
         self.rests = False

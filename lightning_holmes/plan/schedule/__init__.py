@@ -50,13 +50,7 @@ from lightning_holmes.plan.schedule.action import (
     mark_action,
 )
 from lightning_holmes.plan.schedule.schedule import Schedule, make_schedule, max_in_flight, receive_of
-from lightning_holmes.plan.schedule.specs import (
-    SCHEDULE_NAMES,
-    SCHEDULES,
-    ScheduleName,
-    ScheduleSpec,
-    spec_of,
-)
+from lightning_holmes.plan.schedule.specs import SCHEDULE_NAMES, SCHEDULES, ScheduleName, ScheduleSpec, spec_of
 
 __all__ = [
     "COMPUTE_OPS",

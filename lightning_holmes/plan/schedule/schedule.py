@@ -45,12 +45,7 @@ class Schedule:
 
 
 def make_schedule(
-    name: str,
-    *,
-    pipeline_parallel_size: int,
-    num_microbatches: int,
-    num_chunks: int = 1,
-    forward_only: bool = False,
+    name: str, *, pipeline_parallel_size: int, num_microbatches: int, num_chunks: int = 1, forward_only: bool = False
 ) -> Schedule:
     """Make the schedule of this name. Cached, since the runner calls it for every batch.
 

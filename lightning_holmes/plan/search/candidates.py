@@ -162,11 +162,7 @@ def _as_placed(topology: Topology, layout: Layout) -> Layout:
 
 
 def _runs(
-    cost_model: CostModel,
-    space: SearchSpace,
-    layout: Layout,
-    samples: int,
-    counts: Sequence[int],
+    cost_model: CostModel, space: SearchSpace, layout: Layout, samples: int, counts: Sequence[int]
 ) -> Iterator[RunShape]:
     model = cost_model.model
     schedules = _schedules(space, layout.pipeline, model.num_layers, model.num_layers - len(set(model.forbidden_cuts)))

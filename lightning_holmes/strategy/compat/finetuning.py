@@ -215,9 +215,8 @@ class ParameterGroups(Replacements):
             if self._pipeline.is_owner(name)
         }
         found: dict[str, str] = {}
-        for theirs in self._gather(
-            mine
-        ):  # ranks of a tensor-parallel group have different parts of a parameter, which are the same on all replicas
+        # ranks of a tensor-parallel group have different parts of a parameter, which are the same on all replicas
+        for theirs in self._gather(mine):
             for name, value in theirs.items():
                 known = found.get(name, "")
                 found[name] = known if value in known else f"{known}, {value}"
