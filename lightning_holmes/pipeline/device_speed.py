@@ -10,6 +10,7 @@ host with a share of a core runs with pauses, so there the measurement must last
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ _CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 18, 1 << 24
 _LOCAL_BYTES_PER_S = {"cpu": 1e9, "cuda": 20e9}  # between processes of one host: typical, not measured
 _LOCAL_LATENCY_S = {"cpu": 100e-6, "cuda": 20e-6}
 _OPERATORS = 50  # between two readings of the clock
+_WINDOW_S = 0.2  # two of the periods in which a host may have a share of a core
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +117,16 @@ def _known_type(device: torch.device) -> DeviceType | None:
 
 
 def _rate(device: torch.device, seconds: float, at_once: int, run: Callable[[], Tensor]) -> float:
-    """Runs per second, measured for about ``seconds``; at_once: runs between two readings of the clock."""
-    count, start = 0, time.perf_counter()
-    while True:
+    """Runs per second, measured for about ``seconds``: the median over windows, since other processes may take a core for a while.
+    at_once: runs between two readings of the clock."""
+    count, start, rates = 0, time.perf_counter(), list[float]()
+    while len(rates) * _WINDOW_S < seconds:
         for _ in range(at_once):
             run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        count += at_once
-        taken = time.perf_counter() - start
-        if taken >= seconds:
-            return count / taken
+        count, now = count + at_once, time.perf_counter()
+        if now - start >= min(seconds, _WINDOW_S):
+            rates.append(count / (now - start))
+            count, start = 0, now
+    return statistics.median(rates)

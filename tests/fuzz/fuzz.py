@@ -27,7 +27,7 @@ if __name__ == "__main__":
 import torch
 from fuzz_runs import Pool, Record, Run
 from torch import Tensor
-from traits import AXES, LAYOUT, Case, draw, settle
+from traits import AXES, LAYOUT, OPTIONS, Case, draw, settle
 
 TOLERANCES = {"double": (2e-6, 1e-8), "32-true": (1e-3, 2e-5), "bf16-mixed": (5e-2, 2e-2)}
 """Relative and absolute; logged values are single precision in any case."""
@@ -92,6 +92,7 @@ def arguments(case: Case) -> tuple[int, dict[str, Any]]:
         "optimizer_nodes": int(given["nodes"]),
         **{name: int(given[ARGUMENTS[name]]) for name in numbers if given[ARGUMENTS[name]] != "auto"},
         "save_distributed_checkpoint": given["format"] == "folder",
+        **OPTIONS[given["option"]],
     }
     return stages * tensor * int(given["replicas"]), options
 

@@ -477,6 +477,15 @@ TRAINER: dict[str, dict[str, Any]] = {
     "validates rarely": {"check_val_every_n_epoch": 2},
     "sanity": {"num_sanity_val_steps": 2},
 }
+OPTIONS: dict[str, dict[str, Any]] = {  # further arguments of the strategy, which change no number
+    "none": {},
+    "broadcast": {"broadcast_batch": True},
+    "monitor": {"monitor": 2},
+    "async": {"async_checkpoint": True},
+    "snapshots": {"snapshot_every_n_steps": 2},
+    "uniform": {"partition": "uniform"},
+    **{name: {"gradient_sync": name} for name in ("all_reduce", "reduce_scatter", "p2p", "hierarchical")},
+}
 
 
 # ---------------------------------------------------------------- the axes
@@ -523,6 +532,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "tensor": ("1", "2"),
     "precision": ("double", "32-true", "bf16-mixed"),
     "format": ("file", "folder"),
+    "option": tuple(OPTIONS),
     "resume": ("same", "one", "stages", "shards", "nodes"),
 }
 LAYOUT = tuple(AXES)[tuple(AXES).index("stages") :]

@@ -1,6 +1,7 @@
 """Training on testbeds: clusters are detected automatically, gradients use fast cards, losses equal those of one
 process."""
 
+import itertools
 import json
 import re
 import sys
@@ -109,12 +110,12 @@ def check_counters(outcome: Outcome, *, ethernet: Sequence[str] = ()) -> None:
     """Compare the bytes that each card has sent with the computed ones: gradients and activations inside a cluster
     use its fast cards, everything else uses Ethernet.
 
-    Two replicas, so that each of them sends every gradient once; activations go in one direction, their gradients in
-    the other. At batches 2 and 4 a trial sends four samples, and twice two of them, forward. A host is named after its
-    cluster. ``ethernet``: clusters without working fast cards.
+    Two replicas, so that each of them sends every gradient once; activations go from stage to stage, their gradients
+    back. At batches 2 and 4 a trial sends four samples, and twice two of them, forward. The plan may give a rank several
+    stages. A host is named after its cluster. ``ethernet``: clusters without working fast cards.
     """
     ranks, hosts = outcome.ranks, outcome.hosts
-    grid = ranks[0]["grid"]
+    grid, rows = ranks[0]["grid"], ranks[0]["rows"]
     activations = 4 * (12 // len(grid[0])) * ROWS * FEATURES * (STEPS - 1)
     trials = 4 * 2 * (4 + 2 + 2) * ROWS * FEATURES if ranks[0]["num_microbatches"] > 1 else 0
 
@@ -123,15 +124,16 @@ def check_counters(outcome: Outcome, *, ethernet: Sequence[str] = ()) -> None:
         return "fast" if own == peer and own not in ethernet else "eth0"
 
     for rank, found in enumerate(ranks):
-        stage, place = next((s, row.index(rank)) for s, row in enumerate(grid) if rank in row)
-        parameters = found["layers"][stage] * (FEATURES * FEATURES + FEATURES)
-        parameters += FEATURES + 1 if stage == len(grid) - 1 else 0
+        mine, place = next((number, row.index(rank)) for number, row in enumerate(grid) if rank in row)
+        num_layers = sum(count for row, count in zip(rows, found["layers"], strict=True) if row == mine)
+        parameters = num_layers * (FEATURES * FEATURES + FEATURES) + (FEATURES + 1) * (rows[-1] == mine)
         computed = {"fast": 0, "eth0": 0}
-        for other in grid[stage]:
+        for other in grid[mine]:
             computed[card(rank, other)] += 4 * parameters * (STEPS - 1) if other != rank else 0
-        for neighbour in (stage - 1, stage + 1):
-            if 0 <= neighbour < len(grid):
-                computed[card(rank, grid[neighbour][place])] += activations + trials * (neighbour > stage)
+        for source, target in itertools.pairwise(rows):
+            if source != target and mine in (source, target):
+                other = grid[target if mine == source else source][place]
+                computed[card(rank, other)] += activations + trials * (mine == source)
         sent = {"eth0": found["sent"]["eth0"], "fast": 0}
         sent["fast"] = sum(count for name, count in found["sent"].items() if name.startswith(("ib", "roce")))
         print(f"rank {rank} on {hosts[rank]}: sent {sent}, computed {computed}")

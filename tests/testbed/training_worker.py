@@ -156,6 +156,7 @@ def main(folder: Path, options: dict[str, Any]) -> None:
         "listening": watch.listening,
         "peers": sorted(set(watch.peers)),
         "layers": list(plan.partition.layer_counts),
+        "rows": [plan.rank_of(stage) for stage in range(plan.partition.num_stages)],
         "num_microbatches": plan.num_microbatches,
         "mesh": [list(mesh.mesh_dim_names or ()), mesh.get_coordinate()],
         "weights": float(sum(p.detach().double().abs().sum() for p in trainer.lightning_module.parameters())),
