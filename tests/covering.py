@@ -1,5 +1,4 @@
-"""Select which cases of a large product run: enough to cover every pair of values, or all of them under `make
-exhaustive`.
+"""Select which cases of a large product run: enough to cover every pair of values, or all by `make exhaustive`.
 
     rows = [(family, layout) for family in "abc" for layout in (1, 2)]
     selected(rows)                       # in `make test`: pairwise(rows); with HOLMES_EXHAUSTIVE=1/1: rows; 2/10: each tenth

@@ -1,8 +1,7 @@
 """Which tests only `make test-all` runs: those that repeat a promise in more layouts, sizes, faults or networks.
 
 `make test` leaves them out, so that it takes a few minutes; each promise is tested by at least one fit there. conftest.py marks
-the tests as ``full``. A test that is named nowhere here is run by both. Paths are relative to tests/; a name whose tests have gone
-does no harm.
+the tests as ``full``. A test that is named nowhere here is run by both. Paths are relative to tests/; tests may have gone.
 """
 
 from collections.abc import Collection

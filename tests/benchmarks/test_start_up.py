@@ -1,5 +1,4 @@
-"""Seconds from launching the demo's recipe on four processes to its first step, and to a loss that shows that it
-learns.
+"""Seconds from launching the demo's recipe on four processes to its first step, and to a loss that tells that it learns.
 
 The limit is 20 s. If the machine is so slow that Lightning's own DDP needs as long for the same recipe (importing
 Lightning, reading the config, joining four processes), the limit is 1.35 times DDP's time: a run of Holmes also finds

@@ -5,8 +5,7 @@
 
 Two verdicts are allowed: equal; or refused by name before a batch gave other numbers, with a cure that gives equal when it
 is followed. A third, a warning that names microbatches, only where the case sets their number; or one that names a collective of
-torch.distributed in a hook. Void: plain Lightning
-refuses the case, too.
+torch.distributed in a hook. Void: plain Lightning refuses the case, too.
 """
 
 import argparse

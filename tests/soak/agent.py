@@ -1,5 +1,4 @@
-"""A launcher that restarts a job repeatedly, as torchrun does, while faults strike it, and a report of how the job
-ended.
+"""A launcher that restarts a job repeatedly, as torchrun does, while faults strike it, and a report of its end.
 
     with Hosts(folder, layout) as hosts:
         report = Run(case, hosts, folder).go()

@@ -1,5 +1,4 @@
-"""What two processes do with sharded parameters: fit, evaluate, save and resume, in either checkpoint format and with and
-without shards.
+"""What two processes do with sharded parameters: fit, evaluate, save and resume, in either format, with and without shards.
 
 Everything is compared with plain Lightning in one process on the same samples; see test_sharded_parameters.py.
 """

@@ -1,8 +1,7 @@
 """Models that no process holds whole: built by configure_model without memory, or read in parts from a folder.
 
 Initial weights must not depend on the layout; pretrained weights, and losses from them, are those of plain Lightning in one
-process (1e-5 relative, fp32). Peak memory of a rank is measured in a run that only validates: no gradients, no optimizer
-states.
+process (1e-5 relative, fp32). Peak memory of a rank is measured in a run that only validates: no gradients, no states.
 """
 
 import gc

@@ -1,8 +1,7 @@
 """Parameters and outputs that only later batches read, and what a step changes: in layered order and with sharded parameters
 the run is exact or refused by name; it never gives other numbers.
 
-One process, except for one case on two; the step is traced from the first batch. Baseline where a case is exact: plain
-Lightning, 1e-5.
+One process, except for one case on two; the step is traced from the first batch. Baseline where exact: plain Lightning, 1e-5.
 """
 
 import functools

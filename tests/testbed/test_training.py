@@ -136,14 +136,10 @@ def check_counters(outcome: Outcome, *, ethernet: Sequence[str] = ()) -> None:
                 computed[card(rank, other)] += activations + trials * (mine == source)
         sent = {"eth0": found["sent"]["eth0"], "fast": 0}
         sent["fast"] = sum(count for name, count in found["sent"].items() if name.startswith(("ib", "roce")))
-        print(f"rank {rank} on {hosts[rank]}: sent {sent}, computed {computed}")
+        facts = f"rank {rank} on {hosts[rank]}: sent {sent}, computed {computed}"
         for name, volume in computed.items():
             # where no bytes are computed: control messages, and bytes that a shaped queue held back
-            assert volume <= sent[name] <= 1.1 * volume + 0.05 * activations * (volume == 0), (
-                hosts[rank],
-                sent,
-                computed,
-            )
+            assert volume <= sent[name] <= 1.1 * volume + 0.05 * activations * (volume == 0), facts
 
 
 def test_two_clusters_found_by_themselves_keep_gradients_on_their_fast_cards(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
-"""The worker that runs on every host of a testbed: an ordinary Trainer with strategy="holmes"; writes its results as
-JSON.
+"""The worker that runs on every host of a testbed: an ordinary Trainer with strategy="holmes"; writes its results as JSON.
 
-python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'     # the strategy's arguments; null: only the
-name
+python training_worker.py FOLDER '{"num_nodes": 4, "strategy": {}}'     # the strategy's arguments; null: only the name
 """
 
 import json
