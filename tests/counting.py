@@ -1,5 +1,4 @@
-"""Measure the work of a function as its number of calls, which does not depend on the machine or its load, unlike
-seconds."""
+"""Measure the work of a function as its number of calls, which does not depend on the machine or its load."""
 
 import sys
 from collections.abc import Callable

@@ -205,8 +205,7 @@ def forked_python() -> list[str]:
 
 
 def forked_executable() -> str:
-    """Return the same command as a single executable file, for torchrun, which starts the program named by
-    PYTHON_EXEC."""
+    """Return the same command as a single executable file, for torchrun, which starts PYTHON_EXEC."""
     return str(_nursery().executable)
 
 

@@ -1,5 +1,4 @@
-"""The import order of the package, read from its imports: one direction only, no cycles, and no torch in cluster/ and
-plan/.
+"""The import order of the package, read from its imports: one direction, no cycles, no torch in cluster/ and plan/.
 
 cluster <- plan <- comm <- {pipeline, optim} <- checkpoint <- strategy <- cli
 and inside strategy: {compat, checks} <- options <- job <- planning <- run <- checkpointing <- strategy

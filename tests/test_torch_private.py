@@ -1,5 +1,4 @@
-"""The private behaviour on which lightning_holmes/torch_private.py relies; a failure here means that torch has
-changed it."""
+"""The private behaviour on which torch_private.py relies; a failure here means that torch has changed it."""
 
 import math
 import os

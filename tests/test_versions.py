@@ -1,5 +1,4 @@
-"""The versions promised in pyproject.toml are the tested ones: the oldest by `make oldest`, the newest by `make
-test`."""
+"""The versions promised in pyproject.toml are tested: the oldest by `make oldest`, the newest by `make test`."""
 
 import tomllib
 from pathlib import Path

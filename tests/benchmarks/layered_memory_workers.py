@@ -1,5 +1,4 @@
-"""The code that the memory tests of sharded parameters run in their processes: a deep module of equal layers, built
-without memory."""
+"""What the memory tests of sharded parameters run in their processes: a deep module of equal layers, built without memory."""
 
 import gc
 import os

@@ -1,5 +1,4 @@
-"""Runs functions of layered_memory_workers in processes with a memory limit each, optionally with an optimizer node
-that has no limit."""
+"""Runs functions of layered_memory_workers in processes with a memory limit each, with or without a node that has none."""
 
 import contextlib
 import os

@@ -1,5 +1,4 @@
-"""How fast an optimizer node updates its states on disk, compared with plain reads and writes of the same bytes in
-the same run."""
+"""How fast an optimizer node updates its states on disk, beside plain reads and writes of the same bytes in one run."""
 
 import json
 import os

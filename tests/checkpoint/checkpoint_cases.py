@@ -205,8 +205,7 @@ def run_matrix(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_without_breaking_the_job(data: Path, path: Path) -> None:
-    """Resume a replica's own loader state with another number of replicas: all ranks refuse this before they
-    communicate."""
+    """Resume a replica's own loader state with another number of replicas: refused before ranks communicate."""
     strategy = HolmesStrategy(pipeline_parallel_size=4)
     strategy.on_exception = lambda exception: None  # type: ignore[method-assign]
     fit(data, "pp4xdp1", ckpt_path=path, torchdata=True, strategy=strategy)

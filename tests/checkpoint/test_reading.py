@@ -1,5 +1,4 @@
-"""Lightning's own ways of reading a checkpoint give the same results for checkpoint folders as for plain Lightning's
-files."""
+"""Lightning's own ways of reading a checkpoint give the same for checkpoint folders as for plain Lightning's files."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,4 @@
-"""The parts that discovery adds to a topology: where the ranks are, and the measurements; both ways through YAML and
-JSON."""
+"""What discovery adds to a topology: where the ranks are, and the measurements; both ways through YAML and JSON."""
 
 import json
 

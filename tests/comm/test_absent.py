@@ -1,5 +1,4 @@
-"""Placeholders stop a computation that would use their values, carry their names along, and do not affect anything
-else."""
+"""Placeholders stop a computation that would use their values, carry their names along, and affect nothing else."""
 
 import copy
 import pickle

@@ -1,5 +1,4 @@
-"""Values sent to other ranks arrive unchanged, nothing that is read gets executed, and values that cannot be sent are
-refused by name."""
+"""Values sent to other ranks arrive unchanged, nothing that is read is executed, and others are refused by name."""
 
 import collections
 import dataclasses

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.pipeline import device_speed
 from lightning_holmes.pipeline.profile import build_fake, profile_step
 from recipes.gpt import GPT
 
@@ -165,3 +166,14 @@ def test_operators_may_be_charged_a_time_of_their_own() -> None:
     assert seconds == pytest.approx([2e-3, 2e-3, 2e-3, 1e-3])
     assert [layer.fixed_backward_s for layer in charged.layers] == pytest.approx([2 * s for s in seconds])
     assert [layer.forward for layer in charged.layers] == [layer.forward for layer in plain.layers]
+
+
+def test_other_work_that_takes_a_core_for_a_while_does_not_make_a_host_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def run() -> torch.Tensor:
+        now[0] += 0.05 if 0.45 < now[0] < 0.7 else 0.001
+        return torch.ones(())
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    assert device_speed._rate(torch.device("cpu"), 1.0, 1, run) == pytest.approx(1000)

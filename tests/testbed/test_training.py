@@ -1,5 +1,4 @@
-"""Training on testbeds: clusters are detected automatically, gradients use fast cards, losses equal those of one
-process."""
+"""Training on testbeds: clusters are found by themselves, gradients use fast cards, losses equal those of one process."""
 
 import itertools
 import json

@@ -1,5 +1,4 @@
-"""The search: compared with an exhaustive search, fast on thousands of devices, and with a clear error if nothing
-fits."""
+"""The search: compared with an exhaustive search, fast on thousands of devices, with a clear error if nothing fits."""
 
 import dataclasses
 import re
