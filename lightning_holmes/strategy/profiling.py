@@ -106,8 +106,8 @@ def find_costs(
     found = _profiled(trainer, context, traced, sample, operator_s=_operator_s(speeds))
     if isinstance(found, str):
         return found
-    rates = rounded_speeds([s.flops_per_s for s in speeds], device.type)
-    moves = rounded_speeds([s.moved_bytes_per_s for s in speeds], device.type)
+    measured = [s.flops_per_s for s in speeds], [s.moved_bytes_per_s for s in speeds]
+    rates, moves = rounded_speeds(measured, device.type)
     return Costs(
         model=found,
         speeds=tuple(
@@ -123,11 +123,18 @@ def _operator_s(speeds: Sequence[DeviceSpeed]) -> float:
     return rounded(statistics.median(speed.operator_s for speed in speeds), 4)
 
 
-def rounded_speeds(speeds: Sequence[float], device_type: str) -> tuple[float, ...]:
-    """Return the measured speeds, rounded: the fastest coarsely, and the others relative to it in steps of 19 %."""
-    alike = alike_speeds(speeds, device_type)
-    fastest = max(alike)
-    return tuple(rounded(fastest) * rounded(speed / fastest, 4) for speed in alike)
+def rounded_speeds(kinds: Sequence[Sequence[float]], device_type: str) -> list[tuple[float, ...]]:
+    """Return the speeds that were measured of each rank, by kind, rounded: the fastest coarsely, and the others relative to it in steps of 19 %.
+
+    CPUs have one relative speed for all kinds, since what other processes take of a core falls on one kind or another."""
+    of_all = [math.prod(of_rank) ** (1 / len(kinds)) for of_rank in zip(*kinds, strict=True)]
+    found = []
+    for speeds in kinds:
+        alike = alike_speeds(of_all if device_type == "cpu" else speeds, device_type)
+        best = max(alike)
+        fastest = statistics.fmean(speed for speed, mean in zip(speeds, alike, strict=True) if mean == best)
+        found.append(tuple(rounded(fastest) * rounded(mean / best, 4) for mean in alike))
+    return found
 
 
 def _product_dtype(trainer: pl.Trainer, device: torch.device) -> torch.dtype | None:

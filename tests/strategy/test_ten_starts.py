@@ -18,7 +18,7 @@ from lightning_holmes.plan.rounding import rounded
 from lightning_holmes.strategy.profiling import Costs, make_cost_model, rounded_speeds
 from recipes.gpt import GPT
 
-_NOISE = 0.1
+_NOISE = 0.18
 _FAST, _SLOW = 115e6, 11.8e6  # bytes a second inside the clusters and between them
 _OPERATOR_S = 9e-6
 _FLOPS, _MOVED = 30e9, 2.5e9  # of 0.45 of a core of an EPYC
@@ -38,7 +38,7 @@ def test_ten_starts_choose_one_plan(hidden: int, schedule: str, layers: tuple[in
         measured = random.Random(seed)
         topology = measured_topology(measured)
         operator_s = rounded(noisy(measured, _OPERATOR_S), 4)
-        rates, moves = (rounded_speeds([noisy(measured, s) for _ in range(4)], "cpu") for s in (_FLOPS, _MOVED))
+        rates, moves = rounded_speeds([[noisy(measured, s) for _ in range(4)] for s in (_FLOPS, _MOVED)], "cpu")
         costs = Costs(
             model=profile(operator_s),
             speeds=tuple(
