@@ -93,6 +93,8 @@ def arguments(case: Case) -> tuple[int, dict[str, Any]]:
         "save_distributed_checkpoint": given["format"] == "folder",
         **OPTIONS[given["option"]],
     }
+    if given["nodes"] != "0":
+        options.pop("gradient_sync", None)  # nodes sum
     return stages * tensor * int(given["replicas"]), options
 
 

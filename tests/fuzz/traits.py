@@ -482,9 +482,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # further arguments of the strategy, whi
     "broadcast": {"broadcast_batch": True},
     "monitor": {"monitor": 2},
     "async": {"async_checkpoint": True},
-    "snapshots": {"snapshot_every_n_steps": 2},
     "uniform": {"partition": "uniform"},
-    **{name: {"gradient_sync": name} for name in ("all_reduce", "reduce_scatter", "p2p", "hierarchical")},
+    **{name: {"gradient_sync": name} for name in ("all_reduce", "reduce_scatter", "p2p")},
 }
 
 
