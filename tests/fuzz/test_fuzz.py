@@ -43,6 +43,7 @@ FOUND = (
     "habit=raw sum, stages=2",
     "habit=raw sum, stages=2, replicas=2",
     "input=tokens, batch=unlike, layers=counting, stages=2",  # a step that changes buffers, and fails over a half of its samples
+    "stages=2, option=monitor",  # receives that began in one recording and ended in the next wrote to freed memory
 )
 """Smallest cases of faults that it has found, and that are mended."""
 GIVEN = (
