@@ -41,7 +41,8 @@ class TimelineMonitor(pl.Callback):
                 f"every_n_steps={every_n_steps!r} is not allowed; write a whole number, at least 1"
             )
         self.every_n_steps = every_n_steps
-        self._steps = self._recorded = 0  # batches that have begun, and the last one that was recorded
+        self._steps = 0  # batches that have begun
+        self._records = False  # whether the latest of them is recorded
         self._profiler: profile | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -50,36 +51,30 @@ class TimelineMonitor(pl.Callback):
                 f"TimelineMonitor notes what HolmesStrategy runs, but the strategy is {type(trainer.strategy).__name__}; "
                 f'use strategy="holmes", or leave the callback out'
             )
-        self._steps = self._recorded = 0
+        self._steps, self._records = 0, False
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
         every = self.every_n_steps
-        # [Note: recordings keep apart] An operation of another thread that begins in one recording and ends in the next writes to freed memory
-        # (seen with torch 2.13), and a receive for the next step is posted in this one: after a recording a step is left out.
-        apart = self._steps - self._recorded > 1 or self._steps == self._recorded
         return self._steps == _TRACED + 1 or (
-            every is not None
-            and (trainer.fit_loop.total_batch_idx + 1) % every == 0
-            and self._steps > _TRACED
-            and apart
+            every is not None and (trainer.fit_loop.total_batch_idx + 1) % every == 0 and self._steps > _TRACED
         )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._steps += 1
-        if not self._is_due(trainer):
-            return
-        self._recorded = self._steps
+        # [Note: recordings keep apart] An operation of another thread that begins in one recording and ends in the next writes to freed memory
+        # (seen with torch 2.13), and a receive for the next step is posted in this one: after a recording a step is left out.
+        self._records = not self._records and self._is_due(trainer)
         # a profiler of the user shows the labels, too
-        if trainer.global_rank in _ranks(trainer) and not is_profiling():
+        if self._records and trainer.global_rank in _ranks(trainer) and not is_profiling():
             self._profiler = profile(experimental_config=profiling_all_threads())
             self._profiler.start()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._is_due(trainer):
+        if self._records:
             self._write(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
