@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_holmes.comm.wire import attributes_of, find_problem
+from lightning_holmes.lightning_private import FABRIC, TRAINER
+from lightning_holmes.torch_private import MODULE_REGISTRIES
 
 Path = tuple[str, ...]
 
@@ -47,6 +49,7 @@ _LIBRARIES = {
 _OF_VALUES = ("__main__", "argparse", "collections", "types")
 """Modules of the standard library whose classes only hold values."""
 _MOST_DEEP = 40
+_MOST_ENTRIES = 1000
 _CONSTANTS = frozenset((type(None), bool, int, str, bytes))
 """Of these is nearly everything that a module holds. Floats need more care: a NaN is not equal to itself."""
 
@@ -108,6 +111,33 @@ def each_value(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, A
         yield path, value
         for name, attribute in attributes_of(value).items():
             yield from each_value(attribute, (*path, name), seen)
+
+
+def find_below(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """The objects of these classes in the attributes of ``module`` and its submodules, and in containers and objects that they hold, by
+    path; not what is registered as a submodule."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def look(value: Any, path: str) -> None:
+        if isinstance(value, kinds):
+            found.setdefault(path, value)
+        elif id(value) not in seen and (type(value) in CONTAINERS or is_looked_into(value)):
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                inner: Any = value.items()
+            elif type(value) in CONTAINERS:
+                inner = enumerate(value) if len(value) <= _MOST_ENTRIES else ()
+            else:
+                inner = attributes_of(value).items()
+            for key, each in list(inner):
+                look(each, f"{path}.{key}")
+
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if key not in (*MODULE_REGISTRIES, TRAINER, FABRIC):
+                look(value, f"self.{name}.{key}" if name else f"self.{key}")
+    return found
 
 
 def content(value: Any, of_tensor: Callable[[Tensor], Hashable]) -> Hashable:

@@ -21,14 +21,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_holmes.comm.wire import attributes_of
 from lightning_holmes.errors import UnsupportedModuleError
-from lightning_holmes.lightning_private import FABRIC, TRAINER
-from lightning_holmes.pipeline.object_state import CONTAINERS, is_looked_into, is_of_library
+from lightning_holmes.pipeline.object_state import find_below, is_of_library
 from lightning_holmes.pipeline.seeds import is_default
-from lightning_holmes.torch_private import MODULE_REGISTRIES
 
-_MOST_ENTRIES = 1000
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 States = dict[str, Any]
 """The state of each generator by its path, as plain values that can be compared and sent."""
@@ -37,33 +33,12 @@ States = dict[str, Any]
 def find_generators(module: nn.Module) -> dict[str, Any]:
     """The generators below ``module`` by their path, those in containers and objects that it holds, too, and the global ones of
     the files in which its classes are defined."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-
-    def look(value: Any, path: str) -> None:
-        if isinstance(value, _KINDS):
-            if not is_default(value):
-                found.setdefault(path, value)
-        elif id(value) not in seen and (type(value) in CONTAINERS or is_looked_into(value)):
-            seen.add(id(value))
-            if isinstance(value, Mapping):
-                inner: Any = value.items()
-            elif type(value) in CONTAINERS:
-                inner = enumerate(value) if len(value) <= _MOST_ENTRIES else ()
-            else:
-                inner = attributes_of(value).items()
-            for key, each in list(inner):
-                look(each, f"{path}.{key}")
-
-    for name, part in module.named_modules():
-        for key, value in vars(part).items():
-            if key not in (*MODULE_REGISTRIES, TRAINER, FABRIC):
-                look(value, f"self.{name}.{key}" if name else f"self.{key}")
+    found = {path: g for path, g in find_below(module, _KINDS).items() if not is_default(g)}
     kinds = {kind for part in module.modules() for kind in type(part).__mro__ if not is_of_library(kind)}
     for file in sorted({kind.__module__ for kind in kinds}):
         for key, value in list(vars(sys.modules.get(file, object)).items()):
-            if isinstance(value, _KINDS):
-                look(value, f"{file}.{key}")
+            if isinstance(value, _KINDS) and not is_default(value):
+                found.setdefault(f"{file}.{key}", value)
     return found
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
 
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import ConfigurationError, UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import is_compiled_module, synchronises_batch_norm
+from lightning_holmes.pipeline.object_state import find_below
 from lightning_holmes.strategy.compat.averaging import averaging
 from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
 
@@ -91,6 +93,8 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
             f"{name} was compiled as a whole by torch.compile, which hides its layers; pass the module itself to the "
             f"trainer (parts inside a layer may be compiled)"
         )
+    if is_pipeline:
+        refuse_hidden_metrics(module)
     if not fitting:
         return
     if not module.automatic_optimization:
@@ -109,6 +113,22 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
         raise UnsupportedModuleError(
             f"{name}.training_step takes dataloader_iter: batches must come one by one, as training_step(batch, batch_idx)"
         )
+
+
+def refuse_hidden_metrics(module: "pl.LightningModule") -> None:
+    """Refuse metrics in lists, dicts and objects of the module's, whose state would not come to the ranks of other stages.
+
+    Raises:
+        UnsupportedModuleError: the message names the metric and the fix.
+    """
+    known = {id(part) for part in module.modules()}
+    for path, metric in find_below(module, (Metric, MetricCollection)).items():
+        if id(metric) not in known:
+            raise UnsupportedModuleError(
+                f"{type(module).__name__} keeps a {type(metric).__name__} in {path}, which is no submodule, so that the ranks of other "
+                f"stages would not get its state: make it an attribute of the module itself, or keep it in a torch.nn.ModuleDict or "
+                f"ModuleList, as torchmetrics asks for"
+            )
 
 
 def refuse_accumulation_hooks(module: "pl.LightningModule") -> None:

@@ -389,7 +389,10 @@ class Run:
             if watch is not None:
                 undo.callback(setattr, watch.heartbeat, "where", watch.heartbeat.where)
                 watch.heartbeat.where = self._where
-            undo.enter_context(replica_metrics(self.module, job.groups.data_parallel, self.lifted))
+            is_split = job.placement.world_size > job.placement.data_parallel_size
+            undo.enter_context(
+                replica_metrics(trainer, self.module, job.groups.data_parallel, self.lifted, is_split=is_split)
+            )
         if self.context.snapshots is not None:
             undo.enter_context(self.context.snapshots.attached(self.pipeline, self.context.loaded_state))
         monitor = make_monitor(self.options.monitor)

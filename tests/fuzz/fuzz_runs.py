@@ -30,6 +30,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.strategies import DDPStrategy
 from quiet import quiet_trainer
 from torch import Tensor
+from torchmetrics import Metric
 from traits import HABITS, TRAINER, Case, make_loader, make_module
 
 from lightning_holmes import HolmesStrategy
@@ -159,6 +160,8 @@ def fit(run: Run) -> Record:
         data = Data(case)
         trainer.fit(module, datamodule=data, ckpt_path=run.resume, weights_only=False if run.resume else None)
         found: dict[str, Any] = {"weights": module.state_dict()}
+        if isinstance(module.kept, Metric):
+            found["metric"] = float(module.kept.compute())
         if evaluation == "predict":
             found["predictions"] = trainer.predict(module, datamodule=data)
             if (folder / "rows").exists():

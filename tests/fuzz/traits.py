@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 Case = dict[str, str]
@@ -298,6 +298,12 @@ def _raw_sum(trainer: Any, module: Any) -> float:
     return float(value.sum())
 
 
+def _own_metric(trainer: Any, module: Any) -> float:
+    metric = SumMetric()
+    metric.update(1.0 + trainer.global_step)
+    return float(metric.compute())
+
+
 class Writer(BasePredictionWriter):
     """Appends a line for each row that it is given to the file ``rows``."""
 
@@ -350,6 +356,7 @@ HABITS: dict[str, Callable[[], Callback] | None] = {
         "on_train_batch_end", lambda t, m: float(sum(len(state) for state in t.optimizers[0].state.values()))
     ),
     "gather": _hook("on_train_batch_end", lambda t, m: float(m.all_gather(torch.ones(3)).sum())),
+    "own metric": _hook("on_train_batch_end", _own_metric),
     "raw sum": _hook("on_train_batch_end", _raw_sum),
     "writer": Writer,
     "stop": _hook("on_train_batch_end", lambda t, m: setattr(t, "should_stop", t.global_step >= 5)),

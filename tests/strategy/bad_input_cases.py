@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from strategy_cases import Block, Classifier, Setting, build, samples
 from tanh_net import ByGradient
@@ -182,6 +183,12 @@ def _logged(setting: Setting) -> None:
     assert setting.current.global_rank == RANK, "outside of steps ranks are what they are"
 
 
+class HidesMetric(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = {"loss": torchmetrics.MeanMetric()}
+
+
 class GathersInStep(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, _ = self.loss(batch)
@@ -275,6 +282,7 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "other module": (lambda s: _fit(s, OtherShape), ("blocks.1", "rank 0", "rank 1")),
     "other dropout": (lambda s: _fit(s, OtherDropout), ("blocks.1.1", "Dropout(p=0.0", "Dropout(p=0.1", "rank 1")),
     "other class": (lambda s: _fit(s, Classifier if RANK == 0 else Reentrant), ("Classifier", "Reentrant")),
+    "metric in a dict": (lambda s: _fit(s, HidesMetric), ("MeanMetric in self.metrics.loss", "ModuleDict")),
     "collective in a step": (lambda s: _fit(s, GathersInStep), ("all_gather", "epoch-end")),
     "a hook on one rank": (lambda s: _on_rank_0(s, Quiet()), ()),
     "gradients after a sharded step": (

@@ -4,6 +4,7 @@ A case is a function of a :class:`Setting` that returns plain data (numbers, lis
 plain Lightning returns in one process.
 """
 
+import copy
 import importlib
 import logging
 import os
@@ -232,6 +233,7 @@ class Metrics(Classifier):
         self.by_hand = torchmetrics.Accuracy(task="multiclass", num_classes=3)
         self.correlation = torchmetrics.PearsonCorrCoef()
         self.area = torchmetrics.AUROC(task="multiclass", num_classes=3)
+        self.validated = torchmetrics.SumMetric()
         self.collection = torchmetrics.MetricCollection(
             [
                 torchmetrics.F1Score(task="multiclass", num_classes=3, average="macro"),
@@ -260,18 +262,39 @@ class Metrics(Classifier):
         self.correlation.update(logits[:, 0], batch[0][:, 0])
         self.log("correlation", self.correlation, on_step=False, on_epoch=True)
         self.collection.update(logits, batch[1])
+        self.validated.update(len(logits))
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.collection.compute())
         self.collection.reset()
 
 
+class Counts(pl.Callback):
+    """Counts samples by a metric of its own, and by one that it makes for each epoch."""
+
+    def __init__(self) -> None:
+        self.samples = torchmetrics.SumMetric()
+        self.found: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.of_epoch = torchmetrics.SumMetric()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.samples.update(len(batch[0]))
+        self.of_epoch.update(len(batch[0]))
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.found += [float(copy.deepcopy(metric).compute()) for metric in (self.samples, self.of_epoch)]
+
+
 def case_metrics(setting: Setting) -> Any:
-    module = build(Metrics)
-    trainer = setting.trainer()
+    module, counts = build(Metrics), Counts()
+    trainer = setting.trainer(callbacks=[counts])
     trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
     first = outcome(setting, trainer, module)
-    return first | {"validate": trainer.validate(module, setting.loader(samples(16, 2)), verbose=False)}
+    first |= {"validate": trainer.validate(module, setting.loader(samples(16, 2)), verbose=False)}
+    after = [float(metric.compute()) for metric in (module.validated, counts.samples)]
+    return first | {"counted": counts.found, "after": after}
 
 
 # what steps leave on the module
