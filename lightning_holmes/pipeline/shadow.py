@@ -31,11 +31,12 @@ def shadow_copy(module: pl.LightningModule) -> pl.LightningModule:
     copied = _copy(module)
     for part in copied.modules():
         if isinstance(part, Metric):
-            part.distributed_available_fn = _never
+            part.distributed_available_fn = never
     return copied
 
 
-def _never() -> bool:
+def never() -> bool:
+    """A metric's ``distributed_available_fn`` that lets it gather nothing."""
     return False
 
 

@@ -218,19 +218,19 @@ def run_all(payload: dict[str, Any]) -> dict[str, Any]:
         trainer.fit(module, datamodule=Data())
         module.on_save_checkpoint = look_at_states  # type: ignore[method-assign]
         trainer.save_checkpoint(folder / f"{kind}-after.ckpt")
-    for source in payload["sources"]:
-        for name_of, layout in (("layered", LAYERED), ("replicated", REPLICATED)):
-            module, trainer = build(), make_trainer(folder, 2, **layout)
-            trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
-            found[f"{source} to {name_of}"] = state_of(module)
+    for resume in payload["resume"]:
+        source, layout = resume.split(" to ")
+        module, trainer = build(), make_trainer(folder, 2, **(LAYERED if layout == "layered" else REPLICATED))
+        trainer.fit(module, datamodule=Data(), ckpt_path=folder / f"{source}.ckpt")
+        found[resume] = state_of(module)
     for optimizer in payload["late"]:
         (folder / optimizer).mkdir(exist_ok=True)
         found[f"late {optimizer}"] = run_late(folder / optimizer, optimizer, **LAYERED)
     found["watched"] = run_watched(folder, **LAYERED)
-    for why, change in REFUSED.items():
+    for why in payload["why"]:
         module, trainer = build(), make_trainer(folder, **LAYERED)
         try:
-            change(module, trainer)
+            REFUSED[why](module, trainer)
             trainer.fit(module, datamodule=Data())
         except Exception as error:
             found[why] = f"{type(error).__name__}: {error}"

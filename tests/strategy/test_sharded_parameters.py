@@ -27,7 +27,7 @@ from lightning_holmes.checkpoint.folder import part_file
 from lightning_holmes.checkpoint.manifest import Manifest
 
 pytestmark = pytest.mark.xdist_group("sharded_parameters")
-SOURCES = ("folder", "folder-after", "file", "plain")
+RESUMES = [f"{s} to {into}" for s in ("folder", "folder-after", "file", "plain") for into in ("layered", "replicated")]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(plain: dict[str, Any], request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    payload: dict[str, Any] = {"folder": plain["folder"], "late": chosen(request, "late")}
-    payload["sources"] = [source for source in SOURCES if source in chosen(request, "source")]
+    payload = {"folder": plain["folder"]} | {name: chosen(request, name) for name in ("late", "resume", "why")}
     return launch(2, f"{run_all.__module__}:run_all", payload, timeout_s=240)
 
 
@@ -144,13 +143,12 @@ def test_hooks_see_and_change_weights_a_stage_at_a_time(plain: dict[str, Any], r
     torch.testing.assert_close(ranks[0]["watched"]["sampled"], expected["sampled"], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("layout", ["layered", "replicated"])
+@pytest.mark.parametrize("resume", RESUMES)
 def test_a_checkpoint_is_resumed_in_and_out_of_shards(
-    source: str, layout: str, plain: dict[str, Any], ranks: list[dict[str, Any]]
+    resume: str, plain: dict[str, Any], ranks: list[dict[str, Any]]
 ) -> None:
     for rank in ranks:
-        assert_same(rank[f"{source} to {layout}"], plain["two epochs"])
+        assert_same(rank[resume], plain["two epochs"])
 
 
 @pytest.mark.parametrize("source", ["file", "file-after"])

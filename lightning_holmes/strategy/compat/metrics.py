@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 from torch import Tensor, nn
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
+from lightning_holmes.pipeline.shadow import never
 from lightning_holmes.replacements import Replacements
 
 
@@ -53,7 +54,7 @@ def replica_metrics(
         if process_group is None and metric.process_group is None:
             process_group = replicas
             if replicas is None:  # the state is whole on each rank
-                distributed_available = _never
+                distributed_available = never
             elif dist_sync_fn is None or isinstance(dist_sync_fn, _AfterRun):
                 dist_sync_fn = gather
         sync(metric, dist_sync_fn, process_group, should_sync, distributed_available)
@@ -99,7 +100,3 @@ class _Gather(_AfterRun):
         group = self._replicas if group is None and self._holds else group
         found: list[Tensor] = (self.own or gather_all_tensors)(value, group)
         return found
-
-
-def _never() -> bool:
-    return False
