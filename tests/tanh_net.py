@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -48,3 +49,18 @@ class KeepsLosses(TanhNet):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains ``part`` of the module from the second epoch on."""
+
+    def __init__(self, part: str = "layers") -> None:
+        super().__init__()
+        self.part = part
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(getattr(pl_module, self.part))
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(getattr(pl_module, self.part), optimizer)

@@ -96,14 +96,12 @@ class Fault:
     """``rank`` reaches ``place`` for the ``count``-th time, and ``delay_s`` later ``kind`` strikes.
 
     Kinds: kill (the rank), kill host (all ranks of its host), lose host (kill host, and the host's memory is empty
-    afterwards), SIGTERM (the host's
-    ranks), SIGINT (all ranks), SIGINT to one, stop (SIGSTOP, SIGCONT after ``seconds``), hang (SIGSTOP), raise (in
-    the user's code), full snapshots,
-    full checkpoints (no space for them for ``seconds``), kill and tear (the newest snapshot of the rank's host is
-    truncated afterwards), kill and flip
-    (a byte of that snapshot is changed afterwards). On a network, for the rank's host: cut (its Ethernet, for
-    ``seconds``), cut for long (for longer than
-    the timeout). hosts return: all ranks get SIGTERM, as from a torchrun that restarts them with more hosts.
+    afterwards), SIGTERM (the host's ranks), SIGINT (all ranks), SIGINT to one, stop (SIGSTOP, SIGCONT after
+    ``seconds``), hang (SIGSTOP), raise (in the user's code), full snapshots, full checkpoints (no space for them for
+    ``seconds``), kill and tear (the newest snapshot of the rank's host is truncated afterwards), kill and flip (a byte
+    of that snapshot is changed afterwards). On a network, for the rank's host: cut (its Ethernet, for ``seconds``), cut
+    for long (for longer than the timeout). hosts return: all ranks get SIGTERM, as from a torchrun that restarts them
+    with more hosts.
     """
 
     kind: str

@@ -20,12 +20,12 @@ import torch
 from comparing import state_of
 from covering import selected
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.tuner import Tuner
 from quiet import quiet_trainer, saves
 from sharded_parameter_cases import Data as WholeBatches
 from sharded_parameter_cases import Thawing, Tied, thaw_in_step
+from tanh_net import Unfreezes
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -484,17 +484,6 @@ def run_thawing(folder: Path, strategy: Any = lambda *_: None) -> dict[str, Any]
         make_trainer(folder, strategy=strategy(2, 2), **options).fit(module, datamodule=Data())
         found[name] = state_of(module)
     return found
-
-
-class Unfreezes(BaseFinetuning):
-    """Trains first the embedding, then all layers."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.layers)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.layers, optimizer)
 
 
 def run_thawing_in_vain(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     Callback,
     ModelCheckpoint,
     ModelSummary,
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import grad_norm
 from strategy_cases import Classifier, Setting, build, samples
+from tanh_net import Unfreezes
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.strategy.compat.metrics import _AfterRun
@@ -45,13 +46,7 @@ class Measured(Classifier):
         self.log_dict(grad_norm(self, norm_type=2))
 
 
-class UnfreezeHead(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.head)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.head, optimizer)
+UnfreezeHead = partial(Unfreezes, "head")
 
 
 class Raises(Callback):

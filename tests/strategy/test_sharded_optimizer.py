@@ -14,9 +14,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from launch import forked_executable, launch
-from lightning.pytorch.callbacks import BaseFinetuning
 from quiet import quiet_trainer
 from strategy_cases import Classifier, build, samples
+from tanh_net import Unfreezes
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -53,16 +53,6 @@ class Reader(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.under_way += sum(type(p) is not torch.nn.Parameter for p in pl_module.parameters())
         self.sums["batch_end"].append(float(sum(p.detach().sum() for p in pl_module.parameters())))
-
-
-class Unfreezing(BaseFinetuning):
-    """A BaseFinetuning callback, which could add parameters to the optimizer."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        pass
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        pass
 
 
 class Changing(AdamW):
@@ -116,7 +106,7 @@ def run_all(payload: Any) -> dict[str, Any]:
     if payload is not None:
         for name, holmes, callbacks in (
             ("off", {"sharding": "auto"}, []),
-            ("finetuning", {"sharding": "optimizer"}, [Unfreezing()]),
+            ("finetuning", {"sharding": "optimizer"}, [Unfreezes("head")]),
         ):
             made = strategy(**holmes)
             made.on_exception = lambda exception: None
@@ -212,7 +202,7 @@ def test_the_plan_says_what_is_sharded_and_how_gradients_are_summed(runs: Any) -
 def test_auto_is_off_for_a_small_state_and_finetuning_callbacks_are_refused(runs: Any) -> None:
     for result in runs[1]:
         assert result["off"] == "none"
-        assert 'sharding="optimizer": the callback Unfreezing' in result["finetuning"]
+        assert 'sharding="optimizer": the callback Unfreezes' in result["finetuning"]
 
 
 def test_after_a_fit_the_groups_are_whole_and_another_fit_with_this_optimizer_is_refused(runs: Any) -> None:

@@ -27,6 +27,7 @@ from lightning_holmes.checkpoint.folder import part_file
 from lightning_holmes.checkpoint.manifest import Manifest
 
 pytestmark = pytest.mark.xdist_group("sharded_parameters")
+Ranks = list[dict[str, Any]]
 RESUMES = [f"{s} to {into}" for s in ("folder", "folder-after", "file", "plain") for into in ("layered", "replicated")]
 
 
@@ -60,9 +61,7 @@ def ranks(plain: dict[str, Any], request: pytest.FixtureRequest) -> list[dict[st
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_fit_gives_the_numbers_of_plain_lightning(
-    optimizer: str, plain: dict[str, Any], ranks: list[dict[str, Any]]
-) -> None:
+def test_a_fit_gives_the_numbers_of_plain_lightning(optimizer: str, plain: dict[str, Any], ranks: Ranks) -> None:
     expected, metrics = plain[optimizer]
     for rank in ranks:
         state, logged = rank[f"fit {optimizer}"]
@@ -70,9 +69,7 @@ def test_a_fit_gives_the_numbers_of_plain_lightning(
         assert logged["val_loss"] == pytest.approx(float(metrics["val_loss"]), rel=1e-5)
 
 
-def test_auto_takes_shards_where_nothing_else_fits_and_says_why(
-    plain: dict[str, Any], ranks: list[dict[str, Any]]
-) -> None:
+def test_auto_takes_shards_where_nothing_else_fits_and_says_why(plain: dict[str, Any], ranks: Ranks) -> None:
     for rank in ranks:
         for taken in (False, True):
             state, plan = rank[f"auto {taken}"]
@@ -84,7 +81,7 @@ def test_auto_takes_shards_where_nothing_else_fits_and_says_why(
 
 @pytest.mark.parametrize(("kind", "layers"), [("Outside", (1, 1, 1, 1)), ("Counting", (4,))])
 def test_auto_takes_the_stages_that_are_allowed_in_shards(
-    kind: str, layers: tuple[int, ...], plain: dict[str, Any], ranks: list[dict[str, Any]]
+    kind: str, layers: tuple[int, ...], plain: dict[str, Any], ranks: Ranks
 ) -> None:
     for rank in ranks:
         state, plan = rank[f"auto {kind}"]
@@ -92,7 +89,7 @@ def test_auto_takes_the_stages_that_are_allowed_in_shards(
         assert_same(state, plain[kind])
 
 
-def test_what_was_frozen_at_first_is_trained(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_what_was_frozen_at_first_is_trained(plain: dict[str, Any], ranks: Ranks) -> None:
     before = state_of(build(kind=Thawing))
     for name in ("scale", "layers.1.up.weight", "layers.2.up.weight"):
         assert not torch.equal(plain["Thawing"][name], before[name])
@@ -102,9 +99,7 @@ def test_what_was_frozen_at_first_is_trained(plain: dict[str, Any], ranks: list[
         assert_same(state, plain["Thawing"])
 
 
-def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
-    plain: dict[str, Any], ranks: list[dict[str, Any]]
-) -> None:
+def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(plain: dict[str, Any], ranks: Ranks) -> None:
     assert ranks[0]["plan"] == ("breadth_first", (1, 1, 1, 1))
     for rank in ranks:
         assert rank["test"][0]["val_loss"] == pytest.approx(plain["test"][0]["val_loss"], rel=1e-5)
@@ -114,7 +109,7 @@ def test_the_schedule_is_chosen_and_evaluation_is_that_of_plain_lightning(
 
 @pytest.mark.parametrize("late", ["adamw", "muon"])
 def test_a_module_without_memory_lives_in_shards_also_between_runs(
-    late: str, plain: dict[str, Any], ranks: list[dict[str, Any]], tmp_path: Path
+    late: str, plain: dict[str, Any], ranks: Ranks, tmp_path: Path
 ) -> None:
     """Baseline: the strategy on one process, whose initial weights are the same. Neither rank holds any parameter after the fit."""
     expected = run_late(tmp_path, late, num_microbatches=2)
@@ -132,7 +127,7 @@ def test_a_module_without_memory_lives_in_shards_also_between_runs(
     assert_same({k: v for k, v in state.items() if k != "seen"}, {k: v for k, v in alone.items() if k != "seen"})
 
 
-def test_hooks_see_and_change_weights_a_stage_at_a_time(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_hooks_see_and_change_weights_a_stage_at_a_time(plain: dict[str, Any], ranks: Ranks) -> None:
     expected = run_watched(plain["folder"])
     alone = run_watched(plain["folder"], sharding="parameters")
     for found in (alone, *(rank["watched"] for rank in ranks)):
@@ -144,28 +139,24 @@ def test_hooks_see_and_change_weights_a_stage_at_a_time(plain: dict[str, Any], r
 
 
 @pytest.mark.parametrize("resume", RESUMES)
-def test_a_checkpoint_is_resumed_in_and_out_of_shards(
-    resume: str, plain: dict[str, Any], ranks: list[dict[str, Any]]
-) -> None:
+def test_a_checkpoint_is_resumed_in_and_out_of_shards(resume: str, plain: dict[str, Any], ranks: Ranks) -> None:
     for rank in ranks:
         assert_same(rank[resume], plain["two epochs"])
 
 
 @pytest.mark.parametrize("source", ["file", "file-after"])
-def test_plain_lightning_goes_on_from_a_file(source: str, plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_plain_lightning_goes_on_from_a_file(source: str, plain: dict[str, Any], ranks: Ranks) -> None:
     module = build()
     make_trainer(plain["folder"], 2).fit(module, datamodule=Data(), ckpt_path=plain["folder"] / f"{source}.ckpt")
     assert_same(state_of(module), plain["two epochs"])
 
 
-def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: Ranks) -> None:
     manifest = Manifest.load(plain["folder"] / "folder.ckpt")
     assert list(manifest.state_dict) == list(build().state_dict())
     assert {entry.file for entry in manifest.state_dict.values()} == {part_file(0), part_file(1)}
-    assert set(manifest.optimizers[0]) == {
-        "embedding.weight",
-        *(n for n, _ in build().named_parameters() if "layers" in n),
-    }
+    layers = {name for name, _ in build().named_parameters() if "layers" in name}
+    assert set(manifest.optimizers[0]) == {"embedding.weight", *layers}
 
 
 @pytest.mark.parametrize(
@@ -173,14 +164,11 @@ def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: 
     [
         ("an average of weights", 'sharding="parameters": the callback WeightAveraging reads whole parameters'),
         ("thawed in a step", "scale was frozen when the batch began, and is trained in it: its gradient would be lost"),
-        (
-            "a gradient is read",
-            "Use.on_after_backward reads the gradient of layers.0.up.weight, but each replica holds",
-        ),
+        ("a gradient is read", "Use.on_after_backward reads the gradient of layers.0.up.weight, but each replica"),
         ("a gradient is written", "Use.on_after_backward writes the gradient of layers.0.up.weight, but each replica"),
     ],
 )
-def test_what_needs_whole_parameters_is_refused(why: str, reason: str, ranks: list[dict[str, Any]]) -> None:
+def test_what_needs_whole_parameters_is_refused(why: str, reason: str, ranks: Ranks) -> None:
     assert why in REFUSED
     for rank in ranks:
         assert rank[why].startswith("UnsupportedModuleError") and reason in rank[why]
