@@ -92,14 +92,14 @@ class Outside:
         return any(not _is_same(was.thing, was.held) for was in self._before)
 
     def refuse_written(self, place: str) -> None:
-        """Called after the forward of one of several stages or microbatches.
+        """Called after the forward or backward of one of several stages or microbatches.
 
         Raises:
             UnsupportedModuleError: it has changed something, which it had not when it was traced.
         """
         if written := self.written():
             raise UnsupportedModuleError(
-                f"{place} changes {written[0]}, outside of the module, and did not when it was traced on its first batch: only the rank of "
+                f"{place} changes {written[0]}, outside of the module, which the trace of its first batch did not show: only the rank of "
                 f"this stage would see it, once for each microbatch; {CURE}, or use pipeline_parallel_size=1 and num_microbatches=1"
             )
 

@@ -545,14 +545,14 @@ class PipelineModule:
         """Context in which the gates act for ``run``."""
         previous, self.current, self.absence.counts = self.current, run, False
         draws = contextlib.nullcontext() if self.draws is None else self.draws.around(is_backward=run.backward)
-        outside = None if run.backward else self.outside
+        outside, part = self.outside, "the backward of " if run.backward else ""
         if outside is not None:
             outside.begin()
         try:
             with draws, self.absence.stepping():
                 yield run
             if outside is not None:
-                outside.refuse_written(f"{type(self.module).__name__}.{run.step_name}")
+                outside.refuse_written(f"{part}{type(self.module).__name__}.{run.step_name}")
         finally:
             self.current = previous
 

@@ -93,8 +93,6 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
             f"{name} was compiled as a whole by torch.compile, which hides its layers; pass the module itself to the "
             f"trainer (parts inside a layer may be compiled)"
         )
-    if is_pipeline:
-        refuse_hidden_metrics(module)
     if not fitting:
         return
     if not module.automatic_optimization:
@@ -116,7 +114,7 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
 
 
 def refuse_hidden_metrics(module: "pl.LightningModule") -> None:
-    """Refuse metrics in lists, dicts and objects of the module's, whose state would not come to the ranks of other stages.
+    """For a module that runs in stages: refuse metrics in its lists, dicts and objects, whose state would not come to other ranks.
 
     Raises:
         UnsupportedModuleError: the message names the metric and the fix.

@@ -350,6 +350,8 @@ class Run:
         )
         admission.refuse_lost(self.module)
         admission.check_module(self.module, fitting=fitting, is_pipeline=is_pipeline)
+        if is_pipeline or self.options.is_layered or self.options.asked.is_layered:
+            admission.refuse_hidden_metrics(self.module)
         if fitting:
             replicas = job.placement.data_parallel_size
             admission.check_run(self.module, trainer, is_pipeline=is_pipeline, num_replicas=replicas)

@@ -90,6 +90,14 @@ class InHook(Keeps):
         return HOLDS.losses
 
 
+class InGradient(Keeps):
+    where = "LOSSES of"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3][0].weight.register_hook(lambda gradient: LOSSES.append(float(gradient.norm())))
+
+
 class InTensor(Keeps):
     where = "SUM of"
 
@@ -193,7 +201,20 @@ class Data(pl.LightningDataModule):
         return DataLoader(TensorDataset(data), 4)
 
 
-KINDS = (InList, InGlobal, InTensor, InClass, InCallback, InData, in_function, Caches, Before, Later, InHook)
+KINDS = (
+    InList,
+    InGlobal,
+    InTensor,
+    InClass,
+    InCallback,
+    InData,
+    in_function,
+    Caches,
+    Before,
+    Later,
+    InHook,
+    InGradient,
+)
 NAMES = [make.__name__ for make in KINDS]
 
 
