@@ -375,6 +375,12 @@ def has_accumulation_hook(parameter: Tensor) -> bool:
         return bool(parameter._post_accumulate_grad_hooks)
 
 
+def has_gradient_hook(parameter: Tensor) -> bool:
+    """Whether a parameter has hooks that are given its gradient (``register_hook``)."""
+    with without_torch_functions():
+        return bool(parameter._backward_hooks)
+
+
 def has_backward_hook(module: nn.Module) -> bool:
     """Whether a module has backward hooks, which get the gradients of its inputs and outputs."""
     return bool(module._backward_hooks)

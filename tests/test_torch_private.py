@@ -96,8 +96,9 @@ def test_batch_norms_and_dropouts_are_told_from_other_layers() -> None:
 
 def test_hooks_behind_an_accumulation_are_known() -> None:
     parameter = nn.Parameter(torch.ones(2))
+    assert not torch_private.has_gradient_hook(parameter)
     parameter.register_hook(lambda gradient: None)
-    assert not torch_private.has_accumulation_hook(parameter)
+    assert torch_private.has_gradient_hook(parameter) and not torch_private.has_accumulation_hook(parameter)
     hook = parameter.register_post_accumulate_grad_hook(lambda p: None)
     assert torch_private.has_accumulation_hook(parameter)
     hook.remove()

@@ -54,6 +54,7 @@ _BANDWIDTHS = {f"{prefix}{unit}": (factor / 8, 1.0) for prefix, factor in _BITS.
 _BANDWIDTHS |= {f"{prefix}B/s": (factor, 1.0) for prefix, factor in _BYTES.items()} | {"": (1.0, 1.0)}
 _LATENCIES = {"": (1.0, 1.0), "s": (1.0, 1.0), "ms": (1.0, 1e3), "us": (1.0, 1e6), "µs": (1.0, 1e6), "ns": (1.0, 1e9)}
 _BANDWIDTH_HELP = "a positive bandwidth such as '200 Gbit/s' or '1.5 GB/s'; a bare number is bytes per second"
+_Units = Mapping[str, tuple[float, float]]
 _LEAST_BARE = 1e5  # bytes per second
 _FORGOTTEN_LATENCY = 1.0  # seconds
 _BY_HAND = "by hand"
@@ -92,7 +93,7 @@ def _check_text(text: str) -> str:
     return text
 
 
-def _number(value: Any, units: Mapping[str, tuple[float, float]], help_text: str) -> tuple[Any, bool]:
+def _number(value: Any, units: _Units, help_text: str) -> tuple[Any, bool]:
     """A text with a unit in base units, or a number as it is; and whether there was no unit. Raises ValueError that says what to write."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value, True
@@ -116,34 +117,24 @@ def parse_bandwidth(value: Any) -> Any:
     return _number(value, _BANDWIDTHS, _BANDWIDTH_HELP)[0]
 
 
-def _parse_own_bandwidth(value: Any, info: ValidationInfo) -> Any:
-    """Like parse_bandwidth, but in a hand-written text (YAML) refuse a small bare number: its unit was probably forgotten."""
-    parsed, is_bare = _number(value, _BANDWIDTHS, _BANDWIDTH_HELP)
-    if info.context == _BY_HAND and is_bare and 0 < parsed < _LEAST_BARE:
-        raise ValueError(
-            f"{_shown(value)} without a unit is {parsed:g} bytes per second, and no network has so little; write the unit, such as "
-            f"'{parsed:g} Gbit/s'; what is meant so: '{parsed:g} B/s'"
-        )
-    return parsed
+def _with_unit(
+    units: _Units, help_text: str, unit: str, usual: str, too: str, is_too: Callable[[float], bool]
+) -> tuple[BeforeValidator, PlainSerializer]:
+    """How a quantity is read and written. In a hand-written text (YAML) a bare number that ``is_too`` is refused: its unit was probably forgotten."""
 
+    def parse(value: Any, info: ValidationInfo) -> Any:
+        parsed, is_bare = _number(value, units, help_text)
+        if info.context == _BY_HAND and is_bare and is_too(parsed):
+            raise ValueError(
+                f"{_shown(value)} without a unit is {parsed:g} {too}; write the unit, such as '{parsed:g} {usual}'; what is meant so: "
+                f"'{parsed:g} {unit}'"
+            )
+        return parsed
 
-def _written_bandwidth(bytes_per_s: float) -> float | str:
-    return f"{bytes_per_s!r} B/s" if bytes_per_s < _LEAST_BARE else bytes_per_s
+    def written(value: float) -> float | str:
+        return f"{value!r} {unit}" if is_too(value) else value
 
-
-def _parse_own_latency(value: Any, info: ValidationInfo) -> Any:
-    """A latency in seconds; in a hand-written text (YAML) a bare number of 1 or more is refused: its unit was probably forgotten."""
-    parsed, is_bare = _number(value, _LATENCIES, _LATENCY_HELP)
-    if info.context == _BY_HAND and is_bare and parsed >= _FORGOTTEN_LATENCY:
-        raise ValueError(
-            f"{_shown(value)} without a unit is {parsed:g} seconds, and no network is so slow; write the unit, such as "
-            f"'{parsed:g} us'; what is meant so: '{parsed:g} s'"
-        )
-    return parsed
-
-
-def _written_latency(seconds: float) -> float | str:
-    return f"{seconds!r} s" if seconds >= _FORGOTTEN_LATENCY else seconds
+    return BeforeValidator(parse), PlainSerializer(written, return_type=float | str, when_used="json")
 
 
 def _check_address(text: str) -> str:
@@ -154,18 +145,11 @@ def _check_address(text: str) -> str:
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_check_text)]
 Address = Annotated[str, AfterValidator(_check_address)]
 """An IP address, with or without prefix length."""
-Bandwidth = Annotated[
-    float,
-    Field(gt=0),
-    BeforeValidator(_parse_own_bandwidth),
-    PlainSerializer(_written_bandwidth, return_type=float | str, when_used="json"),
-]
-Latency = Annotated[
-    float,
-    Field(ge=0),
-    BeforeValidator(_parse_own_latency),
-    PlainSerializer(_written_latency, return_type=float | str, when_used="json"),
-]
+_SLOW, _LONG = "bytes per second, and no network has so little", "seconds, and no network is so slow"
+_BANDWIDTH = _with_unit(_BANDWIDTHS, _BANDWIDTH_HELP, "B/s", "Gbit/s", _SLOW, lambda b: 0 < b < _LEAST_BARE)
+_LATENCY = _with_unit(_LATENCIES, _LATENCY_HELP, "s", "us", _LONG, lambda s: s >= _FORGOTTEN_LATENCY)
+Bandwidth = Annotated[float, Field(gt=0), *_BANDWIDTH]
+Latency = Annotated[float, Field(ge=0), *_LATENCY]
 
 
 def record(cls: type[T]) -> type[T]:

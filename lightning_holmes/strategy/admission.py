@@ -17,7 +17,7 @@ from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import is_compiled_module, synchronises_batch_norm
 from lightning_holmes.pipeline.object_state import find_below
 from lightning_holmes.strategy.compat.averaging import averaging
-from lightning_holmes.torch_private import has_accumulation_hook, is_batch_norm, is_dropout
+from lightning_holmes.torch_private import has_accumulation_hook, has_gradient_hook, is_batch_norm, is_dropout
 
 _CURE = "Go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)"
 _LOST = "_holmes_lost_values"  # set on a module that has lost values
@@ -142,6 +142,16 @@ def refuse_accumulation_hooks(module: "pl.LightningModule") -> None:
                 f"each microbatch with a part of the batch's gradient; change or use gradients in on_before_optimizer_step, or "
                 f"step by the optimizer that configure_optimizers returns"
             )
+
+
+def note_gradient_hooks(module: "pl.LightningModule") -> None:
+    """Warn of hooks on parameters' gradients, which are called on the rank of a stage, with a part of the batch's gradient."""
+    name = next((name for name, parameter in module.named_parameters() if has_gradient_hook(parameter)), None)
+    if name is not None:
+        pl.utilities.rank_zero_warn(
+            f"{type(module).__name__}.{name} has a hook on its gradient (register_hook, or wandb's watch), called on the ranks of its stage, for "
+            f"each microbatch, with the share of that and of the replica: scaling and masks are exact; on_before_optimizer_step has the batch's"
+        )
 
 
 @contextmanager

@@ -207,6 +207,8 @@ class Run:
         self.planned = plan
         if training is not None and plan.num_microbatches > 1:
             admission.refuse_accumulation_hooks(self.module)
+        if training is not None and max(plan.num_microbatches, plan.placement.world_size) > 1:
+            admission.note_gradient_hooks(self.module)
         self.pipeline.divide(self.known.structure, plan.partition, plan.stages_of(self.job.groups.pipeline_rank))
         with torch.inference_mode(False):
             waits = self._waits_for_nodes(training)

@@ -270,11 +270,8 @@ class Metrics(Classifier):
 
 
 class Counts(pl.Callback):
-    """Counts samples by a metric of its own, and by one that it makes for each epoch."""
-
     def __init__(self) -> None:
-        self.samples = torchmetrics.SumMetric()
-        self.found: list[float] = []
+        self.samples, self.found = torchmetrics.SumMetric(), list[float]()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.of_epoch = torchmetrics.SumMetric()

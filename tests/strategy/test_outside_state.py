@@ -60,9 +60,7 @@ class InList(Keeps):
         remember(loss)
 
 
-class Later(Keeps):
-    where = "LOSSES of"
-
+class Later(InList):
     def keep(self, loss: float, batch_idx: int) -> None:
         if batch_idx >= 3:
             LOSSES.append(loss)
@@ -201,21 +199,8 @@ class Data(pl.LightningDataModule):
         return DataLoader(TensorDataset(data), 4)
 
 
-KINDS = (
-    InList,
-    InGlobal,
-    InTensor,
-    InClass,
-    InCallback,
-    InData,
-    in_function,
-    Caches,
-    Before,
-    Later,
-    InHook,
-    InGradient,
-)
-NAMES = [make.__name__ for make in KINDS]
+KINDS = (InList, InGlobal, InTensor, InClass, InCallback, InData, in_function, Caches, Before, Later, InHook)
+NAMES = [make.__name__ for make in (*KINDS, InGradient)]
 
 
 def fit(name: str, strategy: Any = "auto", devices: int = 1) -> tuple[str, list[float] | str]:
@@ -267,6 +252,8 @@ def test_several_microbatches_are_warned_of_and_checked() -> None:
         _, found = fit("InList", HolmesStrategy(num_microbatches=2))
     assert len(found) == 12
     assert "LOSSES" in fit("Later", HolmesStrategy(num_microbatches=2))[1]
+    with pytest.warns(UserWarning, match=r"InGradient.layers.3.0.weight has a hook on its gradient"):
+        assert "LOSSES" in fit("InGradient", HolmesStrategy(num_microbatches=2))[1]
     LOSSES.clear()
     refused = check(InList(), [torch.ones(4, 4)], num_microbatches=1).refused
     assert "LOSSES" in str(refused) and LOSSES == [], "a check leaves nothing, either"

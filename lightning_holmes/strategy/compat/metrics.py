@@ -71,8 +71,7 @@ def replica_metrics(
 
 
 class _AfterRun:
-    """What a metric calls after a run: over replicas for the run's trainer, and ``own``, what the metric had, for another one; pickled as
-    ``own``."""
+    """What a metric calls after a run: over replicas for the run's trainer; for another one, and once pickled, ``own``, what it had."""
 
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, replicas: Any, own: Any) -> None:
         self._trainer, self._module, self._replicas = weakref.ref(trainer), weakref.ref(module), replicas
