@@ -118,21 +118,21 @@ def parse_bandwidth(value: Any) -> Any:
 
 
 def _with_unit(
-    units: _Units, help_text: str, unit: str, usual: str, too: str, is_too: Callable[[float], bool]
+    units: _Units, help_text: str, unit: str, usual: str, why: str, is_unlikely: Callable[[float], bool]
 ) -> tuple[BeforeValidator, PlainSerializer]:
-    """How a quantity is read and written. In a hand-written text (YAML) a bare number that ``is_too`` is refused: its unit was probably forgotten."""
+    """How a quantity is read and written. In a hand-written text (YAML) a bare number that ``is_unlikely`` is refused: its unit was probably forgotten."""
 
     def parse(value: Any, info: ValidationInfo) -> Any:
         parsed, is_bare = _number(value, units, help_text)
-        if info.context == _BY_HAND and is_bare and is_too(parsed):
+        if info.context == _BY_HAND and is_bare and is_unlikely(parsed):
             raise ValueError(
-                f"{_shown(value)} without a unit is {parsed:g} {too}; write the unit, such as '{parsed:g} {usual}'; what is meant so: "
+                f"{_shown(value)} without a unit is {parsed:g} {why}; write the unit, such as '{parsed:g} {usual}'; what is meant so: "
                 f"'{parsed:g} {unit}'"
             )
         return parsed
 
     def written(value: float) -> float | str:
-        return f"{value!r} {unit}" if is_too(value) else value
+        return f"{value!r} {unit}" if is_unlikely(value) else value
 
     return BeforeValidator(parse), PlainSerializer(written, return_type=float | str, when_used="json")
 

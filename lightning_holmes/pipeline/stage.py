@@ -545,14 +545,15 @@ class PipelineModule:
         """Context in which the gates act for ``run``."""
         previous, self.current, self.absence.counts = self.current, run, False
         draws = contextlib.nullcontext() if self.draws is None else self.draws.around(is_backward=run.backward)
-        outside, part = self.outside, "the backward of " if run.backward else ""
+        outside = self.outside
         if outside is not None:
             outside.begin()
         try:
             with draws, self.absence.stepping():
                 yield run
             if outside is not None:
-                outside.refuse_written(f"{part}{type(self.module).__name__}.{run.step_name}")
+                name = f"{type(self.module).__name__}.{run.step_name}"
+                outside.refuse_written(f"the backward of {name}" if run.backward else name)
         finally:
             self.current = previous
 

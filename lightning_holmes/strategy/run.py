@@ -380,6 +380,7 @@ class Run:
             groups: the parameter groups of a fit's optimizers.
         """
         trainer, job, undo = self.trainer, self.job, self.context.undo
+        is_split = job.placement.world_size > job.placement.data_parallel_size
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         schedulers = [config.scheduler for config in trainer.strategy.lr_scheduler_configs]
         read = steps_whose_state_is_read(self.module, callbacks, schedulers)
@@ -393,7 +394,6 @@ class Run:
             if watch is not None:
                 undo.callback(setattr, watch.heartbeat, "where", watch.heartbeat.where)
                 watch.heartbeat.where = self._where
-            is_split = job.placement.world_size > job.placement.data_parallel_size
             undo.enter_context(
                 replica_metrics(trainer, self.module, job.groups.data_parallel, self.lifted, is_split=is_split)
             )
@@ -414,7 +414,7 @@ class Run:
                     before=self.receive_module_state,
                 )
             )
-        if job.placement.world_size > job.placement.data_parallel_size:
+        if is_split:
             pipeline_rank, _, tensor_rank = job.placement.coordinate(job.connection.rank)
             undo.enter_context(writing_once(trainer, writes=pipeline_rank == tensor_rank == 0))
         undo.enter_context(extra_callbacks(trainer, first=[ModuleStateSync()], last=monitors))

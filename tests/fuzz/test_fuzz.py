@@ -40,6 +40,7 @@ FOUND = (
     # norms by which gradients in double precision are clipped
     "batch=dict, layers=residual, container=list, random=counter, optimizer=rmsprop, clip=norm, tensor=2, format=folder",
     "batch=unlike, loss=penalty, optimizer=rmsprop, clip=norm, scheduler=cycle, trainer=max_steps, stages=2, microbatches=1",
+    "habit=raw sum, stages=2",
     "habit=raw sum, stages=2, replicas=2",
     "habit=own metric, stages=2, replicas=2",
     "input=tokens, batch=unlike, layers=counting, stages=2",  # a step that changes buffers, and fails over a half of its samples

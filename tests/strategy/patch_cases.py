@@ -131,8 +131,7 @@ def parts(trainer: pl.Trainer, module: pl.LightningModule, loader: Any) -> dict[
 
 
 def own(named: dict[str, Any]) -> dict[str, Any]:
-    """Return the functions in the objects' own ``__dict__``, and how many hooks their modules and parameters have; for what metrics
-    keep while their trainer runs no other module, what they had."""
+    """Return the functions in the objects' own ``__dict__`` (of metrics, what they had), and how many hooks modules and parameters have."""
     found: dict[str, Any] = {}
     for name, part in named.items():
         for key, value in vars(part).items():

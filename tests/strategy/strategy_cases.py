@@ -290,8 +290,7 @@ def case_metrics(setting: Setting) -> Any:
     trainer.fit(module, setting.loader(samples()), setting.loader(samples(16, 1)))
     first = outcome(setting, trainer, module)
     first |= {"validate": trainer.validate(module, setting.loader(samples(16, 2)), verbose=False)}
-    after = [float(metric.compute()) for metric in (module.validated, counts.samples)]
-    return first | {"counted": counts.found, "after": after}
+    return first | {"counted": counts.found, "after": [float(m.compute()) for m in (module.validated, counts.samples)]}
 
 
 # what steps leave on the module

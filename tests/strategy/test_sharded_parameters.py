@@ -28,6 +28,7 @@ from lightning_holmes.checkpoint.manifest import Manifest
 
 pytestmark = pytest.mark.xdist_group("sharded_parameters")
 Ranks = list[dict[str, Any]]
+WHOLE_GRADIENT = "the gradient of layers.0.up.weight, but each replica holds"
 RESUMES = [f"{s} to {into}" for s in ("folder", "folder-after", "file", "plain") for into in ("layered", "replicated")]
 
 
@@ -164,8 +165,8 @@ def test_each_replica_writes_its_part_of_a_folder(plain: dict[str, Any], ranks: 
     [
         ("an average of weights", 'sharding="parameters": the callback WeightAveraging reads whole parameters'),
         ("thawed in a step", "scale was frozen when the batch began, and is trained in it: its gradient would be lost"),
-        ("a gradient is read", "Use.on_after_backward reads the gradient of layers.0.up.weight, but each replica"),
-        ("a gradient is written", "Use.on_after_backward writes the gradient of layers.0.up.weight, but each replica"),
+        ("a gradient is read", f"Use.on_after_backward reads {WHOLE_GRADIENT}"),
+        ("a gradient is written", f"Use.on_after_backward writes {WHOLE_GRADIENT}"),
     ],
 )
 def test_what_needs_whole_parameters_is_refused(why: str, reason: str, ranks: Ranks) -> None:

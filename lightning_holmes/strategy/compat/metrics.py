@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_holmes.lightning_package import pl
@@ -35,8 +36,6 @@ def replica_metrics(
         is_split: several ranks are one replica. Then the metrics of module and callbacks do as inside after the run, too, until
             another trainer runs the module.
     """
-    from torchmetrics import Metric
-
     sync: Any = Metric.sync
 
     def gather(value: Tensor, group: Any = None) -> list[Tensor]:
@@ -62,9 +61,9 @@ def replica_metrics(
     with Replacements() as run:
         run.replace(Metric, sync=sync_replicas)
         yield
-    held = [value for c in trainer.callbacks for value in vars(c).values()] if is_split else []  # type: ignore[attr-defined]
-    for part in [module, *held] if is_split else []:
-        for metric in part.modules() if isinstance(part, nn.Module) else ():
+    if is_split:
+        held = [module, *(v for c in trainer.callbacks for v in vars(c).values() if isinstance(v, nn.Module))]  # type: ignore[attr-defined]
+        for metric in (part for each in held for part in each.modules()):
             if isinstance(metric, Metric) and metric.process_group is None:
                 metric.distributed_available_fn = _Available(trainer, module, replicas, metric.distributed_available_fn)
                 metric.dist_sync_fn = _Gather(trainer, module, replicas, metric.dist_sync_fn)
