@@ -19,6 +19,7 @@ from torch.profiler import profile
 from lightning_holmes.comm.objects import all_gather_values
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.plan.layer_cost import check_count
 from lightning_holmes.plan.measured import make_measured_timeline, spans_of_trace
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.timeline import Span
@@ -36,11 +37,7 @@ class TimelineMonitor(pl.Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and (isinstance(every_n_steps, bool) or every_n_steps < 1):
-            raise ConfigurationError(
-                f"every_n_steps={every_n_steps!r} is not allowed; write a whole number, at least 1"
-            )
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = None if every_n_steps is None else check_count(every_n_steps, "every_n_steps")
         self._steps = 0  # batches that have begun
         self._records = False  # whether the latest of them is recorded
         self._profiler: profile | None = None

@@ -18,6 +18,7 @@ parameters do. Outside of a step, and in other threads, every read of an absent 
 """
 
 import functools
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_holmes.errors import AbsentValueError
 from lightning_holmes.torch_private import (
@@ -321,9 +323,7 @@ class AbsentParameter(nn.Parameter):
         if func in READS_NO_VALUE:
             with without_torch_functions():
                 return func(*args, **kwargs)
-        source = next((_source_of(t) for t in _tensors((args, kwargs)) if isinstance(t, AbsentParameter)), None)
-        if source is not None and not source.absence.is_in_step:
-            source.refuse_apart()
+        _refuse_apart(args, kwargs)
         if func == SET_DATA:
             _source_of(args[0]).refuse_change()
         if func in READ_BY_PYTHON:
@@ -348,6 +348,39 @@ class AbsentParameter(nn.Parameter):
         if isinstance(self, AbsentParameter):
             self.refuse()
         return self
+
+
+def _refuse_apart(args: Any, kwargs: Any) -> None:
+    source = next((_source_of(t) for t in _tensors((args, kwargs)) if isinstance(t, AbsentParameter)), None)
+    if source is not None and not source.absence.is_in_step:
+        source.refuse_apart()
+
+
+class _RefusesReads(TorchFunctionMode):
+    """Refuses what takes an absent parameter and does not ask its class, such as ``torch.tensor(parameter)``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in READS_NO_VALUE:
+            _refuse_apart(args, kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def refusing_in_threads() -> Iterator[None]:
+    """Inside, threads of the user's begin with a mode that refuses every read of an absent parameter; none is slower for it in a step."""
+    outer = threading.getprofile()
+
+    def begin(*_: Any) -> None:
+        sys.setprofile(outer)
+        if not threading.current_thread().name.startswith("holmes"):
+            _RefusesReads().__enter__()  # type: ignore[no-untyped-call]  # for as long as the thread lives
+
+    threading.setprofile(begin)
+    try:
+        yield
+    finally:
+        threading.setprofile(outer)
 
 
 class HeldParameter(nn.Parameter):

@@ -73,9 +73,7 @@ def main(args: list[str]) -> None:
     given = parser.parse_args(args)
     script = given.script[1:] if given.script[:1] == ["--"] else given.script
     if not script:
-        raise ConfigurationError(
-            "there is no script: write -- and the script, with its arguments, as the workers run it"
-        )
+        raise ConfigurationError("there is no script: write -- and the script, with its arguments, as workers run it")
     endpoint = urlsplit(f"//{given.rdzv_endpoint or ''}")
     address, of_job = endpoint.hostname or given.master_addr, endpoint.port or given.master_port
     if address is None:

@@ -3,14 +3,14 @@
 There is no list of optimizers: a copy of the user's optimizer (same class, same options) steps a small tensor whole, and
 other copies step parts of it separately. If the results are equal, the parts may be on different ranks.
 
-    found = test_separability(optimizer, torch.device("cpu"))
+    found = find_separability(optimizer, torch.device("cpu"))
     found.level                 # "elements": SGD, Adam, RMSprop ...; "parameters": Muon, Adafactor, LAMB; "none"
 """
 
 import copy
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ _STEPS = 2  # for each scale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Separability:
-    """The result of :func:`test_separability`.
+    """The result of :func:`find_separability`.
 
     Attributes:
         level: the finest parts that may be on different ranks.
@@ -52,7 +52,7 @@ class Separability:
     """Whether a parameter's step depends on other parameters, such as by a norm over all of them."""
 
 
-def test_separability(
+def find_separability(
     optimizer: Optimizer, device: torch.device, groups: Sequence[Mapping[str, Any]] | None = None
 ) -> Separability:
     """Test how ``optimizer`` can be sharded; its parameters and states are not changed.
@@ -73,7 +73,7 @@ def test_separability(
         if known[-1] not in found:
             found[known[-1]] = _test_group(optimizer, group, cases, device)
     of_groups = [found[of_group] for of_group in known]
-    worst = max(of_groups, key=lambda result: _ORDER.index(result.level), default=_ANY)
+    worst = coarsest(of_groups)
     return Separability(
         level=worst.level,
         reason=worst.reason,
@@ -83,9 +83,12 @@ def test_separability(
     )
 
 
-test_separability.__test__ = False  # type: ignore[attr-defined]  # not one of pytest's
+def coarsest(found: Iterable[Separability]) -> Separability:
+    """Return the one of the coarsest level, the first of several; if there is none, all may be sharded by elements."""
+    order = ("elements", "parameters", "none")
+    return max(found, key=lambda each: order.index(each.level), default=_ANY)
 
-_ORDER: tuple[Level, ...] = ("elements", "parameters", "none")
+
 _ANY = Separability(level="elements", reason="", element_keys=(), state_bytes=0.0)
 
 

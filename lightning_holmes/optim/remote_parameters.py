@@ -126,7 +126,7 @@ class RemoteParameters(StageShards):
         num_bytes = {i: unit.numel * unit.dtype.itemsize for i, unit in units.items()}
         nodes = place_units(num_bytes, self._num_nodes, {i: unit.stage for i, unit in units.items()})
         found: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._num_nodes)]
-        for index in sorted(units, key=lambda i: _place(units[i].stage)):
+        for index in sorted(units, key=lambda i: -1 if (stage := units[i].stage) is None else stage):
             unit = units[index]
             unit.has_masters = master_weights and unit.is_trained and unit.dtype in _LOW
             self._places_of[unit] = nodes[index], index
@@ -330,7 +330,3 @@ class RemoteParameters(StageShards):
 def answer_of(link: Link) -> Any:
     """Wait for the answer of a node."""
     return link.hear().message
-
-
-def _place(stage: int | None) -> int:
-    return -1 if stage is None else stage

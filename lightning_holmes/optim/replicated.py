@@ -31,7 +31,7 @@ def check_replicated(
     """
     if group is None:
         return
-    names = sorted(name for name, parameter in parameters.items() if _is_copied(parameter))
+    names = sorted(name for name, p in parameters.items() if p.requires_grad and not dtensor.is_dtensor(p))
     samples = torch.zeros(len(names), _SAMPLES, device=device)
     for row, name in zip(samples, names, strict=True):
         gradient = gradients.get(name)
@@ -71,7 +71,3 @@ def _gathered(samples: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     everyone = [torch.empty_like(samples) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, samples, group=group)
     return everyone
-
-
-def _is_copied(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and not dtensor.is_dtensor(parameter)

@@ -30,7 +30,7 @@ from lightning_holmes.comm.mesh import ProcessGroups
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.optim.after_step import AfterStep
 from lightning_holmes.optim.bucket_reducer import BucketReducer
-from lightning_holmes.optim.elementwise import Separability, marks_of, test_separability
+from lightning_holmes.optim.elementwise import Separability, find_separability, marks_of
 from lightning_holmes.optim.host import LocalHost
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.shard_memory import ShardMemory
@@ -195,7 +195,7 @@ class ShardedHost(LocalHost):
     def _take_groups(self, added: Sequence[dict[str, Any]]) -> None:
         parameters = self._memory.parameters
         device = next(iter(parameters.values())).device
-        found = test_separability(self.optimizer, device, added)
+        found = find_separability(self.optimizer, device, added)
         if found.level != "elements" and (self.by_elements or found.level == "none"):
             raise UnsupportedModuleError(
                 f"{type(self.optimizer).__name__} was given a parameter group while the module trains, which cannot be "

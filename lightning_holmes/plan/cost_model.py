@@ -298,10 +298,7 @@ class CostModel:
 
     def peak_flops_per_s(self) -> float:
         """The peak FLOP/s of all devices together."""
-        return sum(
-            host.devices * device.peak_flops_per_s
-            for host, device in zip(self.network.hosts, self.host_devices, strict=True)
-        )
+        return sum(d.peak_flops_per_s * count for of_cluster in self.device_types() for d, count in of_cluster.items())
 
     def memory(self, run: RunShape) -> RankMemory:
         """The memory model of the ranks of a run."""

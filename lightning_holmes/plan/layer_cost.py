@@ -19,6 +19,15 @@ from typing import Any
 from lightning_holmes.errors import ConfigurationError
 
 _UNDIVIDED = 4
+_OF_SAMPLES: tuple[str, ...] = (
+    "forward",
+    "backward",
+    "activation_bytes",
+    "held_bytes",
+    "forward_moved_bytes",
+    "backward_moved_bytes",
+)
+_OF_SAMPLES += ("recomputed", "undivided_bytes")
 
 
 def check_number(value: Any, what: str, *, positive: bool = False) -> float:
@@ -81,17 +90,7 @@ class LayerCost:
 
     def scaled(self, factor: float) -> LayerCost:
         """The cost of a microbatch of ``factor`` times as many samples: weights, numbers of products and fixed seconds do not change."""
-        return replace(
-            self,
-            forward=self.forward * factor,
-            backward=self.backward * factor,
-            activation_bytes=self.activation_bytes * factor,
-            held_bytes=self.held_bytes * factor,
-            forward_moved_bytes=self.forward_moved_bytes * factor,
-            backward_moved_bytes=self.backward_moved_bytes * factor,
-            recomputed=self.recomputed * factor,
-            undivided_bytes=self.undivided * factor,
-        )
+        return replace(self, **{name: getattr(self, name) * factor for name in _OF_SAMPLES})
 
     @property
     def undivided(self) -> float:

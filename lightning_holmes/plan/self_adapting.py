@@ -63,9 +63,7 @@ class Balance:
     v_shaped: bool = False
 
     def __post_init__(self) -> None:
-        assert len({len(row) for row in (*self.seconds, *(self.layer_bytes or ()))}) == 1, (
-            "one entry a layer in every row"
-        )
+        assert len({len(row) for row in (*self.seconds, *(self.layer_bytes or ()))}) == 1, "rows of unlike lengths"
         if self.layer_bytes is not None and self.limits is not None:
             assert len(self.layer_bytes) == self.num_stages and len(self.limits) == self.num_ranks
         if self.num_layers < self.num_stages:

@@ -21,6 +21,7 @@ from lightning_holmes.comm.label import labelled
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import optimizers_to_device, training_arguments
+from lightning_holmes.optim.elementwise import coarsest, find_separability
 from lightning_holmes.optim.loss_scale import start_loss_scales
 from lightning_holmes.optim.remote import RemoteHost
 from lightning_holmes.optim.remote_parameters import RemoteParameters
@@ -122,7 +123,7 @@ class Fit(Run):
         num_groups = len(optimizers[0].param_groups)
         if num_groups > self._num_tested:
             self._num_tested = num_groups
-            self._found = sharding.test_optimizer(optimizers[0], connection.device, connection.all_gather)
+            self._found = coarsest(connection.all_gather(find_separability(optimizers[0], connection.device)))
             sharding.refuse_coupling(self._found, placement.pipeline_parallel_size)
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from lightning_holmes import checkpoint
 from lightning_holmes.callbacks.timeline_monitor import TimelineMonitor, make_monitor
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.absent import forget
+from lightning_holmes.comm.absent import forget, refusing_in_threads
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
@@ -403,6 +403,7 @@ class Run:
         monitored = any(isinstance(c, TimelineMonitor) for c in callbacks)
         monitors = [] if monitor is None or monitored else [monitor]
         if job.connection.world_size > 1 or self.options.is_layered:
+            undo.enter_context(refusing_in_threads())
             self._tripwires = undo.enter_context(
                 Tripwires(
                     trainer,

@@ -1,12 +1,11 @@
-"""Sharding the optimizer of a run over its replicas: whether it is possible, whether it is done, and the reasons that are reported.
+"""Sharding the optimizer of a run over its replicas: whether it is done, and the reasons that are reported.
 
-found = test_optimizer(optimizer, device, all_gather)            # while groups hold the whole module's parameters
 sharded, notes = choose_sharding(trainer, context, plan, ...)    # while the plan is made
 """
 
 import inspect
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import psutil
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.optim.elementwise import Separability, test_separability
+from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.shard_states import OwnedStates
 from lightning_holmes.optim.unit import sum_dtype
 from lightning_holmes.pipeline.attributes import attribute_tensors
@@ -65,13 +64,6 @@ def may_shard_parameters(
     return any(connection.all_gather(here > _PLANNED_SHARE * total_memory_bytes(device)))
 
 
-def test_optimizer(optimizer: Optimizer, device: torch.device, gather: Callable[[Any], list[Any]]) -> Separability:
-    """Return how ``optimizer``, whose groups hold all parameters, can be sharded; the same on all ranks. All ranks must call."""
-    everyone: list[Separability] = gather(test_separability(optimizer, device))
-    order = ("elements", "parameters", "none")
-    return max(everyone, key=lambda found: order.index(found.level))
-
-
 def may_couple(optimizer: Optimizer, pipeline_parallel_size: int) -> bool:
     """Return whether the optimizer's step may couple stages. torch's own optimizers step each parameter by itself."""
     return pipeline_parallel_size > 1 and not type(optimizer).__module__.startswith("torch.optim.")
@@ -88,9 +80,6 @@ def refuse_coupling(found: Separability, pipeline_parallel_size: int) -> None:
             f"{found.reason}: its step depends on all parameters at once, of which each of the {pipeline_parallel_size} stages "
             f"has a part; use an optimizer that steps each parameter by itself, or pipeline_parallel_size=1"
         )
-
-
-test_optimizer.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
 def choose_sharding(

@@ -283,9 +283,7 @@ class HolmesStrategy(ReplicaCollectives):
         """The plan: which layers run on which rank, and in which schedule; known from the first training batch on, or the first batch of an
         evaluation."""
         if self._run is None or self._run.planned is None:
-            raise HolmesError(
-                "strategy.plan: the plan is made when the first batch comes; read it in a hook after that"
-            )
+            raise HolmesError("strategy.plan: the plan is made when the first batch comes; read it in a later hook")
         return self._run.plan
 
     @property

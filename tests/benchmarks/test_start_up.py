@@ -36,9 +36,7 @@ def test_four_processes_reach_their_first_step_within_twenty_seconds_and_learn_w
     if others:
         print(f"the same with Lightning's DDP: {', '.join(f'{s:.1f}' for s in others)} s")
     number, reached = next(((n, s) for n, loss, s in losses if loss < 2.6), (0, 0.0))
-    print(
-        f"loss {losses[0][1]:.2f} at step 1; below 2.6 at step {number}, {reached:.0f} s after the launch (under 180)"
-    )
+    print(f"loss {losses[0][1]:.2f} at step 1; below 2.6 at step {number}, {reached:.0f} s after launch (under 180)")
     assert 5.3 < losses[0][1] < 5.8
     assert number and reached < 180
     assert min(seconds) < WITHIN_S or statistics.median(seconds) < limit

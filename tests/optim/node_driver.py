@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_holmes.optim.elementwise import test_separability as separability_of
+from lightning_holmes.optim.elementwise import find_separability as separability_of
 from lightning_holmes.optim.node.description import describe_optimizer
 from lightning_holmes.optim.node.link import FETCHED, Action, Link
 from lightning_holmes.optim.node.node_options import NodeOptions

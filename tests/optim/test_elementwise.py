@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_holmes.optim.elementwise import Level, test_separability
+from lightning_holmes.optim.elementwise import Level, find_separability
 
 
 def parameters() -> list[nn.Parameter]:
@@ -112,7 +112,7 @@ def test_what_an_optimizer_allows(
     make: Callable[[], Optimizer], level: Level, keys: set[str] | None, state_bytes: int | None
 ) -> None:
     optimizer = make()
-    found = test_separability(optimizer, torch.device("cpu"))
+    found = find_separability(optimizer, torch.device("cpu"))
     assert found.level == level, found.reason
     if keys is None:
         assert type(optimizer).__name__ in found.reason
@@ -127,7 +127,7 @@ def test_the_coarsest_group_decides_and_nothing_of_the_users_is_touched() -> Non
     called: list[int] = []
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     state = torch.get_rng_state()
-    assert test_separability(optimizer, torch.device("cpu")).level == "parameters"
+    assert find_separability(optimizer, torch.device("cpu")).level == "parameters"
     assert not optimizer.state and not called and torch.equal(torch.get_rng_state(), state)
     assert torch.equal(matrix.detach(), torch.ones(4, 3)) and matrix.grad is None
 
@@ -138,6 +138,6 @@ def test_wrappers_and_optimizers_that_do_not_move_are_left_alone() -> None:
 
     wrapper = Lookahead(parameters(), 0.1)
     wrapper.inner = torch.optim.SGD(parameters(), 0.1)  # type: ignore[attr-defined]
-    assert "inner" in test_separability(wrapper, torch.device("cpu")).reason
+    assert "inner" in find_separability(wrapper, torch.device("cpu")).reason
     still = Users("a", parameters(), lambda self, group, p: None)
-    assert "did not change a parameter" in test_separability(still, torch.device("cpu")).reason
+    assert "did not change a parameter" in find_separability(still, torch.device("cpu")).reason

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.optim.bucket_reducer import BucketReducer
-from lightning_holmes.optim.elementwise import Separability, test_separability
+from lightning_holmes.optim.elementwise import Separability, find_separability
 from lightning_holmes.optim.shard_memory import ReplicatedMemory
 from lightning_holmes.optim.shard_states import MASTER_WEIGHT
 from lightning_holmes.optim.sharded_host import ShardedHost, ShardedStep
@@ -187,7 +187,7 @@ def compare(name: str, make: Any, level: str, *, whole: bool) -> None:
     module = Net()
     reference = copy.deepcopy(module)
     plain, optimizer = make(reference), make(module)
-    found = test_separability(optimizer, torch.device("cpu"))
+    found = find_separability(optimizer, torch.device("cpu"))
     assert found.level == level, (name, found)
     parameters = dict(reversed(list(module.named_parameters())))
     reducer, shards = divide(module, optimizer, found, parameters, whole_gradients=whole)
@@ -229,7 +229,7 @@ def compare_masters(make: Any, *, whole: bool) -> None:
     module = Net().bfloat16()
     reference = copy.deepcopy(module).float()
     plain, optimizer = make(reference), make(module)
-    found = test_separability(optimizer, torch.device("cpu"))
+    found = find_separability(optimizer, torch.device("cpu"))
     parameters = dict(module.named_parameters())
     reducer, shards = divide(module, optimizer, found, parameters, whole_gradients=whole, master_weights=True)
     for step in range(STEPS):

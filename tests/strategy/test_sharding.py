@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from torch import nn
 
-from lightning_holmes.optim.elementwise import test_separability as find_separability
+from lightning_holmes.optim.elementwise import find_separability
 from lightning_holmes.strategy.sharding import gradient_readers, refusal_of
 
 

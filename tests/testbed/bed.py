@@ -98,9 +98,7 @@ class Testbed:
         if sys.platform != "linux":
             raise TestbedUnavailable(f"no testbed here: it needs Linux, this is {sys.platform}")
         if os.geteuid() != 0:
-            raise TestbedUnavailable(
-                "no testbed here: it makes network namespaces, which only root may do; run as root"
-            )
+            raise TestbedUnavailable("no testbed here: only root may make network namespaces; run as root")
         hierarchy = find_cpu_hierarchy()
         for bed_id in state.abandoned():
             remove_remains(bed_id)

@@ -84,7 +84,8 @@ class WeightAverages(Replacements):
             yield
 
     def _local_parameters(self, module: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-        prefix = "module." if module is not self._pipeline.module and _is_averaged(module) else ""
+        is_average = hasattr(module, "n_averaged") and hasattr(module, "update_parameters")
+        prefix = "module." if module is not self._pipeline.module and is_average else ""
         for name, parameter in module.named_parameters(recurse=recurse):
             if name.removeprefix(prefix) in self._pipeline.local_parameters:
                 yield parameter
@@ -148,10 +149,6 @@ def swapping_whole(trainer: "pl.Trainer", whole: Callable[[Callable[[], None]], 
                 hooks = ("on_validation_epoch_start", "on_validation_epoch_end")
                 changes.replace(callback, **{hook: swapping(getattr(callback, hook)) for hook in hooks})
         yield
-
-
-def _is_averaged(module: nn.Module) -> bool:
-    return hasattr(module, "n_averaged") and hasattr(module, "update_parameters")
 
 
 def averaging(callbacks: Iterable[Any]) -> Iterator[Any]:

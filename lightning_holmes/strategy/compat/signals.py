@@ -124,11 +124,8 @@ class BatchSignals(Replacements):
                     file=sys.stderr,
                     flush=True,
                 )
-            raise (
-                pl.utilities.exceptions.SIGTERMException(_LEFT_BEHIND)
-                if goes_on
-                else pl.utilities.exceptions.SIGTERMException
-            )
+            ended = pl.utilities.exceptions.SIGTERMException
+            raise ended(_LEFT_BEHIND) if goes_on else ended
         if wanted == _REQUEUE:
             self._told_to_requeue = None
             if self._snapshots is not None:
