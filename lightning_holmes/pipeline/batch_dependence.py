@@ -144,20 +144,20 @@ def _find(
         )
     if found.failure:
         reasons[f"the step fails over a part of it ({found.failure})"] = (
-            f"{step_name} of {name} runs over a few samples and fails over a half of them ({found.failure}): with several microbatches it "
+            f"{step_name} of {name} runs over samples of a batch and fails over a half of them ({found.failure}): with several microbatches it "
             f"runs over parts of a batch; define `split_batch(self, batch, num_microbatches) -> list`, or use {one}"
         )
     if found.loss is not None:
         together, apart = found.loss
         reasons["the loss depends on which samples are in it"] = (
-            f"the loss of {name} over a few samples is {together:.6g}, the mean over their halves "
+            f"the loss of {name} over samples of a batch is {together:.6g}, the mean over their halves "
             f"{apart:.6g}: it depends on which samples are together, as with negatives taken from the batch or a mean "
             f"over tokens with padding. Microbatches then give the numbers of plain Lightning with the microbatch as batch; "
             f"for a mean over tokens define `microbatch_weight(self, batch)`, the number of tokens, or use {one}"
         )
     elif found.gradient:
         reasons["the gradients depend on which samples are in it"] = (
-            f"the gradients of {name} over a few samples and the mean of those over their halves are {found.gradient:.1%} apart: they depend "
+            f"the gradients of {name} over samples of a batch and the mean of those over their halves are {found.gradient:.1%} apart: they depend "
             f"on which samples are together, as with a mean over tokens with padding, where `microbatch_weight(self, batch)` may return "
             f"the number of tokens; or use {one}"
         )
