@@ -35,7 +35,7 @@ import lightning_holmes  # noqa: F401 - registers the strategy "holmes"
 from lightning_holmes.checkpoint import load_whole_state, read_state_dict
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.comm.uncaught import line_of
-from lightning_holmes.commands import COMMANDS, run_command
+from lightning_holmes.commands import COMMANDS, refuse_removed, run_command
 from lightning_holmes.errors import ConfigurationError, HolmesError
 from lightning_holmes.lightning_package import USED, fabric, pl
 from lightning_holmes.lightning_private import config_value
@@ -293,6 +293,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` does: a config file's classes may be in the working folder
     try:
+        refuse_removed(given)
         if given and given[0] in COMMANDS:
             run_command(given[0], given[1:])
             return

@@ -69,6 +69,11 @@ def signal_connector(trainer: "pl.Trainer") -> Any:
     return trainer._signal_connector
 
 
+def divides_data(trainer: "pl.Trainer") -> bool:
+    """Whether the trainer gives each replica its part of the data; with ``Trainer(use_distributed_sampler=False)`` the data sets do."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
 def synchronises_batch_norm(trainer: "pl.Trainer") -> bool:
     """Whether ``Trainer(sync_batchnorm=True)``, or a plugin for it, was given; the trainer tells the strategy alone."""
     return trainer.strategy._layer_sync is not None  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import yaml
 
 import lightning_holmes
 from lightning_holmes.cli import main
+from lightning_holmes.commands import REMOVED
 from recipes.gpt import GPT
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +89,12 @@ def test_wrong_options_are_named(capsys):
     assert code == 2 and "TQDMProgressBar" in err and "Traceback" not in err  # Lightning's own refusals, too
     code, _, err = run(capsys, "train")
     assert code == 2 and "train" in err
+
+
+@pytest.mark.parametrize("gone", REMOVED)
+def test_what_is_gone_is_refused_with_what_to_do_instead(gone, capsys):
+    code, _, err = run(capsys, *gone.split(), "--config", RECIPE)
+    assert code == 2 and f"ConfigurationError: lightning-holmes {gone} is gone: {REMOVED[gone]}" in err
 
 
 def test_errors_of_ours_are_one_message(capsys):

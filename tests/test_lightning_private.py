@@ -324,6 +324,7 @@ def test_a_module_knows_its_trainer_and_mesh(tmp_path: Path) -> None:
     module, trainer = BoringModel(), trainer_for(tmp_path)
     assert private.trainer_of(module) is None and {private.TRAINER, private.FABRIC} < set(vars(module))
     private.set_trainer(module, trainer)
+    assert private.divides_data(trainer) and not private.divides_data(pl.Trainer(use_distributed_sampler=False))
     assert module.trainer is trainer and private.trainer_of(module) is trainer
     assert vars(module)[private.TRAINER] is trainer
     private.set_trainer(module, None)

@@ -211,9 +211,7 @@ def _numbers(value: Any) -> list[Any]:
         return [value] if abs(value) < 2**63 or isinstance(value, float) else [float(value)]
     if isinstance(value, (np.number, np.ndarray)) and value.dtype.kind in "biufc":
         return [value]
-    return (
-        [found for _, child in tree.children_of(value) for found in _numbers(child)] if tree.is_container(value) else []
-    )
+    return [n for _, child in tree.children_of(value) for n in _numbers(child)] if tree.is_container(value) else []
 
 
 def _difference(

@@ -97,9 +97,7 @@ def _open_folder(path: Path, weights_only: bool) -> Source:
     missing = sorted(set(manifest.files) - manifest.present_files(path))
     if missing:
         hosts = sorted({manifest.files[name].host for name in missing})
-        raise CheckpointError(
-            f"{path} lacks {', '.join(missing[:3])}, written on the hosts {hosts}: copy them here first"
-        )
+        raise CheckpointError(f"{path} lacks {', '.join(missing[:3])}, written on the hosts {hosts}: copy them here")
     checkpoint = load_folder(path, Membership(), weights_only=weights_only)
     reader = FolderReader(manifest, path)
     names: dict[ValueEntry, list[Value]] = {}

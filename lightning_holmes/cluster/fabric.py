@@ -129,9 +129,7 @@ class _Grouping:
             self.make_cluster(name, kind, fabric, members, fabric_names, given is not None)
             for name, (given, kind, fabric, members) in zip(names, groups, strict=True)
         ]
-        clusters.sort(
-            key=lambda cluster: (TRANSPORT_KINDS.index(cluster.fabric or "ethernet"), natural_key(cluster.name))
-        )
+        clusters.sort(key=lambda c: (TRANSPORT_KINDS.index(c.fabric or "ethernet"), natural_key(c.name)))
         return Topology(clusters=tuple(clusters), warnings=tuple(dict.fromkeys(self.warnings)))
 
     # Fabrics

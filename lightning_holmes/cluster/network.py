@@ -61,9 +61,7 @@ class Host:
     ranks: tuple[Annotated[int, Field(ge=0, le=10_000_000)], ...] | None = None
 
     def __post_init__(self) -> None:
-        check_unique(
-            [(("nics", i, "name"), nic.name) for i, nic in enumerate(self.nics)], f"NICs of host {self.name!r}"
-        )
+        check_unique([(("nics", i, "name"), n.name) for i, n in enumerate(self.nics)], f"NICs of host {self.name!r}")
         if self.ranks is not None and len(self.ranks) != self.devices:
             problem = f"{len(self.ranks)} ranks for {self.devices} devices; write one rank for each device"
             raise PlacedError(f"host {self.name!r}: {problem}", ("ranks",))

@@ -112,11 +112,6 @@ def _number(value: Any, units: _Units, help_text: str) -> tuple[Any, bool]:
     return number * factor / divisor, unit == ""
 
 
-def parse_bandwidth(value: Any) -> Any:
-    """Convert a text with a unit to bytes per second; numbers are returned as they are. Raises ValueError that says what to write."""
-    return _number(value, _BANDWIDTHS, _BANDWIDTH_HELP)[0]
-
-
 def _with_unit(
     units: _Units, help_text: str, unit: str, usual: str, why: str, is_unlikely: Callable[[float], bool]
 ) -> tuple[BeforeValidator, PlainSerializer]:

@@ -3,7 +3,10 @@
 A module is imported only when its command is called.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
+
+from lightning_holmes.errors import ConfigurationError
 
 # name: (module, what it does in one line)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -17,6 +20,27 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "this host as an optimizer node of a job, by the job's own script",
     ),
 }
+
+_BENCHED = "it is in tests/ of the repository, where docs/benchmarks.md has its commands"
+REMOVED: dict[str, str] = {
+    "bench": _BENCHED,
+    "testbed": _BENCHED,
+    "status": "torchrun's output and the run's loggers tell how a job stands",
+    "tokenize": "write the tokens as recipes/make_tokens.py does",
+    "plan --html": "--plot draws the step, and --format json has the figures",
+    "plan --recomputation": "a module that recomputes is planned as it is",
+    "topology --plot": "the table and --format yaml have all that it showed",
+    "topology --port_range": "sysctl net.ipv4.ip_local_port_range narrows the ports of all sockets",
+    "topology --refresh": "nothing is kept: each run measures at its start",
+}
+"""Commands and options of an earlier version, each with what to do instead."""
+
+
+def refuse_removed(args: Sequence[str]) -> None:
+    """Raise ConfigurationError if a command line has one of REMOVED."""
+    for name in (*args[:1], *(f"{args[0]} {arg.partition('=')[0]}" for arg in args[1:])):
+        if name in REMOVED:
+            raise ConfigurationError(f"lightning-holmes {name} is gone: {REMOVED[name]}")
 
 
 def run_command(name: str, args: list[str]) -> None:

@@ -12,8 +12,8 @@ __all__ = ["HFCausalLM"]
 def __getattr__(name: str) -> Any:
     if name == "HFCausalLM":  # imported on first use: transformers takes seconds
         return import_module("lightning_holmes.models.hf").HFCausalLM
-    if name == "LoRACausalLM":
+    if name in (moved := {"GPT": "gpt", "LoRACausalLM": "lora"}):
         raise AttributeError(
-            f"lightning_holmes.models.{name} is gone: it is recipes.lora.{name} in the repository, of which you can copy it"
+            f"lightning_holmes.models.{name} is gone: it is recipes.{moved[name]}.{name} in the repository, of which you can copy it"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

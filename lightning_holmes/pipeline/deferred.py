@@ -135,9 +135,7 @@ class DeferredModule:
         if self._place(tensor).type != "cpu":
             return torch.zeros((), dtype=tensor.dtype, device=self._place(tensor)).expand(tensor.shape)
         # memory that is only read stays the kernel's page of zeros; every matrix product would copy a tensor of stride 0
-        pages = mmap.mmap(
-            -1, max(1, tensor.numel() * tensor.element_size()), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
+        pages = mmap.mmap(-1, max(1, tensor.nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 
     def hold_places(

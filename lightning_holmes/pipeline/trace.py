@@ -169,9 +169,7 @@ class Tracer:
         eager = torch.compiler.set_stance("force_eager")
         alone, loggers = refusing_collectives(self.shadow, self.place), refusing_loggers(self.shadow, self.place)
         computing = noticing_compute(self.metrics, self.computed_metrics.append)
-        values = FollowValues(
-            sources, self.place, self._before_write, self.tensor_ranks, tuple(self.generators.values())
-        )
+        values = FollowValues(sources, self.place, self._before_write, self.tensor_ranks, (*self.generators.values(),))
         python = FollowPython(sources, self.place, self._before_write)
         around = context() if context is not None else nullcontext()
         with grad, eager, alone, loggers, computing, values, python, around:

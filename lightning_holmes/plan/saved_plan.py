@@ -88,9 +88,7 @@ def check_plan(
         for rank in range(plan.pipeline_parallel_size):
             place = "+".join(clusters_of(placed, topology, rank))
             if plan.clusters[rank] != place:
-                differences.append(
-                    f"its pipeline rank {rank} is on cluster {plan.clusters[rank]}, here that is {place}"
-                )
+                differences.append(f"its pipeline rank {rank} is on cluster {plan.clusters[rank]}, here on {place}")
     if layers is not None and plan.layers != layers:
         differences.append(f"it splits the layer list {plan.layers!r}, this model's is {layers!r}")
     if num_layers is not None and plan.partition.num_layers != num_layers:

@@ -157,9 +157,7 @@ def describe_task(cost_model: CostModel) -> str:
 
 def describe_left_out(result: SearchResult) -> str:
     """The number of candidates, and the reasons why candidates were left out."""
-    parts = "; ".join(
-        f"{count} {reason}" for reason, count in sorted(result.left_out.items(), key=lambda item: -item[1])
-    )
+    parts = "; ".join(f"{count} {why}" for why, count in sorted(result.left_out.items(), key=lambda item: -item[1]))
     return f"{result.num_candidates} candidates" + (f"; left out: {parts}" if parts else "")
 
 

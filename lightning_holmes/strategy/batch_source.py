@@ -2,10 +2,10 @@
 
 Each rank loads its own: a batch need not cross the link between clusters. But a data set that is made or augmented
 without a common seed gives each process other values for the same index. Then the first rank's batch is as good as any,
-and the others take it. That is right only if all ranks read the same indices: a data set that shards itself would lose what
-the others have read, and is refused where batches are compared (pipeline/steps.py).
+and the others take it. That is right only if all ranks read the same indices: data that shard themselves would lose what the others
+have read. They are iterable, or come with ``use_distributed_sampler=False``, and are refused where batches are compared.
 
-    source = BatchSource(p2p, always=False)
+    source = BatchSource(p2p, always=False, divides=True)
     source.broadcasts("training_step", batch, lambda: loaders, index=0, replica=(0, 2))   # all ranks of the pipeline must call
 """
 
@@ -27,11 +27,13 @@ class BatchSource:
     Args:
         p2p: to the other ranks of the pipeline; None: there are none.
         always: the first rank's batches are used in any case (``broadcast_batch=True``).
+        divides: the trainer divides the data; if not, the data sets may do so by themselves.
     """
 
-    def __init__(self, p2p: P2P | None, *, always: bool) -> None:
+    def __init__(self, p2p: P2P | None, *, always: bool, divides: bool) -> None:
         self._p2p = p2p if p2p is not None and p2p.size > 1 else None
         self._always = always
+        self._divides = divides
         self._decided: dict[tuple[str, int], bool] = {}
 
     def broadcasts(
@@ -55,7 +57,7 @@ class BatchSource:
         key = step_name, index
         if key not in self._decided:
             loaders = find_loaders()
-            by_index = bool(loaders) and all(_reads_by_index(each, replica) for each in loaders)
+            by_index = self._divides and bool(loaders) and all(_reads_by_index(each, replica) for each in loaders)
             self._decided[key] = self._differ(self._p2p, batch, by_index)
             if self._decided[key] and self._p2p.rank == 0:
                 pl.utilities.rank_zero_warn(

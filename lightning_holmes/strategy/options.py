@@ -142,9 +142,7 @@ class Options:
             ("gradient_sync", self.gradient_sync != "auto", "nodes sum the gradients"),
         ):
             if value:
-                raise ConfigurationError(
-                    f"{asked} with {name}={getattr(self.asked, name)!r}: {reason}; leave {name} out"
-                )
+                raise ConfigurationError(f"{asked} with {name}={getattr(self.asked, name)!r}: {reason}; omit {name}")
 
     def _check_layered(self, asked: str) -> None:
         schedule = self.asked.schedule
@@ -293,9 +291,7 @@ def check_layout(
         )
     if isinstance(partition, str) and partition not in PARTITION_NAMES:
         known = ", ".join(f'"{name}"' for name in PARTITION_NAMES)
-        raise ConfigurationError(
-            f"partition={partition!r} is not known; write one of {known} or a list of layer counts"
-        )
+        raise ConfigurationError(f"partition={partition!r} is not known; write one of {known}, or layer counts")
     if not isinstance(partition, str):
         try:
             Partition(tuple(partition))

@@ -22,6 +22,7 @@ from lightning_holmes.comm.absent import forget, refusing_in_threads
 from lightning_holmes.comm.parameter_exchange import ParameterExchange
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.lightning_private import divides_data
 from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.remote import RemoteReducer
 from lightning_holmes.optim.stage_shards import StageShards
@@ -95,7 +96,7 @@ class Run:
         groups, device = self.job.groups, self.job.connection.device
         self.pipeline = PipelineModule.whole(self.module, device, rank=groups.pipeline_rank)
         self._loops = StepLoops(trainer)
-        self._source = BatchSource(groups.p2p, always=self.options.broadcast_batch)
+        self._source = BatchSource(groups.p2p, always=self.options.broadcast_batch, divides=divides_data(trainer))
         self._state = ModuleState(self.pipeline, groups.p2p, device)
         self._whole_driver = self._make_driver(PipelineModule.whole(self.module, device), "gpipe", 1)
         self.driver = self._whole_driver

@@ -257,9 +257,7 @@ def why_not_sharded(
     if not may_shard:
         return "whole ones fit"
     if options.compression is not None:
-        return (
-            f"compression={options.compression!r} is not exact, and each replica would own the only copy of its share"
-        )
+        return f"compression={options.compression!r} is not exact, and each replica would own its share alone"
     optimizer = next(iter(trainer.strategy.optimizers), None)
     refusal = "" if found is None or optimizer is None else refusal_of_shards(found, optimizer, trainer, structure)
     readers = [f"{reader} reads whole gradients" for reader in gradient_readers(trainer)]

@@ -222,9 +222,7 @@ class Snapshots:
             path, step = found
             requeued = None if ckpt_path is not None else self._requeued(path, saved, find_checkpoint)
             if requeued is not None:
-                self._say(
-                    f"this job was started again, and goes on from {requeued}, which is newer than the snapshots here"
-                )
+                self._say(f"this job was started again, and goes on from {requeued}, newer than the snapshots here")
                 return requeued
             self.chosen, self.manager.whole = str(path), path
             self._say(f"this job was started again, and goes on from the snapshot of step {step}: {path}")

@@ -62,7 +62,7 @@ class HolmesStrategy(ReplicaCollectives):
     Args:
         topology: which devices form which cluster: the path of a YAML file (see ``lightning_holmes.cluster.topology``), a
             ``Topology``, or "auto": discovered at the start; all devices of one host are one cluster.
-        pipeline_parallel_size: ranks of one pipeline; "auto" is the number of clusters.
+        pipeline_parallel_size: ranks of one pipeline; "auto": one stage for each cluster, or more if their sizes differ.
         tensor_parallel_size: ranks of a host over which each layer is sharded. The module shards its layers in
             ``configure_model``, with torch's ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``.
         num_microbatches: the number of microbatches into which each training batch of a replica is split; "auto" is the number with the

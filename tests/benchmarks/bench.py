@@ -38,7 +38,6 @@ from benchmarks.workload import Workload
 from testbed import Testbed, TestbedError, TestbedOptions
 from testbed.bed import raise_if_failed
 
-from lightning_holmes.cluster.record import parse_bandwidth
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology, TransportKind
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.optim.node.role import DEFAULT_PORT, SECRET
@@ -70,13 +69,12 @@ class Network:
 
     def make_topology(self) -> Topology:
         """Clusters alternately with InfiniBand and RoCE. Host names do not contain the cluster's name."""
-        rates = [parse_bandwidth(rate) for rate in (self.fast, self.ethernet)]
         clusters, number = [], 0
         for index, size in enumerate(self.hosts):
             kind = _FAST_KINDS[index % len(_FAST_KINDS)]
             nics = (
-                Nic(name="mlx5_0", kind=kind, bandwidth_bytes_per_s=rates[0]),
-                Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=rates[1]),
+                Nic(name="mlx5_0", kind=kind, bandwidth_bytes_per_s=self.fast),
+                Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=self.ethernet),
             )
             hosts = tuple(Host(name=f"node{number + i}", devices=1, nics=nics) for i in range(size))
             clusters.append(Cluster(name=f"{kind}{index}", hosts=hosts))
@@ -204,8 +202,8 @@ def run_benchmark(
 def make_bed(network: Network, *, num_nodes: int = 0, node_clusters: Sequence[int] = ()) -> Testbed:
     """The testbed of a network, not yet built. Optimizer nodes are on hosts of their own: one in each of the clusters
     ``node_clusters`` (indices), with the cards of the cluster's other hosts, too; the rest are in no cluster, with Ethernet only."""
-    topology, rate = network.make_topology(), parse_bandwidth(network.node_rate)
-    ethernet = Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=rate)
+    topology = network.make_topology()
+    ethernet = Nic(name=_ETHERNET, kind="ethernet", bandwidth_bytes_per_s=network.node_rate)
     clusters = list(topology.clusters)
     for number, place in enumerate(node_clusters):
         host = Host(name=f"{_NODE}{number}", devices=1, nics=(clusters[place].hosts[0].nics[0], ethernet))

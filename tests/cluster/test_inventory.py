@@ -167,9 +167,7 @@ def test_a_topology_file_wins_and_is_completed() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store, inventory = HashStore(), host("a", 1)
-    results = on_all_ranks(
-        4, lambda rank: rank == 2 or discover_topology(store, rank, 4, local=inventory, timeout_s=2.0)
-    )
+    results = on_all_ranks(4, lambda r: r == 2 or discover_topology(store, r, 4, local=inventory, timeout_s=2.0))
     for rank in (0, 1, 3):
         assert isinstance(results[rank], RemoteError) and "from rank 2 while" in str(results[rank]), results[rank]
 

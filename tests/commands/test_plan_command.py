@@ -417,9 +417,7 @@ def test_precision_counts(capsys):
     def step_s(*more: str) -> float:
         return planned(capsys, *RECIPE, "--format=json", *more)["best"]["step_s"]
 
-    half, fp32 = (
-        step_s("--device_type=A100-80GB", f"--trainer.precision={name}") for name in ("bf16-mixed", "32-true")
-    )
+    half, fp32 = (step_s("--device_type=A100-80GB", f"--trainer.precision={p}") for p in ("bf16-mixed", "32-true"))
     assert half < fp32
 
 

@@ -31,9 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "two batches, eager": {"num_batches": 2, "is_eager": True},
     "two batches, clipped": {"num_batches": 2, "clips": True},
 }
-CASES = selected(
-    [(o, way, room, workers) for o in OPTIMIZERS for way in WAYS for room in ROOMS for workers in (1, 2, 4)]
-)
+CASES = selected([(o, way, room, n) for o in OPTIMIZERS for way in WAYS for room in ROOMS for n in (1, 2, 4)])
 
 
 def run(

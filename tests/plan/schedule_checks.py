@@ -27,9 +27,7 @@ def validate_schedule(schedule: Schedule) -> None:
     release of its stage; for each ordered pair of ranks the receives have the order of the sends; and there is no deadlock.
     """
     if len(schedule.actions) != schedule.pipeline_parallel_size:
-        raise ValueError(
-            f"{len(schedule.actions)} lists of actions for {schedule.pipeline_parallel_size} pipeline ranks"
-        )
+        raise ValueError(f"{len(schedule.actions)} lists of actions for {schedule.pipeline_parallel_size} ranks")
     for rank, actions in enumerate(schedule.actions):
         _check_actions(schedule, rank, actions)
     sent: dict[tuple[int, int], list[Action]] = {}

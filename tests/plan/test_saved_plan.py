@@ -20,7 +20,7 @@ def test_the_same_topology_and_model_pass() -> None:
     ("here", "model", "words"),
     [
         (topology_of(east=4, west=4), {}, ["has 4 ranks", "here.yaml has 8 devices"]),
-        (topology_of(east=2, north=2), {}, ["pipeline rank 1 is on cluster west", "here that is north"]),
+        (topology_of(east=2, north=2), {}, ["pipeline rank 1 is on cluster west", "here on north"]),
         (topology_of(east=1, west=3), {}, ["pipeline rank 0 is on cluster east", "east+west"]),
         (topology_of(east=2, west=2), {"layers": "model.h"}, ["'layers'", "'model.h'"]),
         (topology_of(east=3, west=2), {"num_layers": 12}, ["5 devices", "assigns 9 layers", "has 12"]),
@@ -47,6 +47,6 @@ def test_the_same_hosts_numbered_in_another_order_pass() -> None:
             for cluster in here.clusters
         )
     )
-    with pytest.raises(ConfigurationError, match="on cluster east, here that is west"):
+    with pytest.raises(ConfigurationError, match="on cluster east, here on west"):
         check_plan(PLAN, topology=turned)
     check_plan(PLAN, topology=turned, placement=Placement(((2, 3), (0, 1))))

@@ -414,7 +414,7 @@ class FailingData(Dataset[Any]):
         if self.where == "thread that reads" and index == 20:
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(lambda: [torch.tensor(p) for p in self.module.parameters()]).result(timeout=60)
-        x, y = samples(64)[index]
+        x, y = samples(64)[(2 * index + RANK) % 64 if self.where == "divided data" else index]
         return (x + 1 if self.where == "different data" and index == 20 and RANK == 1 else x), y
 
 
@@ -424,7 +424,8 @@ def fail(payload: dict[str, Any]) -> None:
     where = payload["where"].removesuffix(" of one replica")
     setting = Setting(Path(payload["folder"]), {"pipeline_parallel_size": 2, "num_microbatches": 2})
     keep = ModelCheckpoint(Path(payload["folder"]) / "saved", save_on_exception=True)
-    trainer = setting.trainer(callbacks=[FailingCallback(), ReadsAtTheEnd(), keep], enable_checkpointing=True)
+    options = {"enable_checkpointing": True, "use_distributed_sampler": where != "divided data"}
+    trainer = setting.trainer(callbacks=[FailingCallback(), ReadsAtTheEnd(), keep], **options)
     model = build(Failing, where)
     print("BEGINS", time.time(), flush=True)
     trainer.fit(model, DataLoader(FailingData(where, model), 8), DataLoader(samples(), 8))

@@ -22,6 +22,7 @@ FAILURES = {
     "data loader": "ZeroDivisionError: planned failure: data loader",
     "different data": "Where all ranks read the same samples and only random numbers differ, broadcast_batch=True lets the first stage "
     "load and send; of data that shard themselves that would lose",
+    "divided data": "of data that shard themselves that would lose what the other stages have read",
     "data set that reads": "is read in a thread of its own, or outside of steps and hooks",
     "thread that reads": "is read in a thread of its own, or outside of steps and hooks",
     "no loss": "returned NoneType without a loss tensor",

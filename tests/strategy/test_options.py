@@ -88,7 +88,7 @@ def test_a_folder_for_states_needs_an_optimizer_node() -> None:
 
 @pytest.mark.parametrize("collective", ["all_reduce", "hierarchical"])
 def test_what_sums_over_replicas_is_no_way_to_optimizer_nodes(collective: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"gradient_sync='{collective}': nodes sum the gradients; leave"):
+    with pytest.raises(ConfigurationError, match=f"gradient_sync='{collective}': nodes sum the gradients; omit"):
         HolmesStrategy(optimizer_nodes=1, gradient_sync=collective)
 
 

@@ -252,7 +252,7 @@ def test_a_plan_file_is_followed_or_refused_with_the_difference(tmp_path: Path) 
     for messages in launch(2, "test_runtime_plan:refused", payload, timeout_s=120):
         assert messages[0] == ""
         assert "ConfigurationError" in messages[1] and "assigns 7 layers, this model has 4" in messages[1]
-        assert "is on cluster east, here that is cluster0" in messages[2] and str(other_topology) in messages[2]
+        assert "is on cluster east, here on cluster0" in messages[2] and str(other_topology) in messages[2]
 
 
 def test_each_choice_of_a_plan_file_is_followed(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Schedule: the list of actions of every pipeline rank for one batch. Plain data.
 
-orders.py has the order of a rank's computations, specs.py is the registry of schedules, schedule.py adds transfers, and
-checks.py validates a schedule. The runner and the simulator execute exactly these actions; evaluation uses the
+orders.py has the order of a rank's computations, specs.py is the registry of schedules, and schedule.py adds
+transfers. The runner and the simulator execute exactly these actions; evaluation uses the
 same lists without backward.
 
     schedule = make_schedule("1f1b", pipeline_parallel_size=2, num_microbatches=3)

@@ -259,9 +259,7 @@ class _Search:
         return found
 
     def _nothing_to_try(self) -> ConfigurationError:
-        reasons = (
-            "; ".join(f"{what} ({count} tries)" for what, count in self.left_out.most_common(3)) or "no sizes to try"
-        )
+        reasons = "; ".join(f"{what} ({n} tries)" for what, n in self.left_out.most_common(3)) or "no sizes to try"
         model, training, space = self.cost_model.model, self.cost_model.training, self.space
         return ConfigurationError(
             f"no parallel sizes go together on {self.cost_model.num_devices} devices with a batch of "
