@@ -159,9 +159,7 @@ class HolmesCLI(pl.cli.LightningCLI):
     def init_parser(self, **kwargs: Any) -> pl.cli.LightningArgumentParser:
         kwargs.setdefault("dump_header", [f"{pl.__name__}=={version(USED)}"])
         parser = HolmesParser(**kwargs)
-        parser.add_argument(
-            "-c", "--config", action=ActionConfigFile, help="Path to a configuration file in json or yaml format."
-        )
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help="a configuration file, YAML or JSON")
         return parser
 
     def _add_subcommands(self, parser: Any, **kwargs: Any) -> None:

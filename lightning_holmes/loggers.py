@@ -8,14 +8,11 @@ the metrics of the machine (CPU, memory, GPUs) by itself.
 
 from __future__ import annotations
 
-import netrc
+import contextlib
 import os
 import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import yaml
 
@@ -76,31 +73,22 @@ def why_offline() -> str | None:
 
 def is_logged_in(settings: Any) -> bool:
     """Whether there is a key for the server, in the environment or where `wandb login` keeps it. Never prompts."""
-    if settings.api_key or os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(settings.base_url).hostname or ""
-    given = os.environ.get("NETRC")
-    for path in [Path(given)] if given else [Path.home() / ".netrc", Path.home() / "_netrc"]:
-        try:
-            if netrc.netrc(path).authenticators(host) is not None:
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+    import requests  # which wandb needs
+
+    key = settings.api_key or os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(settings.base_url)
+    return key is not None
 
 
 def _answers(url: str) -> bool:
     """Whether the server answers within _ANSWER_TIMEOUT_S, even with an error page; resolving the name is included in the time."""
+    import requests  # which wandb needs
+
     answered = threading.Event()
 
     def ask() -> None:
-        try:
-            with urllib.request.urlopen(url, timeout=_ANSWER_TIMEOUT_S):
-                answered.set()
-        except urllib.error.HTTPError:
+        with contextlib.suppress(requests.RequestException):
+            requests.head(url, timeout=_ANSWER_TIMEOUT_S)
             answered.set()
-        except (OSError, ValueError):
-            pass
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()

@@ -43,9 +43,7 @@ def main(args: list[str]) -> None:
     parser.add_argument(
         "--rdzv-endpoint", metavar="HOST[:PORT]", help="torchrun's option; its host is used instead of --master-addr"
     )
-    parser.add_argument(
-        "--master-port", type=int, help="torchrun's option; ignored with a note, since nodes connect to --port"
-    )
+    parser.add_argument("--master-port", type=int, help="torchrun's; ignored with a note: nodes connect to --port")
     parser.add_argument(
         "--port",
         type=int,

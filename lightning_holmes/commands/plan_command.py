@@ -412,6 +412,4 @@ def check_writable(path: str | None, option: str) -> None:
     if path is not None and option == "--plot" and Path(path).suffix.lower() not in PLOT_FORMATS:
         raise ConfigurationError(f"{option}={path!r}: the file's name must end in {' or '.join(PLOT_FORMATS)}")
     if path is not None and not Path(path).absolute().parent.is_dir():
-        raise ConfigurationError(
-            f"{option}={path!r}: the folder {Path(path).absolute().parent} does not exist; create it first"
-        )
+        raise ConfigurationError(f"{option}={path!r}: {Path(path).absolute().parent} does not exist; create it")

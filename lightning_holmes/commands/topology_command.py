@@ -94,9 +94,7 @@ def _open_store(rank: int, world_size: int) -> Any:
     dist: Any = torch.distributed  # the stores are public, but not declared as exported
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port or not port.isdecimal():
-        raise ConfigurationError(
-            f"MASTER_ADDR={address} and MASTER_PORT={port}: set both to where rank 0 listens, as torchrun does"
-        )
+        raise ConfigurationError(f"MASTER_ADDR={address} and MASTER_PORT={port}: set both to where rank 0 listens")
     offered = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(

@@ -225,9 +225,7 @@ def _build_config(config: str | dict[str, Any] | PretrainedConfig | None) -> Any
             return transformers.AutoConfig.for_model(model_type, **settings)
     if isinstance(config, transformers.PretrainedConfig):
         return copy.deepcopy(config)  # the caller's object is not changed
-    raise ConfigurationError(
-        f"config={config!r} is a {type(config).__name__}: give a dict, a folder or a PretrainedConfig."
-    )
+    raise ConfigurationError(f"config={config!r} is a {type(config).__name__}: give a dict, folder or PretrainedConfig")
 
 
 def _build_from_config(config: Any, options: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ class PretrainedFolder:
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise ConfigurationError(
-                f"pretrained={str(self.folder)!r}: its weights are quantised, and cannot be read in parts"
+                f"pretrained={str(self.folder)!r}: its weights are quantised: not to be read in parts"
             )
         prefix = f"{model.base_model_prefix}."
         aliases: dict[int, list[str]] = {}

@@ -43,6 +43,7 @@ class ModuleState:
         self._p2p = p2p
         self._device = device
         self._seen: dict[Key, Hashable] = {}
+        self._before: dict[str, Hashable] = {}
         self._sent: list[Callable[[], None]] = []
         self._awaited: list[int] = []
 
@@ -86,6 +87,31 @@ class ModuleState:
         if arrived:
             found = self.attributes()
             self._seen |= _fingerprints({key: value for key, value in found.items() if _is_below(key, arrived)}, {})
+
+    def begin_step(self) -> None:
+        """Note the small values of the LightningModule itself, before a step."""
+        self._before = {name: _fingerprint(value) for name, value in self._small().items()}
+
+    def of_step(self) -> dict[str, Any]:
+        """The small values that the step has set on the LightningModule itself since :meth:`begin_step`, by name. The last stage's rank hands them
+        to the others (:meth:`take`), whose part of the next step may begin to read them."""
+        found = self._small()
+        return {name: value for name, value in found.items() if self._before.get(name) != _fingerprint(value)}
+
+    def take(self, values: dict[str, Any]) -> None:
+        """Set what the last stage's step has set; it counts as known to all ranks."""
+        module = self._pipeline.module
+        with torch.inference_mode(False):  # as in receive
+            for name, value in values.items():
+                setattr(module, name, value.clone() if isinstance(value, Tensor) else value)
+        self._seen |= _fingerprints({("", (n,)): vars(module)[n] for n in values.keys() & vars(module).keys()}, {})
+
+    def _small(self) -> dict[str, Any]:
+        """The numbers, texts, small arrays and tensors of the LightningModule itself, its buffers included, by name."""
+        module = self._pipeline.module
+        values = {name: value for name, value in vars(module).items() if name not in RESERVED and type(value) in PLAIN}
+        values |= registered_buffers(module)
+        return {name: value for name, value in values.items() if getattr(value, "nbytes", 0) <= _SMALL_BYTES}
 
     def _finish(self) -> None:
         for wait in self._sent:

@@ -22,6 +22,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, splits_itself
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.divisors import Divisors
+from lightning_holmes.pipeline.module_state import ModuleState
 from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws, OwnGenerators, States, set_states, states_of
 from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
@@ -55,6 +56,7 @@ class StepDriver:
         schedule, num_chunks: the schedule of training steps; evaluation runs only its forwards.
         splitter: shared by all steps, since it learns from earlier batches.
         tensor_p2p: transport to the other ranks of the tensor-parallel group, which run the same stages on the same batches.
+        state: the module's state, of which the last stage's results bring what the next step may read; None: it is not brought.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StepDriver:
         device: torch.device,
         splitter: BatchSplitter | None = None,
         tensor_p2p: P2P | None = None,
+        state: ModuleState | None = None,
     ) -> None:
         self.pipeline = pipeline
         self.p2p = p2p
@@ -78,6 +81,7 @@ class StepDriver:
         self.device = device
         self.splitter = splitter or BatchSplitter()
         self._is_staged = p2p is not None and p2p.size > 1 and pipeline.num_stages > 1
+        self._state = state if self._is_staged else None
         self.runner = PipelineRunner(pipeline, p2p if self._is_staged else None)
         self.module = module = self.runner.module
         self.is_inside_part = False
@@ -168,6 +172,9 @@ class StepDriver:
         self.pipeline.draws = draws
         is_known = structure is not None and structure.outside  # several microbatches then have a warning
         self.pipeline.outside = self._outside if (count > 1 or self._is_staged) and not is_known else None
+
+        if self._state is not None:
+            self._state.begin_step()
 
         def refuse_compute(metric: str) -> None:
             raise UnsupportedModuleError(describe_compute(place, metric))
@@ -330,7 +337,9 @@ class StepDriver:
             set_states(self._generators, drawn)
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
             p2p.broadcast(last, leaves)
-            output, calls = tree.unflatten(template, leaves)
+            output, calls, kept = tree.unflatten(template, leaves)
+            if self._state is not None:
+                self._state.take(kept)
             return StepResult(output=tree.map_tensors(lambda t: t.to(self.device), output), calls=calls)
         if not alone:
             assert p2p is not None
@@ -351,7 +360,7 @@ class StepDriver:
         output = batches.merge_outputs(batch.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
             assert p2p is not None
-            leaves = []
+            leaves, kept = [], {} if self._state is None else self._state.of_step()
 
             def pack(tensor: Tensor) -> Any:
                 """Pack a tensor into the message, except one on the device: it is broadcast separately, without
@@ -361,7 +370,7 @@ class StepDriver:
                 leaves.append(tensor.detach().contiguous())
                 return tree.Leaf(len(leaves) - 1)
 
-            template = tree.map_tensors(pack, (output, merged))
+            template = tree.map_tensors(pack, (output, merged, kept))
             specs = [TensorSpec(tuple(leaf.shape), leaf.dtype, False) for leaf in leaves]
             for rank in self._other_ranks():
                 p2p.send_message(rank, TOPIC_RESULT, (template, specs, changed, end))

@@ -215,9 +215,7 @@ def _by_hand(text: str) -> DeviceType:
         key = key.strip()
         if key not in _KEYS or key in values:
             known = ", ".join(f"{name} ({unit})" for name, (unit, _, _) in _KEYS.items())
-            raise ConfigurationError(
-                f"device type {text!r}: {key!r} is not allowed here; the keys are {known}, each once"
-            )
+            raise ConfigurationError(f"device type {text!r}: {key!r} is no key; the keys are {known}, each once")
         try:
             number = float(value)
         except ValueError:

@@ -51,9 +51,7 @@ def plan_groups(
             for level, groups in (("inside", inside), ("across", across)):
                 use = f"gradients of one stage {level} clusters, if summed so"
                 for number, part_ranks in enumerate(groups):
-                    found.append(
-                        _group(f"{name}_{level}_{number}", "data_parallel", tuple(part_ranks), use, transports)
-                    )
+                    found.append(_group(f"{name}_{level}_{number}", "data_parallel", (*part_ranks,), use, transports))
     for rank in range(placement.pipeline_parallel_size if tensor > 1 else 0):
         for replica in range(placement.data_parallel_size):
             members = placement.tensor_parallel_group(rank, replica)

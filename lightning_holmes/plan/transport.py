@@ -184,9 +184,7 @@ class TransportChooser:
         if not kinds:
             return "no RDMA card is known on these hosts"
         if len(kinds) == 2 and len(clusters) > 1:
-            return "crosses from " + " to ".join(
-                f"{kind} in {'+'.join(sorted(names))}" for kind, names in kinds.items()
-            )
+            return "crosses from " + " to ".join(f"{kind} in {'+'.join(sorted(n))}" for kind, n in kinds.items())
         if len(clusters) > 1:
             return f"crosses the clusters {', '.join(sorted(clusters))}, which share no fabric"
         fallback = next((cluster.fallback for cluster, _ in places if cluster.fallback is not None), None)

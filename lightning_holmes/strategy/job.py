@@ -115,7 +115,7 @@ class Job:
         crossing = [group for group in (*p2p, *replicas) if len({self.clusters[r] for r in group}) > 1]
         if options.sent_dtype is not None and not crossing:
             self.notes.append(
-                "compression has nothing to do: nothing crosses between clusters, inside which nothing is rounded"
+                "compression has nothing to do: it rounds what crosses between clusters, and nothing does"
             )
         levels = [members for ranks in replicas for level in cluster_levels(ranks, self.clusters) for members in level]
         groups = (*replicas, *levels, *tensors, *pipelines, *p2p)

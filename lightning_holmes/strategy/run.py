@@ -124,6 +124,7 @@ class Run:
             device=self.job.connection.device,
             splitter=self.context.splitter,
             tensor_p2p=groups.tensor_p2p,
+            state=self._state,
         )
 
     # tracing steps and planning

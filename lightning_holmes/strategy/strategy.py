@@ -241,9 +241,7 @@ class HolmesStrategy(ReplicaCollectives):
         """
         mesh = self._joined.device_mesh
         if mesh is None:
-            raise HolmesError(
-                "strategy.device_mesh: this job has one process and no mesh; read it where trainer.world_size > 1"
-            )
+            raise HolmesError("strategy.device_mesh: one process has no mesh; read it where trainer.world_size > 1")
         return mesh
 
     @property
@@ -259,17 +257,13 @@ class HolmesStrategy(ReplicaCollectives):
     @property
     def _joined(self) -> Job:
         if self._job is None:
-            raise HolmesError(
-                "this process has not joined its job yet: the trainer sets it up in fit, validate, test or predict; ask in setup() or a later hook"
-            )
+            raise HolmesError("this process has not joined its job yet: ask in setup() or a later hook of a run")
         return self._job
 
     @property
     def _latest_run(self) -> Run:
         if self._run is None:
-            raise HolmesError(
-                "no run has begun: the steps of HolmesStrategy are called by trainer.fit, validate, test or predict"
-            )
+            raise HolmesError("no run has begun; call trainer.fit, validate, test or predict, which call the steps")
         return self._run
 
     @property

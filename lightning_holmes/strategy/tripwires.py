@@ -54,9 +54,7 @@ from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hook
 
 TOPIC_WISHES, TOPIC_GRADIENTS = 12, 13
 _FAILED = "on_exception"
-_OF_DATA = (
-    "each moves its batches alone: read it in on_train_batch_start, and leave what this hook needs in an attribute"
-)
+_OF_DATA = "each moves its batches alone: read it in on_train_batch_start, and keep what this hook needs"
 _APART = {
     _FAILED: "they do not meet any more when one has failed: go on from a checkpoint (ModelCheckpoint, or snapshot_every_n_steps)",
     **dict.fromkeys(("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"), _OF_DATA),

@@ -234,9 +234,7 @@ def checkpoint(script: Script) -> None:
             script.row(" -> ".join(pair), ok=False, error=str(error))
             continue
         losses = max(abs(a - b) / abs(b) for one in found for a, b in zip(one["losses"], plain["losses"], strict=True))
-        metrics = max(
-            abs(a - b) / abs(b) for one in found for a, b in zip(one["metrics"], plain["metrics"], strict=True)
-        )
+        metrics = max(abs(a - b) / abs(b) for f in found for a, b in zip(f["metrics"], plain["metrics"], strict=True))
         script.row(" -> ".join(pair), ok=max(losses, metrics) <= 1e-4, losses=losses, val_loss=metrics)
 
 

@@ -127,9 +127,7 @@ class Net(pl.LightningModule):
 class Pairs(torch.utils.data.Dataset[Any]):
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(count)
-        self.data = TensorDataset(
-            torch.randn(count, 8, generator=generator), torch.randn(count, 8, generator=generator)
-        )
+        self.data = TensorDataset(*torch.randn(2, count, 8, generator=generator))
 
     def __len__(self) -> int:
         return len(self.data)

@@ -113,9 +113,7 @@ def test_auto_goes_on_with_one_microbatch_from_the_batch_on_that_cannot_be_split
         plain, _ = fit(case, "auto")
         count, why = ENDS.get(case, (2, ""))
         assert num_microbatches == (2 if case == NEEDS else 1) and len(seen) >= count, case
-        torch.testing.assert_close(
-            seen, plain.seen, rtol=1e-5, atol=1e-6, msg=lambda text, case=case: f"{case}: {text}"
-        )
+        torch.testing.assert_close(seen, plain.seen, rtol=1e-5, atol=1e-6, msg=lambda t, case=case: f"{case}: {t}")
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-10, msg=f"{case}: {name}")
         reasons = [text for text in said if text.startswith("num_microbatches: 1 from ")]

@@ -32,17 +32,25 @@ class Net(TanhNet):
 
 
 class Saves(Net):
-    """Counts samples after the layers; only on_save_checkpoint reads the count."""
+    """Counts samples after the layers; first only on_save_checkpoint reads the count, then the step itself, before the layers."""
 
-    num_samples = 0
+    num_samples, num_late = 0, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
+        left = self.num_samples / 9 + self.num_late + self.mean if batch_idx > 2 else 1.0
+        loss = super().training_step(batch[0] * left, batch_idx)
         self.num_samples += len(batch[0])
+        self.mean.lerp_(loss.detach(), 0.5)
+        if batch_idx > 2:
+            self.num_late += 1
         return loss
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.found.append(self.num_samples)
+        self.found += [self.num_samples, float(self.mean)]
 
 
 class Data(Net):
