@@ -67,10 +67,8 @@ def test_examples_in_module_docstrings_fit_the_signatures() -> None:
         for call in example_calls(module.__doc__ or ""):
             target = called(module, call)
             given = [*call.args, *(keyword.value for keyword in call.keywords)]
-            left_open = any(
-                isinstance(a, ast.Starred) or (isinstance(a, ast.Constant) and a.value is ...) for a in given
-            )
-            if target is None or left_open or any(keyword.arg is None for keyword in call.keywords):
+            is_open = any(isinstance(a, ast.Starred) or (isinstance(a, ast.Constant) and a.value is ...) for a in given)
+            if target is None or is_open or any(keyword.arg is None for keyword in call.keywords):
                 continue
             checked += 1
             try:

@@ -317,9 +317,7 @@ def test_what_nccl_does_not_reach_at_a_groups_first_use_is_named_with_both_ends(
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 2])
     monkeypatch.setattr(torch.distributed, "all_reduce", refuse)
     monkeypatch.setattr(mesh, "nccl_options", lambda net_name: None)
-    builder = mesh.GroupBuilder(
-        rank=0, backend="nccl", device=torch.device("cpu"), timeout=None, transports=transports()
-    )
+    maker = mesh.GroupBuilder(rank=0, backend="nccl", device=torch.device("cpu"), timeout=None, transports=transports())
     with refusal(
         "the group holmes_data_parallel_0 (nccl IB on mlx5_0; ",
         "rank 0 on a0 (ib_mlx5_0 10.0.0.1), rank 2 on a1 (ib_mlx5_0 10.0.0.1)",
@@ -327,4 +325,4 @@ def test_what_nccl_does_not_reach_at_a_groups_first_use_is_named_with_both_ends(
         "port_range",
         error=UnreachableError,
     ):
-        builder.build([0, 2], "holmes_data_parallel_0")
+        maker.build([0, 2], "holmes_data_parallel_0")

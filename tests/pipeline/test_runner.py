@@ -186,7 +186,9 @@ def test_receives_are_posted_ahead_only_after_a_batch_in_which_cuda_has_allocate
         for more["number"], more["flushes"] in ((9, 0), (0, 0), (2, 2), (0, 0), (0, 0)):
             for driver in pipeline.drivers:
                 driver.runner.p2p.finish()
-            warned = pytest.warns(UserWarning, match="so full that a batch of training_step has freed all cached")
+            warned = pytest.warns(
+                UserWarning, match="so full that a batch of training_step has freed all cached memory"
+            )
             with warned if more["flushes"] else nullcontext():
                 run(pipeline, batch, trains=trains)
             assert under_way[-1] == 0

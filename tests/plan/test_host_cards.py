@@ -20,9 +20,7 @@ MAIN = Nic(name="main", kind="ethernet", bandwidth_bytes_per_s=1e8)
 def of_hosts(*clusters: Sequence[Sequence[Nic]], links: tuple[Link, ...] = ()) -> Topology:
     """Return clusters c0, c1 ... of hosts with one device and these cards."""
     made = [
-        Cluster(
-            name=f"c{c}", hosts=tuple(Host(name=f"c{c}h{h}", devices=1, nics=tuple(n)) for h, n in enumerate(hosts))
-        )
+        Cluster(name=f"c{c}", hosts=tuple(Host(name=f"c{c}h{h}", devices=1, nics=(*n,)) for h, n in enumerate(hosts)))
         for c, hosts in enumerate(clusters)
     ]
     return Topology(clusters=tuple(made), links=links)

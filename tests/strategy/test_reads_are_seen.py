@@ -60,7 +60,8 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
     "copy_": lambda p, s: torch.zeros(3, 3).copy_(p),
     "assign": lambda p, s: torch.zeros(3, 3).__setitem__(slice(None), p),
     "tensor": lambda p, s: torch.tensor(p),
-    "as_tensor": lambda p, s: torch.as_tensor(p, dtype=torch.float64),
+    "as_tensor": lambda p, s: torch.as_tensor(p),
+    "as_tensor, cast": lambda p, s: torch.as_tensor(p, dtype=torch.float64),
     "full": lambda p, s: torch.full((2,), s.requires_grad_(False)),
     "deepcopy": lambda p, s: copy.deepcopy(p),
     "save": lambda p, s: torch.save(p, io.BytesIO()),
@@ -91,6 +92,7 @@ def test_a_read_of_what_is_not_here_is_refused_in_a_thread(name: str) -> None:
         read = thread.submit(READS[name], *parameters)
     with pytest.raises(AbsentValueError, match="p is read in a thread of its own, or outside of steps and hooks"):
         read.result(timeout=60)
-    if name not in ("tensor", "as_tensor", "full"):  # torch asks modes only, not the parameter's class
+    # torch asks modes only, not the parameter's class
+    if name not in ("tensor", "as_tensor", "as_tensor, cast", "full"):
         with pytest.raises(AbsentValueError, match="p is read in a thread of its own, or outside of steps and hooks"):
             READS[name](*parameters)
