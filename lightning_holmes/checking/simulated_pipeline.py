@@ -135,7 +135,7 @@ def _check_steps(
             if found is not None:
                 report.dependence = found.reason
         if num_microbatches > 1 and structure.outside and not report.dependence:
-            report.dependence = f"the step changes {structure.outside[0]}, outside of the module, once a microbatch"
+            report.dependence = f"the step changes {structure.outside[0]} once a microbatch"
         for name, module in modules.items():
             count = num_microbatches if name == "training_step" else 1
             plain = _reference(module, structure, name, batch, count, splitter)

@@ -22,6 +22,7 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.own_generators import describe_draw
 from lightning_holmes.pipeline.structure import BEFORE
+from lightning_holmes.pipeline.whole_steps import describe_call
 from lightning_holmes.torch_private import TorchDispatchMode, collective_ranks, operator_name, written_arguments
 
 _READ_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -139,10 +140,7 @@ class FollowValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         name = operator_name(func)
         if func.namespace in ("c10d", "_c10d_functional") and not self._is_of_tensor_group(func, args, kwargs):
-            raise UnsupportedModuleError(
-                f"{self._place} calls the collective {name}: the stages of a "
-                f"pipeline run different parts of a step, so it would hang; use pipeline_parallel_size=1"
-            )
+            raise UnsupportedModuleError(describe_call(self._place, name))
         generator = kwargs.get("generator")
         if generator is not None and not any(generator is own for own in self._generators):
             raise UnsupportedModuleError(describe_draw(self._place, "a torch.Generator that the module does not hold"))
@@ -196,20 +194,11 @@ class FollowPython(TorchFunctionMode):
         if func in READ_BY_PYTHON and args:
             sources.read_by_python(sources.of(tree.tensors_of(args[0])))
         elif func in (torch.autograd.backward, Tensor.backward):
-            self._refuse("calls backward", "a pipeline runs the backward itself; return one loss that holds all parts")
+            raise UnsupportedModuleError(describe_call(self._place, "backward"))
         elif func is torch.autograd.grad and sources.position != BEFORE and not sources.inside:
-            self._refuse(
-                "calls torch.autograd.grad after layers have run",
-                "no stage holds the whole graph; use pipeline_parallel_size=1",
-            )
+            raise UnsupportedModuleError(describe_call(self._place, "grad"))
         elif func == _READ_GRAD and isinstance(args[0], nn.Parameter):
-            self._refuse(
-                "reads .grad of a parameter",
-                "a stage has the gradients of its own layers only; read them in on_before_optimizer_step",
-            )
+            raise UnsupportedModuleError(describe_call(self._place, ".grad"))
         elif func == SET_DATA:
             self._writes(args[0])
         return func(*args, **(kwargs or {}))
-
-    def _refuse(self, what: str, why: str) -> None:
-        raise UnsupportedModuleError(f"{self._place} {what}: {why}")

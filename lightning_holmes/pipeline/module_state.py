@@ -21,14 +21,18 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import RESERVED
 from lightning_holmes.pipeline.object_state import PLAIN, Path, content, each_value, is_looked_into, is_plain, merge
 from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.state_watch import SMALL_BYTES, Look, StateWatch, is_small
+from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.torch_private import registered_buffers, tensor_version
 
 TOPIC_STATE = 2
 
 _UNCHANGED = object()
-_SMALL_BYTES = 1 << 16
 Key = tuple[str, Path]
 """A module's name, and the path of a value below it; a buffer's whole name has an empty path."""
+Changes = tuple[dict[Key, Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]
+"""Attributes, buffers, and states and update counts of metrics."""
+Modules = Iterable[tuple[str, nn.Module]]
 
 
 class ModuleState:
@@ -43,7 +47,9 @@ class ModuleState:
         self._p2p = p2p
         self._device = device
         self._seen: dict[Key, Hashable] = {}
-        self._before: dict[str, Hashable] = {}
+        self._watch: StateWatch | None = None
+        self._structure: ModuleStructure | None = None  # for which it was made
+        self._before: Look = {}
         self._sent: list[Callable[[], None]] = []
         self._awaited: list[int] = []
 
@@ -76,49 +82,50 @@ class ModuleState:
     def receive(self) -> None:
         """Wait for the changes that the other ranks send, if this rank has called :meth:`send`, and set them on the module."""
         p2p, awaited, self._awaited = self._p2p, self._awaited, []
-        arrived: set[Key] = set()
-        for rank in awaited:
+        if awaited:
             assert p2p is not None
-            attributes, buffers, metrics = p2p.receive_message(rank, TOPIC_STATE)
+            self._arrive((p2p.receive_message(rank, TOPIC_STATE) for rank in awaited), None)
+
+    def _arrive(self, changes: Iterable[Changes], among: Modules | None) -> None:
+        """Set what other ranks have changed; ``among``: the modules of this rank that may hold it, too."""
+        arrived: set[Key] = set()
+        for attributes, buffers, metrics in changes:
             with torch.inference_mode(False):  # the values stay on the module, and hooks may change them
                 self._apply(attributes, buffers, metrics)
             arrived |= attributes.keys()
         # not what has changed here meanwhile; and after all have arrived, since one object may have two names
         if arrived:
-            found = self.attributes()
+            found = self.attributes(among)
             self._seen |= _fingerprints({key: value for key, value in found.items() if _is_below(key, arrived)}, {})
 
     def begin_step(self) -> None:
-        """Note the small values of the LightningModule itself, before a step."""
-        self._before = {name: _fingerprint(value) for name, value in self._small().items()}
+        """Note the small values that this rank owns, before a step."""
+        self._before = self._own.look()
 
-    def of_step(self) -> dict[str, Any]:
-        """The small values that the step has set on the LightningModule itself since :meth:`begin_step`, by name. The last stage's rank hands them
-        to the others (:meth:`take`), whose part of the next step may begin to read them."""
-        found = self._small()
-        return {name: value for name, value in found.items() if self._before.get(name) != _fingerprint(value)}
+    def of_step(self) -> Changes:
+        """The small values that the step has changed since :meth:`begin_step`. The last stage's rank hands them to the others (:meth:`take`),
+        whose part of the next step may begin to read them."""
+        return self._changes({".".join(filter(None, key)) for key in self._own.changed(self._before)})
 
-    def take(self, values: dict[str, Any]) -> None:
-        """Set what the last stage's step has set; it counts as known to all ranks."""
-        module = self._pipeline.module
-        with torch.inference_mode(False):  # as in receive
-            for name, value in values.items():
-                setattr(module, name, value.clone() if isinstance(value, Tensor) else value)
-        self._seen |= _fingerprints({("", (n,)): vars(module)[n] for n in values.keys() & vars(module).keys()}, {})
+    def take(self, changes: Changes) -> None:
+        """Set what the last stage's step has changed; it counts as known to all ranks."""
+        with torch.inference_mode(False):  # as in _arrive
+            attributes, buffers, metrics = tree.map_all_tensors(Tensor.clone, changes)
+        self._arrive([(attributes, buffers, metrics)], self._own.modules)
 
-    def _small(self) -> dict[str, Any]:
-        """The numbers, texts, small arrays and tensors of the LightningModule itself, its buffers included, by name."""
-        module = self._pipeline.module
-        values = {name: value for name, value in vars(module).items() if name not in RESERVED and type(value) in PLAIN}
-        values |= registered_buffers(module)
-        return {name: value for name, value in values.items() if getattr(value, "nbytes", 0) <= _SMALL_BYTES}
+    @property
+    def _own(self) -> StateWatch:
+        if self._watch is None or self._structure is not self._pipeline.structure:
+            self._structure = self._pipeline.structure
+            self._watch = StateWatch(self._pipeline.local_modules(), _of_tensor)
+        return self._watch
 
     def _finish(self) -> None:
         for wait in self._sent:
             wait()
         self._sent.clear()
 
-    def attributes(self, modules: Iterable[tuple[str, nn.Module]] | None = None) -> dict[Key, Any]:
+    def attributes(self, modules: Modules | None = None) -> dict[Key, Any]:
         """The attributes of the modules that this rank owns, and of objects that they hold, by module and path."""
         found: dict[Key, Any] = {}
         seen: set[int] = set()
@@ -139,24 +146,39 @@ class ModuleState:
         pipeline = self._pipeline
         return {n: b for n, b in pipeline.module.named_buffers() if pipeline.owner_stage(n) in pipeline.stages}
 
-    def _changes(self) -> tuple[dict[Key, Any], dict[str, Tensor], dict[str, tuple[dict[str, Any], int]]]:
+    def _changes(self, keys: set[str] | None = None) -> Changes:
         """The attributes and buffers that have changed since the last call, and all metric states; they count as
-        known to all ranks from now on."""
-        modules = list(self._pipeline.local_modules())
+        known to all ranks from now on. ``keys``: no metrics, and of these attributes and buffers only what is small and can be sent."""
+        modules = list(self._pipeline.local_modules()) if keys is None else self._own.modules
         attributes, buffers, before = self.attributes(modules), self.buffers(), self._seen
-        self._seen = _fingerprints(attributes, buffers)
-        changed = {key for key, value in self._seen.items() if before.get(key, _UNCHANGED) != value}
+        if keys is not None:
+            attributes = {
+                key: v for key, v in attributes.items() if _top(key) in keys and _bytes_below(v) <= SMALL_BYTES
+            }
+            attributes = {key: v for key, v in attributes.items() if self._unsendable(key, v) is None}
+            buffers = {name: buffer for name, buffer in buffers.items() if name in keys and is_small(buffer)}
+        found = _fingerprints(attributes, buffers)
+        self._seen = found if keys is None else before | found
+        changed = {key for key, value in found.items() if before.get(key, _UNCHANGED) != value}
         structure = self._pipeline.structure
         # a write through ``.data`` has no version; the trace has seen it
         changed |= {(n, ()) for n in buffers if structure is not None and n in structure.buffer_writers}
         new = {key for key in changed if key in attributes and not is_plain(attributes[key])}
-        for key in new:
-            self._refuse_unsendable(key, attributes[key])
+        for place, kind, problem in filter(None, (self._unsendable(key, attributes[key]) for key in new)):
+            raise UnsupportedModuleError(
+                f"a step has put a new object of the class {kind} on self.{place}, which cannot be brought to the ranks "
+                f"of other stages: {problem}. Make the object in __init__ or setup, where every rank does, and let the step change it"
+            )
         changed = {key for key in changed if key in new or not _is_below(key, new)}
-        attributes = {k: tree.map_all_tensors(_to_host, v) for k, v in attributes.items() if k in changed}
-        buffers = {name: _to_host(buffer) for name, buffer in buffers.items() if (name, ()) in changed}
+        # a step's result brings plain tensors without waiting for the device
+        attributes = {
+            k: v if keys is not None and is_plain(v) else tree.map_all_tensors(_to_host, v)
+            for k, v in attributes.items()
+            if k in changed
+        }
+        buffers = {n: b.detach() if keys is not None else _to_host(b) for n, b in buffers.items() if (n, ()) in changed}
         metrics = {}
-        for name, module in modules:
+        for name, module in modules if keys is None else ():
             if isinstance(module, Metric):
                 metrics[name] = (tree.map_tensors(_to_host, module.metric_state), module.update_count)
         return attributes, buffers, metrics
@@ -187,15 +209,12 @@ class ModuleState:
                 setattr(metric, key, tree.map_tensors(self._to_device, value))
             set_update_count(metric, count)
 
-    def _refuse_unsendable(self, key: Key, value: Any) -> None:
-        """Refuse an object that a step has put on the module and that no other rank could be given."""
+    def _unsendable(self, key: Key, value: Any) -> tuple[str, str, str] | None:
+        """The place and class of an object that no other rank could be given, and why; None if there is none."""
         for path, inner in each_value(value, key[1], set()):
             if is_looked_into(inner) and (problem := find_problem(type(inner))):
-                place = ".".join(filter(None, (key[0], *path)))
-                raise UnsupportedModuleError(
-                    f"a step has put a new object of the class {type(inner).__qualname__} on self.{place}, which cannot be brought to the ranks "
-                    f"of other stages: {problem}. Make the object in __init__ or setup, where every rank does, and let the step change it"
-                )
+                return ".".join(filter(None, (key[0], *path))), type(inner).__qualname__, problem
+        return None
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device)
@@ -208,11 +227,20 @@ def _to_host(tensor: Tensor) -> Tensor:
 def _is_small_on_host(value: Tensor) -> bool:
     """Whether comparing the values of a tensor costs next to nothing."""
     plain = type(value) is Tensor and value.layout is torch.strided and not value.is_quantized
-    return plain and value.device.type == "cpu" and value.numel() * value.element_size() <= _SMALL_BYTES
+    return plain and value.device.type == "cpu" and value.numel() * value.element_size() <= SMALL_BYTES
 
 
 def _bytes_of(value: Tensor) -> Any:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
+
+
+def _top(key: Key) -> str:
+    """The whole name of the attribute of a module that a value lies in."""
+    return ".".join(filter(None, (key[0], key[1][0])))
+
+
+def _bytes_below(value: Any) -> int:
+    return sum(tensor.nbytes for _, tensor in tree.named_tensors(value, ""))
 
 
 def _is_below(key: Key, others: set[Key]) -> bool:

@@ -29,15 +29,24 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from lightning_holmes.comm.wire import attributes_of
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
-from lightning_holmes.pipeline.object_state import each_value, is_library, is_looked_into
+from lightning_holmes.pipeline.attributes import RESERVED
+from lightning_holmes.pipeline.object_state import (
+    each_value,
+    find_below,
+    is_library,
+    is_looked_into,
+    is_of_library,
+    is_plain,
+)
 from lightning_holmes.torch_private import tensor_version
 
-CURE = "keep it on the module (self.losses), from which it is brought to all ranks"
+CURE = "keep it on the module, in numbers, tensors, or lists of them (self.losses), which are brought to all ranks"
 _HELD = (list, dict, set, deque, Tensor, np.ndarray)
 _CODE = (types.FunctionType, types.MethodType, staticmethod, classmethod, property, type, types.ModuleType, nn.Module)
 _MOST_FUNCTIONS = 5000
@@ -84,7 +93,8 @@ class Outside:
     def written(self) -> list[str]:
         """What has been written since :meth:`begin`, other than what was set for the first time."""
         found = [(was, key) for was in self._before for key in _written(was.thing, was.held)]
-        own = _ids_below(self._module) if found else set()
+        assert self._finder is not None
+        own = _ids_below(self._module) - {*map(id, self._finder.unsent.values())} if found else set()
         return list(dict.fromkeys(was.what.format(key) for was, key in found if id(was.thing) not in own))
 
     def has_changed(self) -> bool:
@@ -99,8 +109,8 @@ class Outside:
         """
         if written := self.written():
             raise UnsupportedModuleError(
-                f"{place} changes {written[0]}, outside of the module, which the trace of its first batch did not show: only the rank of "
-                f"this stage would see it, once for each microbatch; {CURE}, or use pipeline_parallel_size=1 and num_microbatches=1"
+                f"{place} changes {written[0]}, which is not brought to other ranks, and the trace of its first batch did not show that: only the "
+                f"rank of this stage would see it, once for each microbatch; {CURE}, or use pipeline_parallel_size=1 and num_microbatches=1"
             )
 
     @contextmanager
@@ -127,6 +137,8 @@ class Outside:
         for each in objects:
             if _is_own_object(each, self._package):
                 self._remember(each, f"{type(each).__name__}.{{}}", found, seen, copies=copies)
+        for path, each in self._finder.unsent.items():
+            self._remember(each, f"{path}.{{}}", found, seen, copies=copies)
         return found
 
     def _remember(self, thing: Any, what: str, found: list[_Was], seen: set[int], *, copies: bool) -> None:
@@ -146,7 +158,7 @@ class _Finder:
     """Finds the names outside of a module that its code can reach.
 
     ``objects``: those whose methods are among its functions, such as hooks of layers. ``uses_trainer``: whether the code names
-    callbacks or the data module.
+    callbacks or the data module. ``unsent``: by path, what the module holds and cannot be brought to other ranks.
     """
 
     def __init__(self, package: str, module: nn.Module) -> None:
@@ -161,6 +173,8 @@ class _Finder:
             for key, value in vars(part).items():
                 if "hooks" in key or (type(part) in self._classes and key != "_compile_kwargs"):
                     self._add(value)
+        table = getattr(sys.modules.get("wandb"), "Table", Dataset)
+        self.unsent = find_below(module, (Dataset, table)) | _unsent_containers(module)
         seen: set[types.FunctionType] = set()
         named: set[str] = set()
         while self._functions and len(seen) < _MOST_FUNCTIONS:
@@ -225,6 +239,17 @@ class _Finder:
         if not (name.startswith("__") or isinstance(value, (*_CODE, types.MemberDescriptorType))):
             drop = space.pop if isinstance(space, dict) else functools.partial(delattr, space)
             self.names.setdefault(id(space), _Names(where, set(), get, put, drop)).names.add(name)
+
+
+def _unsent_containers(module: nn.Module) -> dict[str, Any]:
+    """The lists, dicts, sets and deques that modules hold and that have entries which cannot be sent, by path."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if not is_of_library(type(part)):
+            for key, value in vars(part).items():
+                if key not in RESERVED and type(value) in _HELD and not is_plain(value) and len(value) <= _MOST_ENTRIES:
+                    found[f"self.{name}.{key}" if name else f"self.{key}"] = value
+    return found
 
 
 def _is_own(name: str, package: str) -> bool:

@@ -32,6 +32,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws
 from lightning_holmes.pipeline.seeds import derive_seed, seed_all
+from lightning_holmes.pipeline.state_watch import RepeatedChanges
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.torch_private import is_broken_graph, is_compiled
@@ -48,6 +49,7 @@ class StageRun:
 
     ``beside``: output tensors of layers of earlier stages on this rank that this stage reads in addition to the
     hidden state, by (layer, index of the tensor). ``kept``: the same of this stage's layers, for later stages.
+    ``inside``: whether a layer of this stage runs.
     """
 
     stage: int
@@ -60,6 +62,7 @@ class StageRun:
     position: int = BEFORE
     ended: bool = False
     backward: bool = False
+    inside: bool = False
 
 
 _MOST_BLANKS = 4096
@@ -139,6 +142,8 @@ class PipelineModule:
         """Notices draws from generators of the module's own, in the step that runs now."""
         self.outside: Outside | None = None
         """Notices what the step that runs now changes outside of the module."""
+        self.repeated: RepeatedChanges | None = None
+        """Notices what several passes of the batch that runs now change on the module."""
         self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Source]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
         self._elsewhere: dict[str, tuple[Source, bool]] = {}  # and whether reads are noticed
@@ -381,6 +386,7 @@ class PipelineModule:
         if stage_of_layer == run.stage:
             self._seed(run, 2 * index + 2)
             self.absence.counts = not run.backward  # what the backward recomputes was checked in the forward
+            run.inside = True
             return index, True, None
         self._seed(run, 2 * index + 3)
         is_received = index == self.partition.layers_of(run.stage)[0] - 1
@@ -404,6 +410,7 @@ class PipelineModule:
         """Called after a layer that was run in a step: returns the output with which the step goes on."""
         run = self.current
         assert run is not None
+        run.inside = False
         if self.draws is not None and not run.backward:
             self.draws.arrive(is_first=False)
         self._seed(run, 2 * index + 3)
@@ -544,16 +551,22 @@ class PipelineModule:
     def running(self, run: StageRun) -> Iterator[StageRun]:
         """Context in which the gates act for ``run``."""
         previous, self.current, self.absence.counts = self.current, run, False
+        self.absence.is_forward = not run.backward
         draws = contextlib.nullcontext() if self.draws is None else self.draws.around(is_backward=run.backward)
         outside = self.outside
+        repeated = None if run.backward else self.repeated
         if outside is not None:
             outside.begin()
+        if repeated is not None:
+            repeated.begin()
         try:
             with draws, self.absence.stepping():
                 yield run
             if outside is not None:
                 name = f"{type(self.module).__name__}.{run.step_name}"
                 outside.refuse_written(f"the backward of {name}" if run.backward else name)
+            if repeated is not None:
+                repeated.end()
         finally:
             self.current = previous
 

@@ -19,7 +19,7 @@ from lightning_holmes.errors import ConfigurationError, UnevenDataError, Unsuppo
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline import batch as batches
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.batch import BatchSplitter, splits_itself
+from lightning_holmes.pipeline.batch import BatchSplitter, microbatches_argument, splits_itself
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.divisors import Divisors
 from lightning_holmes.pipeline.module_state import ModuleState
@@ -31,7 +31,14 @@ from lightning_holmes.pipeline.request import StepRequest, StepResult
 from lightning_holmes.pipeline.runner import Batch, PipelineRunner, loss_of
 from lightning_holmes.pipeline.seeds import derive_seed, preserved_random_state
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.whole_steps import describe_compute, noticing_compute, noticing_loggers, refusing_loggers
+from lightning_holmes.pipeline.state_watch import RepeatedChanges
+from lightning_holmes.pipeline.whole_steps import (
+    CallsInParts,
+    describe_compute,
+    noticing_compute,
+    noticing_loggers,
+    refusing_loggers,
+)
 from lightning_holmes.plan.schedule import make_schedule, spec_of
 
 TOPIC_BATCH = 3
@@ -86,10 +93,12 @@ class StepDriver:
         self.module = module = self.runner.module
         self.is_inside_part = False
         """Whether only a part of a step is running: that of one of several pipeline ranks, or of one of several microbatches."""
-        self._has_warned = self._has_warned_of_loggers = False
+        self._has_warned = self._has_warned_of_loggers = self._has_warned_of_changes = False
         self._metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
         self._found = OwnGenerators(module)
         self._outside = Outside(module)
+        self._calls = CallsInParts(pipeline)
+        self._repeated = RepeatedChanges(module)
 
     @property
     def _generators(self) -> dict[str, Any]:
@@ -173,8 +182,12 @@ class StepDriver:
         is_known = structure is not None and structure.outside  # several microbatches then have a warning
         self.pipeline.outside = self._outside if (count > 1 or self._is_staged) and not is_known else None
 
-        if self._state is not None:
+        if self._state is not None and self.has_last_stage:
             self._state.begin_step()
+        repeated = self._repeated if repeats else None
+        if repeated is not None:
+            repeated.begin_batch()
+        self.pipeline.repeated = repeated
 
         def refuse_compute(metric: str) -> None:
             raise UnsupportedModuleError(describe_compute(place, metric))
@@ -185,10 +198,14 @@ class StepDriver:
                 window.around_batch(),
                 noticing_compute(guarded, refuse_compute),
                 self._watching_loggers(place, count),
+                self._calls.refusing(place) if is_in_parts else nullcontext(),
             ):
                 self.runner.run(batch)
         finally:
-            self.is_inside_part, self.pipeline.draws, self.pipeline.outside = False, None, None
+            self.is_inside_part, self.pipeline.draws = False, None
+            self.pipeline.outside = self.pipeline.repeated = None
+        if repeated is not None and (found := repeated.found(() if structure is None else structure.kept_values)):
+            self._tell_repeated(found[0], request, count)
         if is_in_parts:
             self._found.refuse_new(place)
         for each in unseen:
@@ -316,6 +333,21 @@ class StepDriver:
             self._has_warned = True
             warnings.warn(reason, stacklevel=2)
 
+    def _tell_repeated(self, name: str, request: StepRequest, count: int) -> None:
+        """Refuse a batch of which several passes have changed a value of the module, before the optimizer's step."""
+        passes, cure = (f"each of {count} microbatches", microbatches_argument(request.step_name))
+        if count == 1:
+            passes, cure = f"each of {len(self.pipeline.stages)} stages on this rank", "num_chunks"
+        reason = (
+            f"{type(self.module).__name__}.{request.step_name} changes self.{name}, which it did not in the first batch: it runs once for "
+            f"{passes}, where plain Lightning changes it once a batch; use {cure}=1, or change it in a hook (on_train_batch_start)"
+        )
+        if count == 1 or (request.refuses and request.trains):
+            raise UnsupportedModuleError(reason)
+        if not self._has_warned_of_changes:
+            self._has_warned_of_changes = True
+            warnings.warn(reason, stacklevel=2)
+
     def _share(
         self,
         batch: Batch,
@@ -338,7 +370,7 @@ class StepDriver:
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
             p2p.broadcast(last, leaves)
             output, calls, kept = tree.unflatten(template, leaves)
-            if self._state is not None:
+            if self._state is not None and kept is not None:
                 self._state.take(kept)
             return StepResult(output=tree.map_tensors(lambda t: t.to(self.device), output), calls=calls)
         if not alone:
@@ -360,7 +392,7 @@ class StepDriver:
         output = batches.merge_outputs(batch.outputs, sizes, weights, f"the output of {name}.{request.step_name}")
         if not alone:
             assert p2p is not None
-            leaves, kept = [], {} if self._state is None else self._state.of_step()
+            leaves, kept = [], None if self._state is None else self._state.of_step()
 
             def pack(tensor: Tensor) -> Any:
                 """Pack a tensor into the message, except one on the device: it is broadcast separately, without

@@ -49,7 +49,12 @@ from lightning_holmes.pipeline.outside import CURE, Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws, find_generators, set_states, states_of
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
-from lightning_holmes.pipeline.whole_steps import noticing_compute, refusing_collectives, refusing_loggers
+from lightning_holmes.pipeline.whole_steps import (
+    describe_call,
+    noticing_compute,
+    refusing_collectives,
+    refusing_loggers,
+)
 from lightning_holmes.torch_private import has_backward_hook
 
 _MAX_GRAPH_NODES = 200_000
@@ -301,10 +306,7 @@ class Tracer:
 
     def _refused_log(self, name: str) -> Callable[..., None]:
         def log(*args: Any, **kwargs: Any) -> None:
-            raise UnsupportedModuleError(
-                f"{self.place} logs through {name}.log: only what the outermost "
-                f"LightningModule logs can be brought to all ranks; return the value and log it there"
-            )
+            raise UnsupportedModuleError(describe_call(self.place, f"{name}.log"))
 
         return log
 
@@ -390,7 +392,7 @@ class Tracer:
                     bypasses.append(Bypass(first_split_point=max(reader, 0), last_split_point=position - 1, what=what))
         bypasses += self._bypasses_of_attributes() + self._bypasses_of_hooks()
         for what in self.outside_late:
-            what = f"{what}, which the step changes outside of the module, where the ranks of other stages do not see it ({CURE})"
+            what = f"{what}, which the step changes where the ranks of other stages do not see it ({CURE})"
             end = self.num_layers - 2
             bypasses.append(Bypass(first_split_point=0, last_split_point=end, what=what, is_outside=True))
         for layer, number in sorted(self.sharded_outputs):

@@ -9,17 +9,22 @@ Lightning.
     with noticing_compute(metrics, names.append), refusing_loggers(module, "training_step"): step(part)
 """
 
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torchmetrics import Metric
 
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import trainer_of
 from lightning_holmes.pipeline.batch import ONE_MICROBATCH
+from lightning_holmes.pipeline.noticed_functions import ALL, NoticedFunctions
+from lightning_holmes.pipeline.stage import PipelineModule
+from lightning_holmes.pipeline.structure import BEFORE
 from lightning_holmes.replacements import Replacements
 
 COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
@@ -76,6 +81,58 @@ def refusing_collectives(module: pl.LightningModule, step: str) -> Iterator[None
         if trainer is not None:
             refusing.replace(trainer.strategy, **{name: refused(name) for name in COLLECTIVES})
         yield
+
+
+def describe_call(step: str, name: str) -> str:
+    """The message on why a part of a step may not call a function or read what it names, and what to do instead: "backward" and "grad" of
+    torch.autograd, ".grad" of a parameter, the ``log`` of a module below, or a collective."""
+    if name == "backward":
+        return f"{step} calls backward: a pipeline runs the backward itself; return one loss that holds all parts"
+    if name == "grad":
+        return f"{step} calls torch.autograd.grad after layers have run: no stage holds the whole graph; use pipeline_parallel_size=1"
+    if name == ".grad":
+        what = "a stage has the gradients of its own layers only; read them in on_before_optimizer_step"
+        return f"{step} reads .grad of a parameter: {what}"
+    if name.endswith(".log"):
+        return (
+            f"{step} logs through {name}: only what the outermost LightningModule logs can be brought to all ranks; return the value "
+            f"and log it there"
+        )
+    return (
+        f"{step} calls the collective {name}: the stages of a pipeline run different parts of a step, and microbatches too, so it "
+        f"would hang; use pipeline_parallel_size=1 and num_microbatches=1"
+    )
+
+
+class CallsInParts:
+    """Refuses in parts of later batches, too, what a trace refuses in the first: a branch may begin later."""
+
+    def __init__(self, pipeline: PipelineModule) -> None:
+        self._pipeline = pipeline
+        self._collectives = NoticedFunctions(torch.distributed, ALL)
+        self._autograd = NoticedFunctions(torch.autograd, ("backward", "grad"))
+        self._nested = [(n, m) for n, m in pipeline.module.named_modules() if n and isinstance(m, pl.LightningModule)]
+
+    @contextmanager
+    def refusing(self, place: str) -> Iterator[None]:
+        """Context for a batch, in which the forwards of its parts may not do what :func:`describe_call` names.
+
+        Raises:
+            UnsupportedModuleError: one of them does; the message says what, and what to do instead.
+        """
+
+        def refuse(name: str, *_: Any, **__: Any) -> None:
+            run = self._pipeline.current
+            if run is None or run.backward:
+                return
+            if name != "grad" or not (self._pipeline.num_stages == 1 or run.position == BEFORE or run.inside):
+                raise UnsupportedModuleError(describe_call(place, name))
+
+        with Replacements() as run, self._autograd.noticing(refuse):
+            for name, module in self._nested:
+                run.replace(module, log=functools.partial(refuse, f"{name}.log"))
+            with self._collectives.noticing(refuse, of_any_group=True):
+                yield
 
 
 class _LoggerProbe:

@@ -131,7 +131,7 @@ def _trace(trainer: "pl.Trainer", run: RunContext, known: TraceResult, samples: 
             known = replace(known, dependence=known.dependence or reason)
         if splits and found is not None and found.outside:
             if wanted == "auto":
-                splits, reason = False, f"the step changes {found.outside[0]}, outside of the module"
+                splits, reason = False, f"the step changes {found.outside[0]}"
                 known = replace(known, dependence=known.dependence or reason)
             else:
                 pl.utilities.rank_zero_warn(_describe_kept_values(module, step_name, found.outside))

@@ -43,12 +43,12 @@ from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import MODULE_HOOK, hook_calls
 from lightning_holmes.optim.stage_shards import StageShards
+from lightning_holmes.pipeline.noticed_functions import COUNTING, NoticedFunctions
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy.building import WAITS
 from lightning_holmes.strategy.compat.finetuning import ParameterGroups
 from lightning_holmes.strategy.compat.optimizer_states import hiding_states
-from lightning_holmes.strategy.compat.raw_collectives import RawCollectives
 from lightning_holmes.strategy.job import Job
 from lightning_holmes.strategy.user_hooks import GRADIENT_HOOKS, overridden_hooks, users_callbacks
 
@@ -209,7 +209,7 @@ class Tripwires(Replacements):
         self._hook: _Hook | None = None
         self._brought = ExitStack()  # puts placeholders back
         self._told: set[str | tuple[str, str]] = set()
-        self._raw = RawCollectives()
+        self._raw = NoticedFunctions(torch.distributed, COUNTING)
 
     def __enter__(self) -> Self:
         module: Any = self._trainer.lightning_module

@@ -15,7 +15,7 @@ from torch.distributed import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy
-from lightning_holmes.strategy.compat.raw_collectives import RawCollectives
+from lightning_holmes.pipeline.noticed_functions import COUNTING, NoticedFunctions
 
 
 class Codes(ByGradient):
@@ -95,7 +95,7 @@ def test_replicas_take_the_buffers_of_rank_0(size: int, holmes: dict[str, Any]) 
 
 def test_collectives_that_a_file_has_imported_by_name_are_seen() -> None:
     noticed: list[str] = []
-    with RawCollectives().noticing(noticed.append):
+    with NoticedFunctions(dist, COUNTING).noticing(noticed.append):
         for collective in (dist.all_reduce, all_reduce):
             with pytest.raises(ValueError, match="process group"):
                 collective(torch.ones(()))

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
+
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
+from lightning_holmes.pipeline.noticed_functions import ALL, NoticedFunctions
 from lightning_holmes.pipeline.whole_steps import COLLECTIVES
 from lightning_holmes.replacements import Replacements
-from lightning_holmes.strategy.compat.raw_collectives import ALL, RawCollectives
 
 _WRITES = ("write_on_batch_end", "write_on_epoch_end")
 
@@ -35,7 +37,7 @@ def writing_once(trainer: "pl.Trainer", *, writes: bool) -> Iterator[None]:
 
 
 def _alone(trainer: "pl.Trainer", callback: Any, name: str) -> Callable[..., None]:
-    own, raw = getattr(callback, name), RawCollectives(ALL)
+    own, raw = getattr(callback, name), NoticedFunctions(torch.distributed, ALL)
 
     def refuse(collective: str, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedModuleError(

@@ -1,6 +1,6 @@
-"""Sees collectives of torch.distributed over all ranks that code of the user's calls: each stage of a replica takes part in them.
+"""Sees calls of torch's functions by the user's code: collectives, and those of autograd.
 
-    with RawCollectives().noticing(names.append):
+    with NoticedFunctions(torch.distributed, COUNTING).noticing(names.append):
         dist.all_reduce(value)              # names == ["all_reduce"]
 
 So are those that a file of the user's has imported by name (``from torch.distributed import all_reduce``).
@@ -32,13 +32,14 @@ COUNTING = (
 ALL = (*COUNTING, "barrier", "broadcast", "broadcast_object_list", "scatter", "reduce_scatter", "reduce_scatter_tensor")
 
 
-class RawCollectives:
-    """Sees the collectives ``names`` that are called over all ranks (without a ``group``)."""
+class NoticedFunctions:
+    """Sees the functions ``names`` of a module ``space``; of collectives those over all ranks (without a ``group``)."""
 
-    def __init__(self, names: tuple[str, ...] = COUNTING) -> None:
+    def __init__(self, space: types.ModuleType, names: tuple[str, ...]) -> None:
+        self._space = space
         self._originals: dict[Any, str] = {}
         for name in names:
-            function = getattr(dist, name)
+            function = getattr(space, name)
             while function is not None:
                 self._originals[function], function = name, getattr(function, "__wrapped__", None)
         self._names = names
@@ -46,14 +47,16 @@ class RawCollectives:
         self._num_files = 0  # of sys.modules, when they were looked for
 
     @contextmanager
-    def noticing(self, notice: Callable[[str], None]) -> Iterator[None]:
-        """Inside, call ``notice`` with the name of a collective before it runs."""
+    def noticing(self, notice: Callable[[str], None], *, of_any_group: bool = False) -> Iterator[None]:
+        """Inside, call ``notice`` with the name of a function before it runs; ``of_any_group``: also before collectives over some ranks,
+        but for those that libraries call."""
+        noticed = functools.partial(_noticed, notice=notice, of_any_group=of_any_group)
         if self._num_files != len(sys.modules):
             self._num_files, self._imported = len(sys.modules), list(self._find_imported())
         with Replacements() as watched:
-            watched.replace(dist, **{name: _noticed(getattr(dist, name), name, notice) for name in self._names})
+            watched.replace(self._space, **{name: noticed(getattr(self._space, name), name) for name in self._names})
             for file, alias, name in self._imported:
-                watched.replace(file, **{alias: _noticed(getattr(file, alias), name, notice)})
+                watched.replace(file, **{alias: noticed(getattr(file, alias), name)})
             yield
 
     def _find_imported(self) -> Iterator[tuple[Any, str, str]]:
@@ -63,12 +66,15 @@ class RawCollectives:
                     yield file, alias, self._originals[value]
 
 
-def _noticed(collective: Callable[..., Any], name: str, notice: Callable[[str], None]) -> Callable[..., Any]:
-    @functools.wraps(collective)
+def _noticed(
+    function: Callable[..., Any], name: str, *, notice: Callable[[str], None], of_any_group: bool
+) -> Callable[..., Any]:
+    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        group = inspect.signature(collective).bind_partial(*args, **kwargs).arguments.get("group")
-        if group is None or group is dist.group.WORLD:
+        group = kwargs.get("group") or inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("group")
+        is_noticed = of_any_group and not is_library(sys._getframe(1).f_globals.get("__name__", ""))
+        if is_noticed or group is None or group is dist.group.WORLD:
             notice(name)
-        return collective(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return run
