@@ -37,7 +37,7 @@ def _imported_by(file: str) -> set[str]:
         return set()
     try:
         nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError):
+    except (SyntaxError, SystemError, ValueError):  # of Python 3.11, if a thread parses, too
         return set()
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     found |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}

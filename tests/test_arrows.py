@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from parsing import parsed
+
 PACKAGE = "lightning_holmes"
 ROOT = Path(__file__).resolve().parent.parent / PACKAGE
 
@@ -68,12 +70,7 @@ def imports_of(path: Path, root: Path, modules: set[str]) -> Iterator[tuple[int,
     package = module_name(path, root).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    source = path.read_text(encoding="utf-8")
-    try:
-        tree = ast.parse(source, filename=str(path))
-    except SystemError:  # another thread has parsed at the same time (https://github.com/python/cpython/issues/106905)
-        tree = ast.parse(source, filename=str(path))
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from parsing import parsed
+
 import lightning_holmes
 
 PLACEHOLDER = object()
@@ -34,12 +36,12 @@ def example_calls(docstring: str) -> Iterator[ast.Call]:
 def _calls(block: list[str]) -> Iterator[ast.Call]:
     lines = textwrap.dedent("\n".join(block)).splitlines()
     try:
-        trees = [ast.parse("\n".join(lines))]
+        trees = [parsed("\n".join(lines))]
     except SyntaxError:
         trees = []
         for line in lines:
             try:
-                trees.append(ast.parse(line.strip()))
+                trees.append(parsed(line.strip()))
             except SyntaxError:
                 continue
     for tree in trees:

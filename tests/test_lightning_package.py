@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning.fabric.plugins.io.torch_io as torch_io
 import lightning.pytorch as pl
 import pytest
+from parsing import parsed
 
 import lightning_holmes
 from lightning_holmes.lightning_package import introduce
@@ -122,7 +123,7 @@ def test_a_package_that_is_imported_again_registers_nothing_twice(name: str, mon
 def test_lightning_is_imported_in_one_file() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.name != "lightning_package.py":
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parsed(path.read_text())):
                 if isinstance(node, ast.Import | ast.ImportFrom):
                     origin = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
                     assert (origin or "").split(".")[0] not in ("lightning", "lightning_fabric", "pytorch_lightning"), (

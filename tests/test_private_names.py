@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from parsing import parsed
 
 ROOT = Path(__file__).resolve().parent.parent / "lightning_holmes"
 HOME = {"torch": "torch_private.py"} | dict.fromkeys(
@@ -67,7 +68,7 @@ def library_of(node: ast.AST, imported: dict[str, str]) -> str:
 
 def private_uses(file: str, text: str, package: set[str]) -> Iterator[str]:
     """Yield every violation as "file:line name". ``package``: private names that classes of the package define."""
-    tree = ast.parse(text, filename=file)
+    tree = parsed(text)
     own, imported = defined_in(tree), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -107,7 +108,7 @@ def wrapped_names() -> frozenset[str]:
     """Return the private attributes that the two files wrap; other files may not even contain them as strings."""
     found = set()
     for file in HOME.values():
-        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed((ROOT / file).read_text(encoding="utf-8"))):
             name = getattr(node, "attr", getattr(node, "value", None))
             if isinstance(name, str) and is_private(name) and name.isidentifier():
                 found.add(name)
@@ -116,7 +117,7 @@ def wrapped_names() -> frozenset[str]:
 
 def all_private_uses(root: Path) -> list[str]:
     texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))}
-    package = {name for text in texts.values() for name in defined_in(ast.parse(text))}
+    package = {name for text in texts.values() for name in defined_in(parsed(text))}
     return [use for file, text in texts.items() for use in private_uses(file, text, package)]
 
 

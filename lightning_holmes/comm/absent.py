@@ -18,11 +18,13 @@ parameters do. Outside of a step, and in other threads, every read of an absent 
 """
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -192,9 +194,10 @@ class Source:
             f"first batch read it there, too (times 0, if need be), or use {self.cure}"
         )
 
-    def check_gradient(self) -> None:
-        """Raise AbsentValueError if a step reads the gradient of a parameter that this rank does not hold."""
-        if self.absence.is_forward and self.absence.is_in_step:
+    def check_gradient(self, frame: FrameType | None) -> None:
+        """Raise AbsentValueError if a step, from which ``frame`` is called, reads the gradient of a parameter that this rank does not hold."""
+        is_read = frame is not None and frame.f_back is not None and frame.f_back.f_code.co_name != "zero_grad"
+        if is_read and self.absence.is_forward and self.absence.is_in_step:
             raise AbsentValueError(
                 f"the step reads .grad of {self.what}, which it did not when it was traced on its first batch: a stage has the gradients of "
                 f"its own layers only; read them in on_before_optimizer_step"
@@ -331,8 +334,8 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in READS_NO_VALUE:
-            if func == _GET_GRAD and sys._getframe(1).f_code.co_name != "zero_grad":
-                _source_of(args[0]).check_gradient()
+            if func == _GET_GRAD:
+                _source_of(args[0]).check_gradient(inspect.currentframe())
             with without_torch_functions():
                 return func(*args, **kwargs)
         _refuse_apart(args, kwargs)

@@ -16,6 +16,7 @@ import threading
 from types import TracebackType
 
 _LINE = "_lightning_holmes_line"
+_LAST_WAIT_S = 2.0
 
 
 def show_as(exception: BaseException, line: str) -> None:
@@ -55,14 +56,16 @@ def one_line(exception: BaseException) -> str:
 def _end_beside_threads() -> None:
     """End the process at once if an exception ends it while a thread of this package may still wait for others in
     torch's code: woken while the interpreter ends, the thread would be unwound through code that lets nothing through,
-    which aborts the process (exit code -6; Python 3.11)."""
-    waits = any(thread.daemon and thread.name.startswith("holmes") for thread in threading.enumerate())
-    if waits and isinstance(getattr(sys, "last_value", None), Exception):
+    which aborts the process (exit code -6; Python 3.11). If it ends otherwise (SIGTERM), wait a little for the thread."""
+    waiting = [thread for thread in threading.enumerate() if thread.daemon and thread.name.startswith("holmes")]
+    if waiting and isinstance(getattr(sys, "last_value", None), Exception):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         os._exit(1)
+    for thread in waiting:
+        thread.join(_LAST_WAIT_S)
 
 
 atexit.register(_end_beside_threads)  # at import, so that it runs after functions that are registered later

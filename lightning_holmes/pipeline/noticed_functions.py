@@ -66,14 +66,19 @@ class NoticedFunctions:
                     yield file, alias, self._originals[value]
 
 
+def _is_called_by_user(frame: types.FrameType | None) -> bool:
+    """Whether the function that runs in ``frame`` was called by no library."""
+    caller = None if frame is None else frame.f_back
+    return caller is not None and not is_library(caller.f_globals.get("__name__", ""))
+
+
 def _noticed(
     function: Callable[..., Any], name: str, *, notice: Callable[[str], None], of_any_group: bool
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group") or inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("group")
-        is_noticed = of_any_group and not is_library(sys._getframe(1).f_globals.get("__name__", ""))
-        if is_noticed or group is None or group is dist.group.WORLD:
+        if (of_any_group and _is_called_by_user(inspect.currentframe())) or group is None or group is dist.group.WORLD:
             notice(name)
         return function(*args, **kwargs)
 
