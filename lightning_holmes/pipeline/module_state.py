@@ -240,7 +240,7 @@ def _top(key: Key) -> str:
 
 
 def _bytes_below(value: Any) -> int:
-    return sum(tensor.nbytes for _, tensor in tree.named_tensors(value, ""))
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tree.named_tensors(value, ""))
 
 
 def _is_below(key: Key, others: set[Key]) -> bool:

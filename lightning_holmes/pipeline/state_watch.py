@@ -80,6 +80,8 @@ def is_small(value: Any) -> bool:
     """Whether a tensor or array is small, or a container has few entries."""
     if isinstance(value, CONTAINERS):
         return len(value) <= _MOST_ENTRIES
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() <= SMALL_BYTES
     return bool(getattr(value, "nbytes", 0) <= SMALL_BYTES)
 
 
@@ -89,6 +91,7 @@ class RepeatedChanges:
     def __init__(self, module: nn.Module) -> None:
         self._watch = StateWatch(module.named_modules(), lambda tensor: type(tensor).__name__)
         self._counts: Counter[tuple[str, str]] = Counter()
+        self._known: dict[str, list[str]] = {}
 
     def begin_batch(self) -> None:
         """Called before the passes of a batch."""
@@ -102,7 +105,8 @@ class RepeatedChanges:
         """Called after a pass."""
         self._counts.update(self._watch.changed(self._before))
 
-    def found(self, known: Iterable[str]) -> list[str]:
-        """The names of what several passes have changed, other than the names ``known`` and what is below them."""
-        names = (".".join(filter(None, key)) for key, count in self._counts.items() if count > 1)
-        return [name for name in names if not any(f"{each}.".startswith(f"{name}.") for each in known)]
+    def end_batch(self, step_name: str) -> list[str]:
+        """The names of what several passes have changed; not what those of the step's first batch have, of which the trace and the trial tell."""
+        names = [".".join(filter(None, key)) for key, count in self._counts.items() if count > 1]
+        known = self._known.setdefault(step_name, names)
+        return [name for name in names if name not in known]

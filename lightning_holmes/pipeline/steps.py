@@ -204,7 +204,7 @@ class StepDriver:
         finally:
             self.is_inside_part, self.pipeline.draws = False, None
             self.pipeline.outside = self.pipeline.repeated = None
-        if repeated is not None and (found := repeated.found(() if structure is None else structure.kept_values)):
+        if repeated is not None and (found := repeated.end_batch(request.step_name)):
             self._tell_repeated(found[0], request, count)
         if is_in_parts:
             self._found.refuse_new(place)

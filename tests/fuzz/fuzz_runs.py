@@ -85,18 +85,22 @@ class Lines(Logger):
 
 
 class Watch(Callback):
-    """Notes the loss, the logged values and the learning rates of each batch and each epoch."""
+    """Notes the logged values and the learning rates of each epoch."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
         self.epochs: list[Any] = []
 
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append({"loss": outputs["loss"].item(), "logged": _logged(trainer)})
-
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
         self.epochs.append({"logged": _logged(trainer), "step": trainer.global_step, "lr": rates})
+
+
+class WatchBatches(Watch):
+    """Notes the loss and the logged values of each batch, too."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append({"loss": outputs["loss"].item(), "logged": _logged(trainer)})
 
 
 def _logged(trainer: pl.Trainer) -> dict[str, float]:
@@ -127,7 +131,8 @@ def fit(run: Run) -> Record:
     """Run a fit in this process, together with the others of its job."""
     case, folder, record = run.case, Path(run.folder), Record()
     pl.seed_everything(5, verbose=False)
-    module, watch, logger = make_module(case), Watch(), Lines()
+    watch = Watch() if case.get("hooks") == "each epoch" else WatchBatches()
+    module, logger = make_module(case), Lines()
     world_size = int(os.environ["WORLD_SIZE"])
     strategy: Any = "auto" if world_size == 1 else DDPStrategy(find_unused_parameters=True)
     if run.strategy is not None:

@@ -224,6 +224,11 @@ LOGS: dict[str, tuple[Callable[[Any, Tensor, Tensor, Tensor], Any], dict[str, An
 FROM_STEP = 2
 
 
+def _penalty(module: Any, loss: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, next(module.layers[-1].parameters()), create_graph=True)
+    return 0.1 * gradient.square().sum()
+
+
 def _decay(trainer: Any, module: Any) -> None:
     for group in trainer.optimizers[0].param_groups:
         group["lr"] *= 0.9
@@ -236,6 +241,11 @@ LATER: dict[str, Callable[[Any, Tensor], Any]] = {
     "log": lambda m, loss: m.log("later", loss),
     "logger": lambda m, loss: m.logger.experiment.append(loss.item()),
     "attribute": lambda m, loss: setattr(m, "found_late", loss.item()),
+    "counts": lambda m, loss: 0.1 * m.count() * loss,
+    "reads state": lambda m, loss: None,  # see forward
+    "gradient": lambda m, loss: 0.1 * loss * _norm([next(m.layers[1].parameters()).grad]),
+    "penalty": lambda m, loss: _penalty(m, loss),
+    "sums": lambda m, loss: dist.all_reduce(loss.detach().clone()) if dist.is_initialized() else None,
     "rate": lambda m, loss: _decay(m.trainer, m),
     "rate at start": lambda m, loss: None,  # see training_step
     "scaled": lambda m, loss: loss,
@@ -514,6 +524,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "log": tuple(LOGS),
     "second log": tuple(LOGS),
     "later": tuple(LATER),
+    "hooks": ("each batch", "each epoch"),
     "habit": tuple(HABITS),
     "second habit": tuple(HABITS),
     "override": tuple(OVERRIDES),
@@ -610,6 +621,8 @@ def settle(case: Case) -> Case:
         case["evaluation"] = "validation" if case["evaluation"] in ("none", "predict", "test") else case["evaluation"]
     if case["read"] == "validation" and case["evaluation"] in ("none", "predict", "test"):
         case["evaluation"] = "validation"
+    if case["read"] == "batch end":
+        case["hooks"] = "each batch"
     if case["read"] == "save" and case["checkpoint"] == "none":
         case["checkpoint"] = "end"
     if "writer" in (case["habit"], case["second habit"]):
@@ -708,7 +721,7 @@ class Fuzzed(pl.LightningModule):
         self.kept = STATES[self.traits["state"]][0]()
         self.seen: list[tuple[str, float]] = []
         self.val_losses: list[Tensor] = []
-        self.is_shared_out, self.factor = False, 1.0
+        self.is_shared_out, self.factor, self.counted = False, 1.0, 0
         if self.traits["precision"] == "double":
             self.double()
 
@@ -728,6 +741,8 @@ class Fuzzed(pl.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.stem(x)
         hidden = hidden * RANDOM[self.traits["random"]][1](self.generator, hidden)
+        if self.traits["later"] == "reads state" and self.training and self.global_step >= FROM_STEP:
+            hidden = hidden * (1 + 0.1 * self.state)
         container = self.traits["container"]
         if container == "list":
             for layer in self.layers:
@@ -779,8 +794,9 @@ class Fuzzed(pl.LightningModule):
         if self.traits["read"] == where and self.traits["state"] != "none":
             self.seen.append((where, self.state))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.note_state("batch end")
+    def count(self) -> int:
+        self.counted += 1
+        return self.counted
 
     def on_train_epoch_start(self) -> None:
         if self.traits["optimizer"] == "schedule-free":
@@ -843,5 +859,7 @@ class Fuzzed(pl.LightningModule):
 def make_module(case: Case) -> Fuzzed:
     """Return the case's module; an overridden method is its class's own."""
     override = OVERRIDES[case.get("override", "none")]
-    made = Fuzzed if override is None else type("Fuzzed", (Fuzzed,), dict([override]))
-    return made(case)
+    methods: dict[str, Any] = {} if override is None else dict([override])
+    if case.get("hooks") != "each epoch":
+        methods["on_train_batch_end"] = lambda self, *_: self.note_state("batch end")
+    return type("Fuzzed", (Fuzzed,), methods)(case)  # type: ignore[no-any-return]
