@@ -109,12 +109,12 @@ class _Grouping:
         groups: list[tuple[str | None, TransportKind, str, list[LiveHost]]] = []  # name, kind, fabric, hosts
         chosen: dict[str, list[LiveHost]] = {}
         for host in self.hosts:
-            if host.cluster is not None:
-                chosen.setdefault(host.cluster, []).append(host)
+            if host.inventory.cluster is not None:
+                chosen.setdefault(host.inventory.cluster, []).append(host)
         for name in sorted(chosen):
             kind, fabric = _fabric_of_chosen(name, chosen[name], fabrics)
             groups.append((name, kind, fabric, chosen[name]))
-        free = [host for host in self.hosts if host.cluster is None]
+        free = [host for host in self.hosts if host.inventory.cluster is None]
         found = _cover(free, fabrics)
         placed = {host.name for _, members in found for host in members}
         left = self.join_by_hints([host for host in free if host.name not in placed], found)
@@ -273,8 +273,9 @@ class _Grouping:
             host = Host(name=member.name, devices=len(member.ranks), nics=tuple(nics), ranks=member.ranks)
             hosts.append(host)
             if kind != "ethernet" and host.nic_of(kind, fabric) is None:
-                down = [port for port in member.down_ports() if port.kind == kind]
-                what = ", ".join(f"{port.name} is down ({_why_down(port)})" for port in down)
+                down = {port: f"state {port.state or 'unknown'}" for port in member.down_ports() if port.kind == kind}
+                down |= {port: f"its interface {port.interface} is down" for port in down if port.state == "ACTIVE"}
+                what = ", ".join(f"{port.name} is down ({why})" for port, why in down.items())
                 without.append(f"host {member.name}: {what or f'no {kind} card on the fabric {fabric}'}")
         fallback = "; ".join(without) or None
         if fallback is not None:
@@ -389,9 +390,3 @@ def _names(groups: Sequence[tuple[str | None, TransportKind, str, list[LiveHost]
             names[index] = name
             taken.add(name)
     return [given if given is not None else names[index] for index, (given, _, _, _) in enumerate(groups)]
-
-
-def _why_down(port: RdmaPort) -> str:
-    if port.state == "ACTIVE":
-        return f"its interface {port.interface} is down"
-    return f"state {port.state or 'unknown'}"

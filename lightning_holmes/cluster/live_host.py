@@ -23,11 +23,6 @@ class LiveHost:
     inventory: HostInventory
 
     @property
-    def cluster(self) -> str | None:
-        """The cluster that the user chose for it, or None."""
-        return self.inventory.cluster
-
-    @property
     def ethernet_subnet(self) -> str | None:
         """The subnet of the main interface; None if it has no address, or only a host route."""
         main = self.inventory.main
