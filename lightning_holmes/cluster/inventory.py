@@ -212,11 +212,8 @@ class _Agent:
     def obey(self) -> None:
         """Run the tasks of rank 0 until it sends an empty message."""
         step = 0
-        while True:
-            message = self._board.get(f"step/{step}/{self._board.rank}", who="rank 0")
-            if message.tasks is None:
-                return
-            self.perform(step, message.tasks)
+        while (tasks := self._board.get(f"step/{step}/{self._board.rank}", who="rank 0").tasks) is not None:
+            self.perform(step, tasks)
             step += 1
 
     def perform(self, step: int, tasks: Sequence[ProbeTask]) -> None:
