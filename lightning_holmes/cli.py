@@ -184,8 +184,7 @@ class HolmesCLI(pl.cli.LightningCLI):
             return
         # check does not need the trainer, its loggers, devices or callbacks, so none of them is made
         self.strategy_args = make_strategy_args(self.config[CHECK].trainer.strategy)
-        config = self._without_trainer(CHECK)
-        self.config_init = self.parser.instantiate_classes(config)
+        self.config_init = self.parser.instantiate_classes(self._without_trainer(CHECK))
         self.datamodule = config_value(self, self.config_init, "data")
         self.model = config_value(self, self.config_init, "model")
 
@@ -200,9 +199,8 @@ class HolmesCLI(pl.cli.LightningCLI):
     def run_check(self) -> None:
         options = self.config_init[CHECK]
         arguments = {**_CHECK_DEFAULTS, **self.strategy_args}
-        for name in ("pipeline_parallel_size", "num_microbatches", "schedule"):
-            if options[name] is not None:
-                arguments[name] = options[name]
+        own = ("pipeline_parallel_size", "num_microbatches", "schedule")
+        arguments |= {name: options[name] for name in own if options[name] is not None}
         if options["ckpt_path"] is not None:
             path = Path(options["ckpt_path"])
             if not path.exists():
@@ -271,9 +269,8 @@ def make_strategy_args(strategy: Any) -> dict[str, Any]:
     `strategy` is the parsed setting: a name, or a Namespace with class_path and init_args. If the topology file has
     several clusters, the automatic number of stages is the number of clusters, as in fit.
     """
-    if not isinstance(strategy, Namespace | Mapping):
-        return {}
-    if str(strategy["class_path"]).rpartition(".")[2] != "HolmesStrategy":
+    is_class = isinstance(strategy, Namespace | Mapping)
+    if not is_class or str(strategy["class_path"]).rpartition(".")[2] != "HolmesStrategy":
         return {}
     given = strategy.get("init_args") or {}
     arguments = {name: given[name] for name in _CHECK_DEFAULTS if name in given and given[name] != "auto"}
@@ -313,7 +310,10 @@ def main(args: Sequence[str] | None = None) -> None:
             args=None if args is None else given,
         )
     except Exception as error:
-        shown = find_users_error(error)
+        shown: BaseException | None = error
+        users = HolmesError | fabric.utilities.exceptions.MisconfigurationException
+        while shown is not None and not isinstance(shown, users):
+            shown = shown.__cause__  # jsonargparse wraps the exceptions of constructors
         if shown is None:
             raise
         if (line := line_of(error)) is not None:
@@ -323,16 +323,6 @@ def main(args: Sequence[str] | None = None) -> None:
         prefix = f"[rank {rank}] " if rank not in (None, "0") else ""
         print(f"{prefix}lightning-holmes: {type(shown).__name__}: {shown}", file=sys.stderr)
         sys.exit(2)
-
-
-def find_users_error(error: BaseException | None) -> BaseException | None:
-    """Return the first HolmesError or MisconfigurationException in the chain of causes of ``error``, itself included; None if there
-    is none. jsonargparse wraps the exceptions of constructors."""
-    while error is not None and not isinstance(
-        error, HolmesError | fabric.utilities.exceptions.MisconfigurationException
-    ):
-        error = error.__cause__
-    return error
 
 
 if __name__ == "__main__":

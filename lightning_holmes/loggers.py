@@ -61,22 +61,17 @@ class WandbLogger(pl.loggers.WandbLogger):
 
 def why_offline() -> str | None:
     """Return why a run cannot be uploaded; None if it can."""
+    import requests  # which wandb needs
     import wandb
 
     settings = wandb.setup().settings
-    if not is_logged_in(settings):
+    # never prompts: the key is in the environment, or where `wandb login` keeps it
+    key = settings.api_key or os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(settings.base_url)
+    if key is None:
         return "nobody is logged in"
     if not _answers(settings.base_url):
         return f"{settings.base_url} does not answer"
     return None
-
-
-def is_logged_in(settings: Any) -> bool:
-    """Whether there is a key for the server, in the environment or where `wandb login` keeps it. Never prompts."""
-    import requests  # which wandb needs
-
-    key = settings.api_key or os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(settings.base_url)
-    return key is not None
 
 
 def _answers(url: str) -> bool:

@@ -50,19 +50,15 @@ class TimelineMonitor(pl.Callback):
             )
         self._steps, self._records = 0, False
 
-    def _is_due(self, trainer: pl.Trainer) -> bool:
-        every = self.every_n_steps
-        return self._steps == _TRACED + 1 or (
-            every is not None and (trainer.fit_loop.total_batch_idx + 1) % every == 0 and self._steps > _TRACED
-        )
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._steps += 1
+        every, batches = self.every_n_steps, trainer.fit_loop.total_batch_idx + 1
+        is_due = self._steps == _TRACED + 1 or (every is not None and batches % every == 0 and self._steps > _TRACED)
         # [Note: recordings keep apart] An operation of another thread that begins in one recording and ends in the next writes to freed memory
         # (seen with torch 2.13), and a receive for the next step is posted in this one: after a recording a step is left out.
-        self._records = not self._records and self._is_due(trainer)
+        self._records = not self._records and is_due
         # a profiler of the user shows the labels, too
         if self._records and trainer.global_rank in _ranks(trainer) and not is_profiling():
             self._profiler = profile(experimental_config=profiling_all_threads())

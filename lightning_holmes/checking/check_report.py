@@ -112,14 +112,16 @@ class CheckReport:
         )
         for column in ("step", "what", "plain", "staged", "relative difference", ""):
             table.add_column(column, overflow="fold")
-        for row in self._shown():
+        differing = [row for row in self.rows if not row.ok]
+        gradients = sorted((r for r in self.rows if r.ok and r.what.startswith("gradient")), key=lambda r: -r.relative)
+        others = [r for r in self.rows if r.ok and not r.what.startswith(("gradient", "state"))]
+        for row in others + gradients[:5] + differing[:20]:
             mark = "[green]equal[/]" if row.ok else f"[bold red]differs[/] {row.reason}"
             table.add_row(row.step, row.what, row.plain, row.staged, f"{row.relative:.1e}", mark)
         console.print(table)
-        bad = sum(not row.ok for row in self.rows)
         equal = f"{len(self.rows)} values equal within {self.tolerance:g}"
-        if bad:
-            verdict = f"[bold red]{bad} of {len(self.rows)} values differ[/] by more than {self.tolerance:g}"
+        if differing:
+            verdict = f"[bold red]{len(differing)} of {len(self.rows)} values differ[/] by more than {self.tolerance:g}"
         elif self.exact:
             verdict = f"[bold green]exact[/]: {equal}"
         else:
@@ -127,12 +129,6 @@ class CheckReport:
         console.print(verdict, highlight=False)
         if self.dependence is not None:
             console.print(f"{self.dependence}. A run that is not told a number takes 1", highlight=False, markup=False)
-
-    def _shown(self) -> list[Difference]:
-        bad = [row for row in self.rows if not row.ok]
-        gradients = sorted((r for r in self.rows if r.ok and r.what.startswith("gradient")), key=lambda r: -r.relative)
-        others = [r for r in self.rows if r.ok and not r.what.startswith(("gradient", "state"))]
-        return others + gradients[:5] + bad[:20]
 
 
 def compare(step: str, plain: Outcome, staged: Outcome, tolerance: float) -> list[Difference]:
@@ -230,9 +226,8 @@ def _difference(
         if math.isnan(relative):
             relative = math.inf
     ok = relative <= tolerance
-    reason = ""
-    if not ok:
-        reason = "(NaN: a value does not reach the stage that needs it)" if bool(b.isnan().any()) else ""
+    is_lost = not ok and bool(b.isnan().any())
+    reason = "(NaN: a value does not reach the stage that needs it)" if is_lost else ""
     return Difference(
         step=step, what=what, plain=_short(plain), staged=_short(staged), relative=relative, ok=ok, reason=reason
     )

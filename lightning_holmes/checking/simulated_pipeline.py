@@ -10,7 +10,7 @@ new module.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -160,19 +160,13 @@ def _assign_layers(structure: ModuleStructure, partition: Any, size: int, schedu
     return choose(known, Asked(partition=partition, schedule=schedule, num_chunks=num_chunks)).partition
 
 
-def _few_samples(batch: Any, splitter: BatchSplitter) -> Any:
-    """Two samples of a batch, or the whole batch if only the module's ``split_batch`` can split it."""
-    try:
-        size = splitter.batch_size(batch)
-        return batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
-    except HolmesError:
-        return batch
-
-
 def _structure(
     modules: Mapping[str, pl.LightningModule], batch: Any, layers: str, splitter: BatchSplitter
 ) -> ModuleStructure:
-    small = _few_samples(batch, splitter)
+    small = batch
+    with suppress(HolmesError):  # only the module's ``split_batch`` can split it
+        size = splitter.batch_size(batch)
+        small = batch if size <= 2 else splitter.split(batch, -(-size // 2))[0]
     structure: ModuleStructure | None = None
     for name, module in modules.items():
         arguments = (tree.map_all_tensors(Tensor.clone, small), *step_arguments(module, name))
@@ -222,7 +216,6 @@ class _SimulatedPipeline:
         device = next(module.parameters()).device
         self.partition, self.structure = partition, structure
         self.drivers: list[StepDriver] = []
-        self.states: list[ModuleState] = []
         self.results: list[StepResult] = []
         for rank in range(size):
             copy = shadow_copy(module)

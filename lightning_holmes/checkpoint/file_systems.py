@@ -27,12 +27,8 @@ class FileSystems:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The lowest rank on each file system."""
+        """The lowest rank on each file system; it makes and removes folders for those that share it."""
         return tuple(self.of_rank.index(number) for number in range(max(self.of_rank) + 1))
-
-    def is_leader(self, rank: int) -> bool:
-        """Whether ``rank`` makes and removes folders for those that share its file system."""
-        return rank in self.leaders
 
 
 def find_file_systems(folder: Path, member: Membership) -> FileSystems:
@@ -58,7 +54,9 @@ def _who_sees(folder: Path, member: Membership, leader: int) -> list[bool]:
         if rank == leader:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                _remove_former(folder)
+                for former in folder.glob(f"{_of_host()}*"):
+                    if not psutil.pid_exists(int(former.name.split("-")[2])):  # killed before it removed its file
+                        atomic.delete(former)
                 probe.touch()
             except OSError as error:
                 problem = f"rank {rank} cannot write to {folder}: {error}"
@@ -76,13 +74,6 @@ def _who_sees(folder: Path, member: Membership, leader: int) -> list[bool]:
 def _of_host() -> str:
     """The prefix of the names of probe files that processes of this host write."""
     return f"{PROBE}-{zlib.crc32(socket.gethostname().encode()):08x}-"
-
-
-def _remove_former(folder: Path) -> None:
-    """Remove the probe files of processes of this host that were killed before they removed them."""
-    for path in folder.glob(f"{_of_host()}*"):
-        if not psutil.pid_exists(int(path.name.split("-")[2])):
-            atomic.delete(path)
 
 
 def _sees(folder: Path, name: str) -> bool:

@@ -42,7 +42,13 @@ def write_pretrained(source: Source, target: Path, *, max_shard_bytes: int = MAX
     with torch.device("meta"):
         made_by: Any = transformers.AutoModelForCausalLM
         model = made_by.from_config(config, trust_remote_code=False)
-    _load(model, _state(source))
+    state = _state(source)
+    try:
+        model.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the weights are not those of a {type(model).__name__}: {' '.join(str(error).split())}"
+        ) from error
     model.tie_weights()
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic.writing(target) as folder:
@@ -90,12 +96,3 @@ def _state(source: Source) -> dict[str, Tensor]:
                 f"for HFCausalLM; convert others to a plain file"
             )
     return {name.removeprefix(_PREFIX): value for name, value in state.items()}
-
-
-def _load(model: Any, state: dict[str, Tensor]) -> None:
-    try:
-        model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"the weights are not those of a {type(model).__name__}: {' '.join(str(error).split())}"
-        ) from error

@@ -83,8 +83,10 @@ class JobFolder:
         self.path = path
         self.is_restart = False
         for other in path.parent.glob(f"{_PREFIX}-{os.geteuid()}-*"):
-            if other != path:
-                _remove_if_ended(other)
+            with contextlib.suppress(OSError):  # another rank may be removing it
+                newest = max(p.stat().st_mtime for p in (other, *other.glob("*/*"), *other.glob("*")))
+                if other != path and time.time() - newest > _ENDED_S:
+                    _remove_if_unused(other)
         try:
             path.mkdir(mode=0o700, exist_ok=True)
             found = path.lstat()
@@ -156,10 +158,6 @@ class JobFolder:
         """Cancel :meth:`remove_at_exit`."""
         atexit.unregister(_remove_if_last)
 
-    def release(self) -> None:
-        """Release the lock, as the end of the process does."""
-        os.close(self._lock)
-
 
 def _lock(path: Path) -> int:
     """Make the file and lock it, together with other ranks. The lock ends with this process; forked data workers do not inherit it."""
@@ -195,12 +193,9 @@ def _remove_if_last(folder: Path, lock: int) -> None:
         return
     os.close(lock)
     with contextlib.suppress(OSError):  # another process may have removed the folder
-        if all(_remove_if_free(path) for path in folder.glob(f"{_START}*")):
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove_if_unused(folder)
 
 
-def _remove_if_ended(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another rank may be removing it
-        newest = max(path.stat().st_mtime for path in (folder, *folder.glob("*/*"), *folder.glob("*")))
-        if time.time() - newest > _ENDED_S and all(_remove_if_free(path) for path in folder.glob(f"{_START}*")):
-            shutil.rmtree(folder, ignore_errors=True)
+def _remove_if_unused(folder: Path) -> None:
+    if all(_remove_if_free(path) for path in folder.glob(f"{_START}*")):
+        shutil.rmtree(folder, ignore_errors=True)

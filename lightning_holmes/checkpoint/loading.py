@@ -1,24 +1,23 @@
 """Find and open a checkpoint of either format, on file systems that may not be shared."""
 
+import functools
 import socket
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_holmes.checkpoint import atomic, run_state
 from lightning_holmes.checkpoint.folder import FolderOptimizerState, FolderReader, FolderStateDict
 from lightning_holmes.checkpoint.manifest import PLAN, REST, Manifest, ValueEntry
 from lightning_holmes.checkpoint.membership import Membership
-from lightning_holmes.checkpoint.torch_file import damaged_records, load_bytes, load_file
+from lightning_holmes.checkpoint.torch_file import load_bytes, load_file
 from lightning_holmes.comm.gloo import wait_for
 from lightning_holmes.errors import CheckpointDamagedError, CheckpointError
-from lightning_holmes.pipeline import tree
 
 
 def load_folder(
@@ -58,7 +57,7 @@ def load_folder(
         raise CheckpointDamagedError(f"{path / REST} is damaged: its checksum differs from the one in the manifest")
     providers = _providers(path, manifest, holders)
     everywhere = all(files >= set(providers) for files in holders)
-    reader = FolderReader(manifest, folder, None if everywhere else NetworkFetch(apart(member), providers))
+    reader = FolderReader(manifest, folder, None if everywhere else functools.partial(_fetch, apart(member), providers))
     checkpoint: dict[str, Any] = load_bytes(rest, str(path / REST), weights_only=weights_only)
     checkpoint["state_dict"] = FolderStateDict(reader)
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
@@ -120,42 +119,26 @@ def _providers(path: Path, manifest: Manifest, present: Sequence[frozenset[str]]
     return providers
 
 
-class NetworkFetch:
-    """Fetches the bytes of values from ranks that see their files; all ranks must call it together.
+def _fetch(
+    member: Membership, providers: Mapping[str, int], reader: FolderReader, wanted: Sequence[ValueEntry]
+) -> dict[ValueEntry, bytes]:
+    """Fetch the bytes of values from ranks that see their files; all ranks must call together.
 
     Args:
         member: with a gloo group: values are on the host, and WORLD may use NCCL.
         providers: for each file the rank that sends its values.
     """
-
-    def __init__(self, member: Membership, providers: dict[str, int]) -> None:
-        self._member, self._providers = member, providers
-
-    def __call__(self, reader: FolderReader, wanted: Sequence[ValueEntry]) -> dict[ValueEntry, bytes]:
-        rank, group = self._member.rank, self._member.group
-        requests: list[list[ValueEntry]] = self._member.all_gather(list(wanted))
-        fetched: dict[ValueEntry, bytes] = {}
-        for receiver, entries in enumerate(requests):
-            for entry in entries:
-                sender = self._providers[entry.file]
-                if rank == sender:
-                    data = torch.frombuffer(bytearray(reader.raw(entry)), dtype=torch.uint8)
-                    wait_for(dist.isend(data, receiver, group=group), group)
-                elif rank == receiver:
-                    data = torch.empty(entry.length, dtype=torch.uint8)
-                    wait_for(dist.irecv(data, sender, group=group), group)
-                    fetched[entry] = data.numpy().tobytes()
-        return fetched
-
-
-def load_plain(path: Path, *, weights_only: bool, check: bool, agree: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return Lightning's checkpoint from one file; the states' tensors are read when they are used. All ranks must call.
-
-    Args:
-        check: read the whole file once and compare its checksums; true on one rank.
-        agree: broadcasts that rank's result to all ranks.
-    """
-    damaged = agree(damaged_records(path) if check else [])
-    checkpoint = load_file(path, weights_only=weights_only, damaged=damaged)
-    mapped = {"state_dict", "optimizer_states"}
-    return {k: v if k in mapped else tree.map_tensors(Tensor.clone, v) for k, v in checkpoint.items()}
+    rank, group = member.rank, member.group
+    requests: list[list[ValueEntry]] = member.all_gather(list(wanted))
+    fetched: dict[ValueEntry, bytes] = {}
+    for receiver, entries in enumerate(requests):
+        for entry in entries:
+            sender = providers[entry.file]
+            if rank == sender:
+                data = torch.frombuffer(bytearray(reader.raw(entry)), dtype=torch.uint8)
+                wait_for(dist.isend(data, receiver, group=group), group)
+            elif rank == receiver:
+                data = torch.empty(entry.length, dtype=torch.uint8)
+                wait_for(dist.irecv(data, sender, group=group), group)
+                fetched[entry] = data.numpy().tobytes()
+    return fetched

@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from lightning_holmes.checkpoint import atomic
 from lightning_holmes.checkpoint.file_systems import FileSystems, find_file_systems
-from lightning_holmes.checkpoint.loading import load_folder, load_plain
+from lightning_holmes.checkpoint.loading import load_folder
 from lightning_holmes.checkpoint.membership import Membership
 from lightning_holmes.checkpoint.parts import Item, Value, items_of, made_whole, named_values, share_of
 from lightning_holmes.checkpoint.saving import FolderSave, not_written
 from lightning_holmes.checkpoint.staging import Staging, Writer
-from lightning_holmes.checkpoint.torch_file import save_file
+from lightning_holmes.checkpoint.torch_file import damaged_records, load_file, save_file
 from lightning_holmes.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 from lightning_holmes.lightning_package import fabric
+from lightning_holmes.pipeline import tree
 
 _PATIENCE_S = 2.0
 """How long a rank whose run has failed waits for a write in the background, for which other ranks may be gone."""
@@ -94,10 +96,13 @@ class CheckpointManager:
             rest["optimizer_states"] = [{"param_groups": o.get("param_groups", [])} for o in optimizers]
         shared = _share(member, named_values(state_dict, optimizers or []), parameters, assigned)
         items: Iterable[Item] = itertools.chain(items_of(shared), collected)
+        folder = str(target.parent)
+        if folder not in self._file_systems:
+            self._file_systems[folder] = find_file_systems(target.parent, member)
         save = FolderSave(
             target=target,
             token=token,
-            file_systems=self._systems(member, target.parent),
+            file_systems=self._file_systems[folder],
             items=self._staging.copy(items) if background else items,
             order=order,
             num_optimizers=len(optimizers or []),
@@ -147,12 +152,8 @@ class CheckpointManager:
     def remove(self, member: Membership, path: Any) -> None:
         """Remove a checkpoint of either format once the checkpoint that is being written is complete. All ranks must call."""
         target = _local(os.fspath(path))
-        folder = str(target.parent)
-        if folder in self._file_systems:
-            leads = self._file_systems[folder].is_leader(member.rank)
-        else:
-            leads = member.rank == 0
-        if leads:
+        systems = self._file_systems.get(str(target.parent), FileSystems(of_rank=(0,)))
+        if member.rank in systems.leaders:
             self._writer.afterwards(functools.partial(atomic.remove, target))
 
     def finish(self, member: Membership, *, failed: bool = False) -> None:
@@ -181,11 +182,6 @@ class CheckpointManager:
             problem = str(error)
         return next(filter(None, member.all_gather(problem)), "")
 
-    def _systems(self, member: Membership, folder: Path) -> FileSystems:
-        if str(folder) not in self._file_systems:
-            self._file_systems[str(folder)] = find_file_systems(folder, member)
-        return self._file_systems[str(folder)]
-
     # loading
 
     def load(self, member: Membership, path: Any, *, weights_only: bool | None) -> dict[str, Any]:
@@ -202,7 +198,8 @@ class CheckpointManager:
             path = path.parent / os.readlink(path)
         path = Path(member.broadcast(str(path)))
         restricted = weights_only is not False
-        kinds = member.all_gather("folder" if _holds_folder(path) else "file" if path.is_file() else "")
+        is_folder = path.is_dir() or (not path.exists() and any(p.is_dir() for p in atomic.temporary_paths(path)))
+        kinds = member.all_gather("folder" if is_folder else "file" if path.is_file() else "")
         if "folder" in kinds:
             return load_folder(path, member, self._apart, weights_only=restricted)
         if "" in kinds:
@@ -212,7 +209,11 @@ class CheckpointManager:
                 f"the checkpoint {path} is one file, which ranks {[r for r, k in enumerate(kinds) if k]} see and ranks "
                 f"{[r for r, k in enumerate(kinds) if not k]} do not: copy it to their hosts"
             )
-        return load_plain(path, weights_only=restricted, check=member.rank == 0, agree=member.broadcast)
+        # one rank reads the whole file once and compares its checksums; tensors of the states are read when they are used
+        damaged = member.broadcast(damaged_records(path) if member.rank == 0 else [])
+        checkpoint = load_file(path, weights_only=restricted, damaged=damaged)
+        mapped = {"state_dict", "optimizer_states"}
+        return {k: v if k in mapped else tree.map_tensors(Tensor.clone, v) for k, v in checkpoint.items()}
 
 
 def _share(
@@ -227,8 +228,6 @@ def _share(
     alone = {name: value for name, value in values.items() if is_alone(name)}
     alike = {name: value for name, value in values.items() if name not in alone}
     ours = share_of(alike, parameters, member.replica, member.num_replicas) | alone
-    if member.tensor_size == 1:
-        return made_whole(ours, ours)
     return made_whole(ours, share_of(ours, parameters, member.tensor_rank, member.tensor_size))
 
 
@@ -252,7 +251,3 @@ def _local(path: str) -> Path:
     if "\0" in path:
         raise ConfigurationError(f"{path!r}: no file has a zero character in its path")
     return Path(path.removeprefix("file://"))
-
-
-def _holds_folder(path: Path) -> bool:
-    return path.is_dir() or (not path.exists() and any(p.is_dir() for p in atomic.temporary_paths(path)))

@@ -82,7 +82,8 @@ def give_loaders_their_states(checkpoint: dict[str, Any], replica: int, num_repl
     if saved["data_parallel_size"] == num_replicas:
         fit_loop["state_dict"]["combined_loader"] = saved["loader_states"][replica]
         return
-    if _is_inside_epoch(fit_loop):
+    progress = fit_loop.get("epoch_loop.batch_progress", {})
+    if not progress.get("is_last_batch", False) and progress.get("current", {}).get("ready", 0) > 0:
         raise ConfigurationError(
             f"the checkpoint was saved inside an epoch by {saved['data_parallel_size']} replicas, each with a loader "
             f"state of its own, which say nothing about {num_replicas} replicas: resume with as many replicas, from the "
@@ -90,8 +91,3 @@ def give_loaders_their_states(checkpoint: dict[str, Any], replica: int, num_repl
             f"replicas, as lightning_holmes.data's have"
         )
     del fit_loop["state_dict"]["combined_loader"]  # start a new epoch
-
-
-def _is_inside_epoch(fit_loop: dict[str, Any]) -> bool:
-    progress = fit_loop.get("epoch_loop.batch_progress", {})
-    return not progress.get("is_last_batch", False) and progress.get("current", {}).get("ready", 0) > 0

@@ -10,8 +10,8 @@ loading finds it.
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ class FolderSave:
             raise
 
     def _run(self, member: Membership, temporary: Path) -> None:
-        rank, several = member.rank, len(self.file_systems.leaders) > 1
-        leads = self.file_systems.is_leader(rank)
+        rank, leaders = member.rank, self.file_systems.leaders
+        several, leads = len(leaders) > 1, rank in leaders
         parts = member.all_gather(self._write_part(rank, temporary))
         _raise_first(part["error"] for part in parts)
         rest: bytes = member.broadcast(self.rest) if several else self.rest
@@ -115,11 +115,6 @@ class FolderSave:
 
     def _add_common_files(self, temporary: Path, parts: Sequence[Mapping[str, Any]], rest: bytes) -> None:
         """Write the files that are the same on every file system, the manifest last."""
-        for name, data in self._common_files(parts, rest):
-            atomic.write_bytes(temporary / name, data)
-        atomic.sync_folder(temporary)
-
-    def _common_files(self, parts: Sequence[Mapping[str, Any]], rest: bytes) -> Iterator[tuple[str, bytes]]:
         values: dict[Value, ValueEntry] = {}
         files: dict[str, FileEntry] = {}
         for rank, part in enumerate(parts):
@@ -134,6 +129,8 @@ class FolderSave:
             if name[0] != "state_dict":
                 index = int(name[0].removeprefix("optimizer_"))
                 optimizers[index].setdefault(name[2], {})[name[3]] = entry
+        common = {REST: rest, PLAN: self.plan.encode()}
+        files |= {name: FileEntry(num_bytes=len(data)) for name, data in common.items()}
         manifest = Manifest(
             id=self.token,
             files=files,
@@ -142,10 +139,10 @@ class FolderSave:
             rest_crc32=zlib.crc32(rest),
             versions={"lightning_holmes": __version__, "torch": str(torch.__version__)},
         )
-        common = {REST: rest, PLAN: self.plan.encode()}
-        files |= {name: FileEntry(num_bytes=len(data)) for name, data in common.items()}
-        yield from common.items()
-        yield MANIFEST, replace(manifest, files=files).to_bytes()
+        common[MANIFEST] = manifest.to_bytes()
+        for name, data in common.items():
+            atomic.write_bytes(temporary / name, data)
+        atomic.sync_folder(temporary)
 
 
 def _raise_first(problems: Iterable[str]) -> None:

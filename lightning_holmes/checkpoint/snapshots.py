@@ -104,7 +104,7 @@ class SnapshotManager(CheckpointManager):
         # other ranks may have begun to write: their temporary folder is listed, too
         kept = (save.target, atomic.temporary_path(save.target, save.token), self.whole)
         obsolete = [path for path in here if path not in kept]
-        save = replace(save, obsolete=obsolete if systems.is_leader(member.rank) else [])
+        save = replace(save, obsolete=obsolete if member.rank in systems.leaders else [])
         return save if self._copies is None else replace(save, copy=self._copies)
 
     def _check_room(self, member: Membership, save: FolderSave, here: Sequence[Path]) -> None:

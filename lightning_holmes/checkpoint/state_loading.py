@@ -167,7 +167,7 @@ def load_optimizer_state(
         return
     by_group = [
         [
-            _laid_out(states.get(name, {}), p)
+            {key: laid_out(value, p) for key, value in states.get(name, {}).items() if key != MASTER_WEIGHT} or None
             for name, p in zip(filter(held.__contains__, names), g["params"], strict=True)
         ]
         for names, g in zip(groups, optimizer.param_groups, strict=True)
@@ -202,11 +202,6 @@ def _keys_by_name(
             f"{[len(g) for g in groups]}, or in another order: it was saved from another configure_optimizers"
         )
     return {name: key for names, keys in zip(groups, saved, strict=True) for name, key in zip(names, keys, strict=True)}
-
-
-def _laid_out(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any] | None:
-    """Return a saved state for ``parameter``, reduced to this rank's shard if the parameter is sharded; None if there is nothing in it."""
-    return {key: laid_out(value, parameter) for key, value in state.items() if key != MASTER_WEIGHT} or None
 
 
 def _put_states(

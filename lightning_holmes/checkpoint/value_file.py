@@ -63,17 +63,13 @@ def write_value(file: IO[bytes], value: Any, name: str) -> ValueEntry:
     shape: tuple[int, ...] = ()
     if isinstance(value, Tensor):
         dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
-        value = compact(value)
+        value = value.detach().cpu().contiguous()
+        if value.untyped_storage().nbytes() != value.nbytes:  # torch.save writes whole storages
+            value = value.clone()
     with _without_torchs_checksums():
         save_to(checked, value)
     length = file.tell() - offset
     return ValueEntry(file=name, offset=offset, length=length, crc32=checked.crc32, dtype=dtype, shape=shape)
-
-
-def compact(value: Tensor) -> Tensor:
-    """The tensor on the host, in a storage of its own size: torch.save writes whole storages."""
-    value = value.detach().cpu().contiguous()
-    return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
 
 @contextlib.contextmanager

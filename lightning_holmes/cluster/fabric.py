@@ -54,15 +54,6 @@ class _Member:
     nics: tuple[Nic, ...]
 
     @property
-    def end(self) -> NicEnd:
-        return NicEnd(self.host.name, self.nics[0].name)
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second of all these cards together."""
-        return sum(nic.bandwidth_bytes_per_s or 0.0 for nic in self.nics)
-
-    @property
     def carries_all_traffic(self) -> bool:
         """Whether all these cards are Ethernet ports that reach the master or the default route, too: alone, in a bond or under a VLAN."""
         main = self.host.inventory.main
@@ -79,10 +70,6 @@ class _Fabric:
     kind: TransportKind
     name: str
     members: tuple[_Member, ...]
-
-    @property
-    def hosts(self) -> frozenset[str]:
-        return frozenset(member.host.name for member in self.members)
 
 
 def group_hosts(inventories: Sequence[HostInventory], *, reachable: Reachable | None = None) -> Topology:
@@ -109,12 +96,12 @@ class _Grouping:
         groups: list[tuple[str | None, TransportKind, str, list[LiveHost]]] = []  # name, kind, fabric, hosts
         chosen: dict[str, list[LiveHost]] = {}
         for host in self.hosts:
-            if host.cluster is not None:
-                chosen.setdefault(host.cluster, []).append(host)
+            if host.inventory.cluster is not None:
+                chosen.setdefault(host.inventory.cluster, []).append(host)
         for name in sorted(chosen):
             kind, fabric = _fabric_of_chosen(name, chosen[name], fabrics)
             groups.append((name, kind, fabric, chosen[name]))
-        free = [host for host in self.hosts if host.cluster is None]
+        free = [host for host in self.hosts if host.inventory.cluster is None]
         found = _cover(free, fabrics)
         placed = {host.name for _, members in found for host in members}
         left = self.join_by_hints([host for host in free if host.name not in placed], found)
@@ -193,14 +180,12 @@ class _Grouping:
             return None
         if set(first.addresses) & set(second.addresses):
             return False  # the same private address in two networks
-        return self.reachable(one.end, other.end)
+        return self.reachable(NicEnd(one.host.name, first.name), NicEnd(other.host.name, second.name))
 
     def warn_unconfirmed(self, kind: TransportKind, hint: str, one: _Member, other: _Member) -> None:
-        if kind == "ethernet":
-            return
         subnets = {one.host.ethernet_subnet, other.host.ethernet_subnet}
         guessed = hint == _UNKNOWN or (kind == "infiniband" and hint.startswith(DEFAULT_PREFIX))
-        if guessed and len(subnets) > 1:
+        if kind != "ethernet" and guessed and len(subnets) > 1:
             self.warnings.append(
                 f"{one.host.name} and {other.host.name} are taken to share one {kind} fabric: their cards say nothing "
                 "else, no connection could be tried (no IP address on them), and their Ethernet subnets differ. If "
@@ -273,8 +258,9 @@ class _Grouping:
             host = Host(name=member.name, devices=len(member.ranks), nics=tuple(nics), ranks=member.ranks)
             hosts.append(host)
             if kind != "ethernet" and host.nic_of(kind, fabric) is None:
-                down = [port for port in member.down_ports() if port.kind == kind]
-                what = ", ".join(f"{port.name} is down ({_why_down(port)})" for port in down)
+                down = {port: f"state {port.state or 'unknown'}" for port in member.down_ports() if port.kind == kind}
+                down |= {port: f"its interface {port.interface} is down" for port in down if port.state == "ACTIVE"}
+                what = ", ".join(f"{port.name} is down ({why})" for port, why in down.items())
                 without.append(f"host {member.name}: {what or f'no {kind} card on the fabric {fabric}'}")
         fallback = "; ".join(without) or None
         if fallback is not None:
@@ -305,7 +291,7 @@ def _cover(free: Sequence[LiveHost], fabrics: Sequence[_Fabric]) -> list[tuple[_
 
 def _preference(fabric: _Fabric, members: Sequence[_Member]) -> tuple[bool, float, int, int]:
     """How much a fabric of these hosts is preferred to another: shared at all, its slowest host's bytes/s, its reach, its kind."""
-    rate = min((member.rate for member in members), default=0.0)
+    rate = min((sum(nic.bandwidth_bytes_per_s or 0.0 for nic in member.nics) for member in members), default=0.0)
     return len(members) > 1, rate, len(members), -TRANSPORT_KINDS.index(fabric.kind)
 
 
@@ -349,7 +335,7 @@ def _rdma_hint(port: RdmaPort) -> str:
 
 def _ethernet_nics(host: LiveHost) -> list[tuple[Nic, str]]:
     """The main interface with its subnet as the hint; a host without any interface gets a hint of its own."""
-    nic = host.main_nic()
+    nic = next((nic for nic in host.inventory.nics() if nic.kind == "ethernet"), None)
     if nic is None:
         return [(Nic(name="none", kind="ethernet", up=False), f"{_UNKNOWN} {host.name}")]
     return [(nic, _ethernet_hint(host, nic))]
@@ -366,7 +352,8 @@ def _fabric_of_chosen(name: str, hosts: Sequence[LiveHost], fabrics: Sequence[_F
     for kind in RDMA_KINDS:
         if not all(any(port.kind == kind for port in host.inventory.rdma) for host in hosts):
             continue
-        shared = [fabric for fabric in fabrics if fabric.kind == kind and names <= fabric.hosts]
+        alike = [fabric for fabric in fabrics if fabric.kind == kind]
+        shared = [fabric for fabric in alike if names <= {member.host.name for member in fabric.members}]
         return kind, shared[0].name if shared else f"{kind}/{name}"
     return "ethernet", f"ethernet/{name}"
 
@@ -389,9 +376,3 @@ def _names(groups: Sequence[tuple[str | None, TransportKind, str, list[LiveHost]
             names[index] = name
             taken.add(name)
     return [given if given is not None else names[index] for index, (given, _, _, _) in enumerate(groups)]
-
-
-def _why_down(port: RdmaPort) -> str:
-    if port.state == "ACTIVE":
-        return f"its interface {port.interface} is down"
-    return f"state {port.state or 'unknown'}"

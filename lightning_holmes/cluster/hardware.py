@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_holmes.cluster.interfaces import Interface, choose_interfaces, find_main_interface, read_interfaces
-from lightning_holmes.cluster.network import Nic
+from lightning_holmes.cluster.network import Nic, TransportKind
 from lightning_holmes.cluster.rdma import RdmaPort, read_rdma_ports
 from lightning_holmes.cluster.record import Text, check_unique, record
 from lightning_holmes.cluster.sysfs import SysfsReader
@@ -59,31 +59,23 @@ class HostInventory:
 
     def nics(self) -> tuple[Nic, ...]:
         """The host's network cards for a topology: RDMA first, then Ethernet, the main interface before others."""
-        rdma = [
-            Nic(
-                name=port.name,
-                kind=port.kind,
-                bandwidth_bytes_per_s=port.rate_bytes_per_s,
-                interface=port.interface,
-                addresses=tuple(address.split("/")[0] for address in port.addresses),
-                up=port.up,
-            )
-            for port in self.rdma
+        names = {port.name for port in self.rdma}
+        plain = [interface for interface in self.interfaces if interface.name not in names]
+        cards: list[tuple[RdmaPort | Interface, TransportKind, float | None, str | None]] = [
+            *((port, port.kind, port.rate_bytes_per_s, port.interface) for port in self.rdma),
+            *((interface, "ethernet", interface.speed_bytes_per_s, interface.name) for interface in plain),
         ]
-        names = {nic.name for nic in rdma}
-        ethernet = [
+        return tuple(
             Nic(
-                name=interface.name,
-                kind="ethernet",
-                bandwidth_bytes_per_s=interface.speed_bytes_per_s,
-                interface=interface.name,
-                addresses=tuple(address.split("/")[0] for address in interface.addresses),
-                up=interface.up,
+                name=card.name,
+                kind=kind,
+                bandwidth_bytes_per_s=rate,
+                interface=interface,
+                addresses=tuple(address.split("/")[0] for address in card.addresses),
+                up=card.up,
             )
-            for interface in self.interfaces
-            if interface.name not in names
-        ]
-        return (*rdma, *ethernet)
+            for card, kind, rate, interface in cards
+        )
 
     @property
     def main(self) -> Interface | None:

@@ -59,7 +59,8 @@ def read_interfaces(reader: SysfsReader, net_class: str) -> tuple[Interface, ...
     for name in sorted(stats, key=natural_key):
         mac = next((a.address.lower() for a in addresses.get(name, ()) if a.family == psutil.AF_LINK), None)
         folder = f"{net_class}/{name}" if name in described else None
-        if folder is not None and mac is not None and _other_namespace(reader, folder, mac):
+        shown = None if folder is None else reader.text(f"{folder}/address", optional=True)
+        if shown and mac is not None and shown != mac:
             reader.warn(f"{folder}: belongs to an interface of another network namespace; not used")
             folder = None
         found.append(_read_interface(reader, name, folder, stats[name], addresses.get(name, ())))
@@ -176,11 +177,6 @@ def _carries(interface: Interface) -> bool:
     if interface.kind == "loopback" or interface.master is not None or interface.name.startswith(_DOCKER_LIKE):
         return False
     return bool(interface.addresses) or interface.kind in ("ethernet", "virtio", "bond")
-
-
-def _other_namespace(reader: SysfsReader, folder: str, mac: str) -> bool:
-    address = reader.text(f"{folder}/address", optional=True)
-    return bool(address) and address != mac
 
 
 def _addresses(reader: SysfsReader, name: str, addresses: Sequence[object]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ ranks read it, so that all have the same. A rank that does not answer is named a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -148,10 +149,13 @@ def discover_topology(
         topology = _Leader(board, mine, connects=connects, measures=measures).decide(given)
     except BaseException as error:
         board.put_error("end", error)
-        _release_followers(board)
         raise
-    board.put("end", topology=topology)
-    _release_followers(board)
+    else:
+        board.put("end", topology=topology)
+    finally:
+        for follower in range(1, world_size):
+            if not board.has(f"role/{follower}"):
+                board.put(f"role/{follower}")
     return topology
 
 
@@ -179,17 +183,12 @@ def _given(content: T | None, what: str, who: str) -> T:
 # The agents' side
 
 
-def _release_followers(board: _Board) -> None:
-    for rank in range(1, board.world_size):
-        if not board.has(f"role/{rank}"):
-            board.put(f"role/{rank}")
-
-
 def _follow(board: _Board, mine: HostInventory) -> Topology:
     role = board.get(f"role/{board.rank}", who="rank 0")
     if role.host is not None:
         try:
-            with _Agent(board, mine, role.host, _given(role.token, "token", "rank 0")) as agent:
+            agent = _Agent(board, mine, role.host, _given(role.token, "token", "rank 0"))
+            with contextlib.closing(agent):
                 agent.obey()
         except Exception as error:
             board.put(f"endpoints/{board.rank}", error=f"{error}"[:2000])
@@ -207,20 +206,14 @@ class _Agent:
         opened = self._listener.endpoints
         board.put(f"endpoints/{board.rank}", endpoints=opened, warnings=tuple(self._listener.warnings))
 
-    def __enter__(self) -> _Agent:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._listener.close()
 
     def obey(self) -> None:
         """Run the tasks of rank 0 until it sends an empty message."""
         step = 0
-        while True:
-            message = self._board.get(f"step/{step}/{self._board.rank}", who="rank 0")
-            if message.tasks is None:
-                return
-            self.perform(step, message.tasks)
+        while (tasks := self._board.get(f"step/{step}/{self._board.rank}", who="rank 0").tasks) is not None:
+            self.perform(step, tasks)
             step += 1
 
     def perform(self, step: int, tasks: Sequence[ProbeTask]) -> None:
@@ -262,7 +255,11 @@ class _Leader:
             topology = replace(topology, warnings=(*topology.warnings, *self._warnings))
             return self._with_speeds(topology, hosts)
         finally:
-            self._dismiss()
+            for rank in self._agents.values():
+                if rank != 0:
+                    self._board.put(f"step/{self._step}/{rank}")
+            if self._own is not None:
+                self._own.close()
 
     def _appoint_agents(self, hosts: Sequence[LiveHost]) -> None:
         token = secrets.token_hex(32)
@@ -277,13 +274,6 @@ class _Leader:
             endpoints = _given(opened.endpoints, "endpoints", who)
             self._endpoints[name] = tuple(replace(endpoint, host=name) for endpoint in endpoints)
             self._warnings += [f"{name}: {warning}" for warning in opened.warnings]
-
-    def _dismiss(self) -> None:
-        for rank in self._agents.values():
-            if rank != 0:
-                self._board.put(f"step/{self._step}/{rank}")
-        if self._own is not None:
-            self._own.__exit__()
 
     def _group(self, inventories: Sequence[HostInventory]) -> Topology:
         known: dict[tuple[NicEnd, NicEnd], bool | None] = {}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from lightning_holmes.cluster.hardware import HostInventory
 from lightning_holmes.cluster.interfaces import subnet_of
-from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.rdma import RdmaPort
 from lightning_holmes.cluster.sysfs import natural_key
 from lightning_holmes.errors import ConfigurationError
@@ -23,19 +22,10 @@ class LiveHost:
     inventory: HostInventory
 
     @property
-    def cluster(self) -> str | None:
-        """The cluster that the user chose for it, or None."""
-        return self.inventory.cluster
-
-    @property
     def ethernet_subnet(self) -> str | None:
         """The subnet of the main interface; None if it has no address, or only a host route."""
         main = self.inventory.main
         return subnet_of(main.addresses[0]) if main is not None and main.addresses else None
-
-    def main_nic(self) -> Nic | None:
-        """The first Ethernet card, which is that of the main interface."""
-        return next((nic for nic in self.inventory.nics() if nic.kind == "ethernet"), None)
 
     def down_ports(self) -> tuple[RdmaPort, ...]:
         """The RDMA ports that are not up."""

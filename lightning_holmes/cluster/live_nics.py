@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_holmes.cluster.fabric import RDMA_KINDS
@@ -24,7 +24,8 @@ def with_live_nics(topology: Topology, live: Mapping[str, LiveHost]) -> Topology
     clusters = []
     for cluster in topology.clusters:
         hosts = tuple(_complete(host, live[host.name], cluster.name, warnings) for host in cluster.hosts)
-        kind = cluster.fabric or _shared_kind(hosts)
+        shared = (kind for kind in RDMA_KINDS if all(any(nic.kind == kind for nic in host.nics) for host in hosts))
+        kind: TransportKind = next(shared, "ethernet") if cluster.fabric is None else cluster.fabric
         without = [host.name for host in hosts if kind != "ethernet" and host.nic_of(kind) is None]
         fallback = cluster.fallback
         if without and fallback is None:
@@ -38,7 +39,9 @@ def _complete(host: Host, live: LiveHost, cluster: str, warnings: list[str]) -> 
     available = live.inventory.nics()
     nics = []
     for nic in host.nics:
-        found = _find(nic, available)
+        by_name = [other for other in available if other.name == nic.name]
+        by_interface = [o for o in available if o.interface is not None and o.interface in (nic.name, nic.interface)]
+        found = next(iter([*by_name, *by_interface]), None)
         if found is None:
             has = ", ".join(other.name for other in available) or "none"
             warnings.append(
@@ -66,17 +69,6 @@ def _complete(host: Host, live: LiveHost, cluster: str, warnings: list[str]) -> 
     return replace(host, nics=tuple(nics))
 
 
-def _find(nic: Nic, available: Sequence[Nic]) -> Nic | None:
-    by_name = [other for other in available if other.name == nic.name]
-    by_interface = [o for o in available if o.interface is not None and o.interface in (nic.name, nic.interface)]
-    return next(iter([*by_name, *by_interface]), None)
-
-
 def _fabric(nic: Nic, cluster: str) -> str | None:
     """The fabric of a NIC of the file: a cluster of the file is one RDMA fabric unless a NIC names another; Ethernet is left as it is."""
     return fabric_of(nic, cluster) if nic.kind != "ethernet" else nic.fabric
-
-
-def _shared_kind(hosts: Sequence[Host]) -> TransportKind:
-    shared = (kind for kind in RDMA_KINDS if all(any(nic.kind == kind for nic in host.nics) for host in hosts))
-    return next(shared, "ethernet")

@@ -91,12 +91,13 @@ def with_speeds(
         if result.bandwidth_bytes_per_s is None or result.latency_s is None:
             continue
         if pair.clusters[0] == pair.clusters[1]:
+            rates = [nic.bandwidth_bytes_per_s for nic in pair.nics if nic.bandwidth_bytes_per_s is not None]
             speeds[pair.clusters[0]].append(
                 LinkSpeed(
                     transport=pair.transport,
                     bandwidth_bytes_per_s=result.bandwidth_bytes_per_s,
                     latency_s=result.latency_s,
-                    nic_bytes_per_s=_slower(pair.nics),
+                    nic_bytes_per_s=min(rates, default=None),
                     measured=True,
                 )
             )
@@ -151,15 +152,8 @@ def _usable_hosts(cluster: Cluster, transport: TransportKind) -> list[tuple[Host
 
 
 def _usable(host: Host, transport: TransportKind, fabric: str | None = None) -> Nic | None:
-    for nic in host.nics:
-        if nic.kind == transport and nic.up and nic.addresses and fabric in (None, nic.fabric):
-            return nic
-    return None
-
-
-def _slower(nics: Sequence[Nic]) -> float | None:
-    rates = [nic.bandwidth_bytes_per_s for nic in nics if nic.bandwidth_bytes_per_s is not None]
-    return min(rates) if rates else None
+    usable = (nic for nic in host.nics if nic.kind == transport and nic.up and nic.addresses)
+    return next((nic for nic in usable if fabric in (None, nic.fabric)), None)
 
 
 def _complete(cluster: Cluster, measured: Sequence[LinkSpeed]) -> tuple[LinkSpeed, ...]:

@@ -68,10 +68,8 @@ class Host:
 
     def nic_of(self, kind: str, fabric: str | None = None) -> Nic | None:
         """The first NIC of this kind (and fabric, if given) that is up."""
-        for nic in self.nics:
-            if nic.kind == kind and nic.up and fabric in (None, nic.fabric):
-                return nic
-        return None
+        usable = (nic for nic in self.nics if nic.kind == kind and nic.up)
+        return next((nic for nic in usable if fabric in (None, nic.fabric)), None)
 
 
 @record

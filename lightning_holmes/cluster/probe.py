@@ -6,8 +6,8 @@ listener also proves which host and NIC it is, since a private address may belon
 Every read is limited in bytes and time, and a peer that sends anything unexpected is dropped, so that no other program that
 connects can do harm or delay it.
 
-    with Listener(host="a", nics=nics, token=token) as listener:
-        listener.endpoints                      # sent to the other hosts through the store
+    listener = Listener(host="a", nics=nics, token=token)
+    listener.endpoints                          # sent to the other hosts through the store
     run_tasks([ProbeTask(source=..., target=..., ...)], token=token)
 """
 
@@ -124,7 +124,9 @@ class Listener:
         endpoints: list[Endpoint] = []
         try:
             for nic in nics:
-                for address in probe_addresses(nic):
+                four = [address for address in nic.addresses if ":" not in address]
+                six = [address for address in nic.addresses if ":" in address]
+                for address in (*four[:1], *six[:1]) if nic.up else ():
                     opened = self._open(nic, address)
                     if opened is not None:
                         endpoint = Endpoint(host=host, nic=nic.name, address=address, port=opened.getsockname()[1])
@@ -134,12 +136,6 @@ class Listener:
             self.close()
             raise
         self.endpoints = tuple(endpoints)
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the sockets and end the accepting threads."""
@@ -251,15 +247,6 @@ def run_task(task: ProbeTask, *, token: bytes, timeout_s: float = _ANSWER_S) -> 
         return task.failed(f"no answer within {timeout_s:g} s; is a firewall in the way?")
     except OSError as error:
         return task.failed(error.strerror or str(error))
-
-
-def probe_addresses(nic: Nic) -> tuple[str, ...]:
-    """The addresses on which a NIC is tested: its first IPv4 and its first IPv6 address, if it is up."""
-    if not nic.up:
-        return ()
-    four = [address for address in nic.addresses if ":" not in address]
-    six = [address for address in nic.addresses if ":" in address]
-    return (*four[:1], *six[:1])
 
 
 def _introduce(connection: socket.socket, token: bytes, target: Endpoint, milliseconds: int, deadline: float) -> None:

@@ -13,8 +13,7 @@ import functools
 import os
 import runpy
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 from lightning_holmes.errors import ConfigurationError
@@ -100,16 +99,8 @@ def main(args: list[str]) -> None:
 
     build_trainers_for_one_cpu()
     for name in ("fit", "validate", "test", "predict"):
-        setattr(pl.Trainer, name, _serving(getattr(pl.Trainer, name), serve))
+        setattr(pl.Trainer, name, functools.wraps(getattr(pl.Trainer, name))(lambda *_, **__: serve()))
     sys.argv[:] = script
     sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
     runpy.run_path(script[0], run_name="__main__")
     raise ConfigurationError(f"{script[0]} has ended, and called no Trainer.fit, validate, test or predict")
-
-
-def _serving(own: Any, serve: Callable[[], NoReturn]) -> Any:
-    @functools.wraps(own)
-    def never_returns(*_: Any, **__: Any) -> NoReturn:
-        serve()
-
-    return never_returns

@@ -6,10 +6,11 @@ command line itself is in cli.py.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -89,8 +90,16 @@ def run_plan(
     holmes = _strategy(request, given)
     asked = holmes.asked
     cost_model = make_cost_model(request, given, build_model=build_model, load_batch=load_batch, trainer=trainer)
-    if holmes.given_plan is not None:
-        _check_given_plan(holmes.given_plan, str(given["plan"]), cost_model)
+    if (plan := holmes.given_plan) is not None:  # refuse a plan file that fit would refuse
+        topology, model, is_whole = cost_model.network.topology, cost_model.model, plan.layers == WHOLE_MODULE
+        check_plan(
+            plan,
+            topology=topology,
+            placement=place_again(plan, topology, topology.num_devices),
+            layers=None if is_whole else model.layer_list,
+            num_layers=None if is_whole else model.num_layers,
+            source=f"the plan in {given['plan']}",
+        )
     space = _space(request, asked, is_plan="plan" in given, model=cost_model.model)
     result = search_with_sharding(cost_model, space, asked.sharding)
     if request.output is not None:
@@ -134,8 +143,15 @@ def make_cost_model(
         return module
 
     with _default_dtype(dtype):  # like Lightning's precision plugin, which also converts tensors of other types
-        model = _build(whole)
+        try:
+            model = build_fake(whole)
+        except ConfigurationError:
+            raise
+        except Exception:  # then with weights (from_pretrained)
+            model = whole()
     check_module(model, fitting=True, is_pipeline=False)  # refuse modules that no layout supports
+
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)  # half as many bytes with both types
 
     def profiled(module: pl.LightningModule) -> tuple[ModelCost, int]:
         """The module's costs, and the number of samples of its batch."""
@@ -148,7 +164,7 @@ def make_cost_model(
                 module,
                 (small, *step_arguments(module, "training_step")),
                 layers=asked.layers,
-                context=_context(precision),
+                context=autocast if precision in ("bf16-mixed", "16-mixed") else None,
                 operator_s=0.0 if here is None else here.operator_s,
                 may_run=_size(module) <= LARGEST_RUN,
             )
@@ -169,8 +185,10 @@ def make_cost_model(
     devices = tuple(device.at(kind) for device in devices)
     network = Network.of_devices(topology, devices, efficiency=REACHED)
     batch_samples = request.batch_samples
-    if batch_samples is None:
-        batch_samples = _batch_samples(samples, asked, topology)
+    if batch_samples is None:  # as in fit: the loader's samples for each replica of the configured layout
+        size, tensor = asked.pipeline_parallel_size, asked.tensor_parallel_size
+        size = choose_pipeline_size(topology, tensor)[0] if size == "auto" else size
+        batch_samples = samples * max(1, topology.num_devices // (size * tensor))
     training = make_training(
         asked,
         cost,
@@ -231,16 +249,6 @@ def _empty(shape: str, text: str) -> torch.Tensor:
             f"4x2048:int64 (types: {', '.join(_DTYPES)})"
         )
     return torch.zeros(numbers, dtype=_DTYPES[dtype or "float32"])
-
-
-def _build(build: Callable[[], pl.LightningModule]) -> pl.LightningModule:
-    """Build the module without weights if that is possible, otherwise with weights (from_pretrained)."""
-    try:
-        return build_fake(build)
-    except ConfigurationError:
-        raise
-    except Exception:
-        return build()
 
 
 def _cast(module: pl.LightningModule, dtype: torch.dtype) -> None:
@@ -311,12 +319,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _context(precision: str) -> Callable[[], AbstractContextManager[Any]] | None:
-    if precision in ("bf16-mixed", "16-mixed"):
-        return lambda: torch.autocast("cpu", torch.bfloat16)  # half as many bytes with both types
-    return None
-
-
 def _topology(request: PlanRequest, given: Mapping[str, Any], trainer: Mapping[str, Any]) -> Topology:
     found = request.topology or given.get("topology", "auto")
     if isinstance(found, Topology):
@@ -341,19 +343,6 @@ def _strategy(request: PlanRequest, given: Mapping[str, Any]) -> HolmesStrategy:
     names = {entry.name for entry in fields(Asked)} | {"plan", "topology"}
     found = {name: value for name, value in given.items() if name in names}
     return HolmesStrategy(**found | ({} if request.topology is None else {"topology": request.topology}))
-
-
-def _check_given_plan(plan: Plan, path: str, cost_model: CostModel) -> None:
-    """Refuse a plan file that fit would refuse. Raises ConfigurationError with the differences."""
-    topology, model = cost_model.network.topology, cost_model.model
-    check_plan(
-        plan,
-        topology=topology,
-        placement=place_again(plan, topology, topology.num_devices),
-        layers=None if plan.layers == WHOLE_MODULE else model.layer_list,
-        num_layers=None if plan.layers == WHOLE_MODULE else model.num_layers,
-        source=f"the plan in {path}",
-    )
 
 
 def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *, sockets: bool) -> Plan:
@@ -383,14 +372,6 @@ def make_best_plan(result: SearchResult, cost_model: CostModel, asked: Asked, *,
     plan = plan_of_prediction(known, replace(asked, layers=model.layer_list), best, notes)
     # without groups: a run makes its own
     return complete(plan, topology=topology, sharding=sharding, sockets=sockets, asked=asked)
-
-
-def _batch_samples(samples: int, asked: Asked, topology: Topology) -> int:
-    """Samples of a batch over all replicas, as in fit: the loader's samples for each replica of the configured layout."""
-    size, tensor = asked.pipeline_parallel_size, asked.tensor_parallel_size
-    if size == "auto":
-        size, _ = choose_pipeline_size(topology, tensor)
-    return samples * max(1, topology.num_devices // (size * tensor))
 
 
 def _space(request: PlanRequest, asked: Asked, *, is_plan: bool, model: ModelCost) -> SearchSpace:

@@ -37,7 +37,11 @@ def main(args: list[str]) -> None:
     given = Topology.from_yaml(options.topology) if options.topology is not None else None
     rank, world_size = _rank_and_world_size()
     if world_size is not None:
-        topology = _discover(rank, world_size, given, probe=not options.no_probe)
+        store = _open_store(rank, world_size)
+        try:
+            topology = discover_topology(store, rank, world_size, given=given, connects=not options.no_probe)
+        finally:
+            _leave_together(store, rank, world_size)
         if rank == 0:
             _show(topology, options.format)
     elif given is not None:
@@ -77,14 +81,6 @@ def _show(topology: Topology, form: str) -> None:
         print(json.dumps(to_data(replace(topology, source=None), aliases=True), indent=2))
     else:
         print_topology(topology)
-
-
-def _discover(rank: int, world_size: int, given: Topology | None, *, probe: bool) -> Topology:
-    store = _open_store(rank, world_size)
-    try:
-        return discover_topology(store, rank, world_size, given=given, connects=probe)
-    finally:
-        _leave_together(store, rank, world_size)
 
 
 def _open_store(rank: int, world_size: int) -> Any:

@@ -7,7 +7,6 @@ import time
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.plan.tables import format_seconds, format_spans, make_console
 
@@ -28,7 +27,9 @@ def print_topology(topology: Topology) -> None:
                 if nic is not None:
                     rate = bandwidth(nic.bandwidth_bytes_per_s)
                     state = "up" if nic.up else "down"
-                    cells = (*cells, nic.name, nic.kind, rate, nic.interface or "", _addresses(nic), state)
+                    more = f" and {len(nic.addresses) - 2} more" if len(nic.addresses) > 2 else ""
+                    addresses = " ".join(nic.addresses[:2]) + more
+                    cells = (*cells, nic.name, nic.kind, rate, nic.interface or "", addresses, state)
                 table.add_row(*map(escape, cells))
         table.add_section()
     console.print(table)
@@ -67,11 +68,6 @@ def bandwidth(bytes_per_s: float | None) -> str:
         if bits >= factor:
             return f"{bits / factor:.3g} {unit}" if bits < 1000 * factor else f"{bits / factor:.0f} {unit}"
     return f"{bits:.3g} bit/s"
-
-
-def _addresses(nic: Nic) -> str:
-    shown = " ".join(nic.addresses[:2])
-    return shown + (f" and {len(nic.addresses) - 2} more" if len(nic.addresses) > 2 else "")
 
 
 def _table(*columns: str) -> Table:

@@ -86,10 +86,8 @@ def find_separability(
 def coarsest(found: Iterable[Separability]) -> Separability:
     """Return the one of the coarsest level, the first of several; if there is none, all may be sharded by elements."""
     order = ("elements", "parameters", "none")
-    return max(found, key=lambda each: order.index(each.level), default=_ANY)
-
-
-_ANY = Separability(level="elements", reason="", element_keys=(), state_bytes=0.0)
+    anything = Separability(level="elements", reason="", element_keys=(), state_bytes=0.0)
+    return max(found, key=lambda each: order.index(each.level), default=anything)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,7 @@ def _test_group(
     for ndim, dtype in cases:
         shape = _SHAPES.get(ndim, (4620,) + (1,) * (ndim - 1))
         steps = list(_gradients(shape, dtype, device))
-        start = _start(shape, dtype, device)
+        start = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
         try:
             (whole,) = _run(optimizer, group, [start], [[g] for g in steps])
         except Exception as error:
@@ -223,11 +221,6 @@ def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Pa
     twin.state = defaultdict(dict)
     twin.param_groups = [{**options, "params": parameters}]
     return twin
-
-
-def _start(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(shape, generator=generator).to(device, dtype)
 
 
 def _gradients(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:

@@ -69,9 +69,8 @@ class HostMemory:
 
     def _take(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         self._turn = 1 - self._turn
-        copied, self._copied[self._turn] = self._copied[self._turn], None
-        if copied is not None:
-            copied.synchronize()
+        self.wait()
+        self._copied[self._turn] = None
         sizes: Sizes = [(buffer.numel(), buffer.dtype) for buffer in buffers]
         if self._memory[self._turn].numel() < num_bytes(sizes):
             self._memory[self._turn] = self._allocate(num_bytes(sizes))

@@ -101,7 +101,7 @@ class LayeredReducer(UnitReducer):
             return
         if None not in self._open and self._trained[None]:
             self._gather_in(None, allocate(self._sizes(None), self._device))
-        place = self._buffers.place(stage)
+        place = self._buffers.places[stage]
         busy, self._busy[place] = self._busy[place], None
         if busy is not None:
             busy.wait()
@@ -121,7 +121,7 @@ class LayeredReducer(UnitReducer):
 
     def reduce(self, stage: int) -> None:
         """Start to reduce-scatter the gradients of ``stage`` over the replicas; all its backwards of the batch are done."""
-        self._busy[self._buffers.place(stage)] = self._start(stage)
+        self._busy[self._buffers.places[stage]] = self._start(stage)
         self._unreduced.discard(stage)
         if not self._unreduced and None in self._open and not any(unit.ranks for unit in self._trained[None]):
             self._start(None)

@@ -28,7 +28,7 @@ from lightning_holmes.optim.host import OptimizerHost, in_precision_of
 from lightning_holmes.optim.host_memory import HostMemory
 from lightning_holmes.optim.layered import LayeredReducer
 from lightning_holmes.optim.node.description import options_of
-from lightning_holmes.optim.node.link import Action, Link, Transfer
+from lightning_holmes.optim.node.link import Action, Transfer
 from lightning_holmes.optim.remote_parameters import RemoteParameters, answer_of
 from lightning_holmes.optim.unit import Unit
 from lightning_holmes.plan.placement import Placement
@@ -156,7 +156,7 @@ class RemoteHost(OptimizerHost):
         held = parameters.parameters
         first = {n: dict(optimizer.state[held[n]]) for n in self._stepped if optimizer.state.get(held[n])}
         for group in optimizer.param_groups:
-            _empty(group)
+            group |= {key: [] for key in ("params", "param_names") if key in group}
         optimizer.state.clear()
         self.loaded(first)
         reducer.options = lambda: options_of(optimizer)
@@ -276,10 +276,8 @@ class RemoteHost(OptimizerHost):
             for replica in range(parameters.num_replicas) if destination is None else [destination(name)]:
                 wanted.setdefault(replica, []).append(name)
 
-        def take(link: Link) -> dict[str, dict[str, Any]]:
-            return answer_of(link) if parameters.replica in wanted else {}
-
-        (found,) = parameters.perform(Action.STATES, unit=unit, message=wanted, then=take)
+        takes = answer_of if parameters.replica in wanted else lambda link: {}
+        (found,) = parameters.perform(Action.STATES, unit=unit, message=wanted, then=takes)
         return found  # type: ignore[no-any-return]
 
     def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -304,12 +302,6 @@ def marks_on(parameters: Mapping[str, nn.Parameter], names: Iterable[Iterable[st
     """Return the attributes that were set on the parameters ``names`` (of each group), by name, without parameters that have none."""
     found = {name: marks_of(parameters[name]) for of_group in names for name in of_group}
     return {name: marks for name, marks in found.items() if marks}
-
-
-def _empty(group: dict[str, Any]) -> None:
-    group["params"] = []
-    if "param_names" in group:
-        group["param_names"] = []
 
 
 def _refuse_step(optimizer: Optimizer, *_: Any) -> None:

@@ -248,11 +248,8 @@ class RemoteParameters(StageShards):
                 for name, view in unit.views(buffer.zero_()).items():
                     view.copy_(self.parameters[name])
 
-        def give(link: Link) -> None:
-            if self.replica == 0:
-                link.send(buffer).wait()
-
-        self.perform(Action.KEEP, unit=unit, number=self.version + 1, then=give)
+        gives = (lambda link: link.send(buffer).wait()) if self.replica == 0 else (lambda link: None)
+        self.perform(Action.KEEP, unit=unit, number=self.version + 1, then=gives)
         for name in unit.names:
             self._let_go(name)
 
@@ -278,11 +275,10 @@ class RemoteParameters(StageShards):
         """Return views of a unit's values on some of the replicas, in new memory on the host; nothing on the others. All replicas must call."""
         is_wanted = self.replica in replicas
         (host,) = allocate([(unit.numel * is_wanted, unit.dtype)], _HOST)
-
-        def take(link: Link) -> None:
-            link.receive(host).wait()
-
-        self.perform(Action.VALUES, unit=unit, number=self.version, message=sorted(replicas), then=take)
+        wanted = sorted(replicas)
+        self.perform(
+            Action.VALUES, unit=unit, number=self.version, message=wanted, then=lambda link: link.receive(host).wait()
+        )
         return unit.views(host) if is_wanted else {}
 
     def _wanted(self, unit: Unit, destination: Callable[[str], int]) -> dict[str, Tensor]:

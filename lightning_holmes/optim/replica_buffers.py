@@ -49,10 +49,5 @@ class ReplicaBuffers:
                 continue
             sizes = [part.numel() * part.element_size() for part in parts]
             for part, received in zip(parts, torch.split(sent, sizes), strict=True):
-                part.copy_(_as(received, part))
-
-
-def _as(received: Tensor, like: Tensor) -> Tensor:
-    """Bytes as a tensor of the dtype and shape of ``like``; a view where they are aligned."""
-    aligned = received if received.storage_offset() % like.element_size() == 0 else received.clone()
-    return aligned.view(like.dtype).view(like.shape)
+                aligned = received if received.storage_offset() % part.element_size() == 0 else received.clone()
+                part.copy_(aligned.view(part.dtype).view(part.shape))

@@ -39,7 +39,9 @@ def check_replicated(
             flat = gradient.flatten()
             picked = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES]
             row[: picked.numel()] = picked
-    different = differing(names, _gathered(samples, group))
+    everyone = [torch.empty_like(samples) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, samples, group=group)
+    different = differing(names, everyone)
     if different:
         name, here, there = different[0]
         more = f" (and {len(different) - 1} more parameters)" if len(different) > 1 else ""
@@ -65,9 +67,3 @@ def differing(names: Sequence[str], everyone: Sequence[Tensor]) -> list[tuple[st
             place = int(gaps[index].argmax())
             found.setdefault(names[index], (float(reference[index, place]), float(other[index, place])))
     return [(name, *values) for name, values in found.items()]
-
-
-def _gathered(samples: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    everyone = [torch.empty_like(samples) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, samples, group=group)
-    return everyone

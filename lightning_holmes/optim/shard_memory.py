@@ -111,25 +111,21 @@ class ReplicatedMemory(ShardMemory):
     def generation(self) -> int:
         return self._reducer.generation
 
+    @torch.no_grad()
     def lay_out(self, *, by_elements: bool) -> list[Piece]:
         self.close()
         self.units = list(self._reducer.units)
         pieces = (cut_by_elements if by_elements else cut_by_parameters)(self.units, self.size)
         self._runs = _runs(pieces, self.units)
         for unit in self.units:
-            self._flatten(unit)
-        if self._watched is not None:
-            self.watch(self._watched)
-        return pieces
-
-    def _flatten(self, unit: Unit) -> None:
-        """Move the parameters of a unit into one tensor."""
-        unit.values = torch.zeros(unit.numel, dtype=unit.dtype, device=unit.device)
-        with torch.no_grad():
+            unit.values = torch.zeros(unit.numel, dtype=unit.dtype, device=unit.device)
             for name, view in unit.views(unit.values).items():
                 view.copy_(dtensor.local_part(self.parameters[name]).detach())
                 self._views[name] = view
                 dtensor.replace_local(self.parameters[name], view)
+        if self._watched is not None:
+            self.watch(self._watched)
+        return pieces
 
     def adopt(self) -> None:
         """Copy parameters whose ``data`` was replaced into the units, and make them views of these again."""

@@ -101,12 +101,13 @@ class ShardedHost(LocalHost):
         self._pieces: list[Piece] = []
         self._holders: dict[str, int] = {}
         self._tensors: dict[Piece, nn.Parameter] = {}
-        self._versions: dict[
-            int, int
-        ] = {}  # of the units' values after the last step, where only this package writes to them
+        # of the units' values after the last step, where only this package writes to them
+        self._versions: dict[int, int] = {}
         parameters = memory.parameters
         self._group_of = {n: i for i, of_group in enumerate(self._names) for n in of_group}
-        self._filler = None if self._scale is None else self._make_filler()
+        self._filler: nn.Parameter | None = None
+        if self._scale is not None:  # a GradScaler refuses an optimizer without gradients
+            self._filler = nn.Parameter(torch.zeros((1,) if self.by_elements else (1, 1), device=self._device))
         first = {n: dict(optimizer.state[parameters[n]]) for n in self._group_of if optimizer.state.get(parameters[n])}
         self._lay_out(first)
         self._hook = AfterStep(optimizer, self._stepped)
@@ -114,10 +115,6 @@ class ShardedHost(LocalHost):
         if isinstance(reducer, BucketReducer):
             reducer.sums_shares = replicas is not None and self.by_elements and not self.whole_gradients
             reducer.keeps_sums = self._master
-
-    def _make_filler(self) -> nn.Parameter:
-        """Make a one-element parameter for the optimizer: a GradScaler refuses an optimizer without gradients."""
-        return nn.Parameter(torch.zeros((1,) if self.by_elements else (1, 1), device=self._device))
 
     # layout
 
@@ -345,7 +342,11 @@ class ShardedHost(LocalHost):
     def each_state(self, destination: Callable[[str], int] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the states as they are now, one unit at a time; see OwnedStates."""
         self.settle()
-        local = self._states_of_pieces()
+        local: dict[Piece, dict[str, Any]] = {}
+        for piece, tensor in self._tensors.items():
+            state = self.optimizer.state.get(tensor, {})
+            if state or self._master:  # a master weight is saved even if the optimizer keeps no state
+                local[piece] = {**state, **({MASTER_WEIGHT: tensor.detach()} if self._master else {})}
         units: dict[int, list[Piece]] = {}
         for piece in self._pieces:
             units.setdefault(piece.unit, []).append(piece)
@@ -353,34 +354,16 @@ class ShardedHost(LocalHost):
         def join_each() -> Iterator[tuple[str, dict[str, Any]]]:
             for pieces in units.values():
                 give_back_freed_memory()  # of the unit before, which is large
-                yield from self._join(pieces, local, destination).items()
+                yield from collect_states(
+                    pieces,
+                    {piece: local[piece] for piece in pieces if piece in local},
+                    self._memory.parameters,
+                    element_keys=self._element_keys,
+                    group=self._replicas,
+                    destination=destination,
+                ).items()
 
         return join_each()
-
-    def _states_of_pieces(self) -> dict[Piece, dict[str, Any]]:
-        local: dict[Piece, dict[str, Any]] = {}
-        for piece, tensor in self._tensors.items():
-            state = self.optimizer.state.get(tensor, {})
-            if state or self._master:  # a master weight is saved even if the optimizer keeps no state
-                local[piece] = dict(state)
-                if self._master:
-                    local[piece][MASTER_WEIGHT] = tensor.detach()
-        return local
-
-    def _join(
-        self,
-        pieces: Sequence[Piece],
-        local: Mapping[Piece, Mapping[str, Any]],
-        destination: Callable[[str], int] | None,
-    ) -> dict[str, dict[str, Any]]:
-        return collect_states(
-            pieces,
-            {piece: local[piece] for piece in pieces if piece in local},
-            self._memory.parameters,
-            element_keys=self._element_keys,
-            group=self._replicas,
-            destination=destination,
-        )
 
     def destination(self, name: str) -> int:
         """Return the replica that saves a parameter's state: one that holds much of it. With DTensors, whose local parts may

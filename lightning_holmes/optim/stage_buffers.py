@@ -23,23 +23,22 @@ class StageBuffers:
 
     Args:
         sizes: the tensors of each stage, in the order in which the stages take turns.
+
+    Attributes:
+        places: the index of the buffer of each stage.
     """
 
     def __init__(self, sizes: Mapping[int, Sizes], device: torch.device) -> None:
         self._sizes = dict(sizes)
-        self._places = {stage: index % NUM_BUFFERS for index, stage in enumerate(sizes)}
+        self.places = {stage: index % NUM_BUFFERS for index, stage in enumerate(sizes)}
         most = [0] * NUM_BUFFERS
-        for stage, place in self._places.items():
+        for stage, place in self.places.items():
             most[place] = max(most[place], num_bytes(sizes[stage]))
         self._memory = [torch.empty(size, dtype=torch.uint8, device=device) for size in most]
 
-    def place(self, stage: int) -> int:
-        """Return the index of the buffer of a stage."""
-        return self._places[stage]
-
     def of(self, stage: int) -> list[Tensor]:
         """Return the tensors of a stage, 1-D; they share memory with those of the other stages that use the same buffer."""
-        return cut(self._memory[self._places[stage]], self._sizes[stage])
+        return cut(self._memory[self.places[stage]], self._sizes[stage])
 
 
 def allocate(sizes: Sizes, device: torch.device) -> list[Tensor]:

@@ -7,6 +7,7 @@ are cut for the data-parallel ranks that update them.
     cut_by_parameters([unit], 2)            # rank 0: head; rank 1: body
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -84,10 +85,7 @@ def side_by_side(
     """Lay parameters of one type out one after the other; the unit's length is the next multiple of ``multiple_of``."""
     first = next(iter(parameters.values()))
     shapes = tuple(dtensor.local_part(parameter).shape for parameter in parameters.values())
-    starts, end = [], 0
-    for shape in shapes:
-        starts.append(end)
-        end += shape.numel()
+    *starts, end = itertools.accumulate((shape.numel() for shape in shapes), initial=0)
     return Unit(
         names=tuple(parameters),
         shapes=shapes,

@@ -40,11 +40,6 @@ class Asked:
         return rule or self.num_microbatches == "auto" or (self.schedule == "auto" and self.num_chunks in ("auto", 1))
 
     @property
-    def workers_sync(self) -> str | tuple[str, ...]:
-        """``gradient_sync`` of the groups of workers; with optimizer nodes, which sum the gradients, it is "auto"."""
-        return "auto" if self.optimizer_nodes else self.gradient_sync
-
-    @property
     def largest_num_chunks(self) -> int:
         """The number of chunks per rank for which pipeline ranks must be connected; 2 stands for any number above 1."""
         if self.num_chunks != "auto":
@@ -60,9 +55,3 @@ class Asked:
     def placing_schedule(self) -> str:
         """A schedule that places stages on ranks as the run's schedule will: "auto" never chooses a V-shaped schedule."""
         return "interleaved_1f1b" if self.schedule == "auto" else self.schedule
-
-    def chunks_of_counts(self, pipeline_parallel_size: int) -> int | None:
-        """The number of chunks implied by a list of layer counts; None if a rule assigns the layers, or num_chunks is given."""
-        if isinstance(self.partition, str) or self.num_chunks != "auto":
-            return None
-        return max(1, len(self.partition) // pipeline_parallel_size)

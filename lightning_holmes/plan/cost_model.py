@@ -32,7 +32,7 @@ from functools import partial
 from lightning_holmes.plan.collective_cost import all_reduce_s, two_level_all_reduce_s
 from lightning_holmes.plan.device_type import DeviceType
 from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
-from lightning_holmes.plan.layout_facts import Devices, LayoutFacts, Levels, StageGroup
+from lightning_holmes.plan.layout_facts import Devices, LayoutFacts, StageGroup
 from lightning_holmes.plan.memory import RankMemory, lack_of_memory, stage_in_flight
 from lightning_holmes.plan.node_costs import node_bytes_per_s
 from lightning_holmes.plan.partition import Partition, make_uniform_partition
@@ -77,7 +77,7 @@ class CostModel:
     @property
     def num_devices(self) -> int:
         """The number of devices of the topology."""
-        return self._devices.number
+        return len(self.network.host_of_device)
 
     def microbatch_model(self, samples: int) -> ModelCost:
         """The model's costs for a microbatch of ``samples`` samples. Cached."""
@@ -234,7 +234,8 @@ class CostModel:
             backward.append(sums[1])
             tensor_forward.append(sums[2])
             tensor_backward.append(sums[3])
-            activations.append(_crossing(model, own).activation_bytes if stage < last else 0.0)
+            sent = model.layers[own.stop - 1] if own.stop else model.before  # whose output the stage sends on
+            activations.append(sent.activation_bytes if stage < last else 0.0)
             held.append(math.fsum(memory.held_bytes(place) for place in places))
             trained = math.fsum(place.trained_bytes for place in places) / layout.tensor
             seconds, gathered = self._reduction(facts.groups[rank], trained, sharded)
@@ -323,7 +324,22 @@ class CostModel:
         num_bytes = trained_bytes * ratio
         whole, in_levels = group.all_reduce_s(num_bytes), math.inf
         if group.levels is not None and not self.training.sharded_parameters:
-            in_levels = _two_levels(num_bytes, group, group.levels)
+            levels = group.levels
+            local_size = -(-group.local_size * group.num_hosts // (levels.num_clusters * levels.hosts_inside))
+            inside_s = all_reduce_s(
+                num_bytes,
+                local=group.local,
+                channel=levels.inside,
+                local_size=max(1, local_size),
+                num_hosts=levels.hosts_inside,
+            )
+            in_levels = two_level_all_reduce_s(
+                inside_s,
+                num_bytes,
+                num_clusters=levels.num_clusters,
+                bandwidth=levels.across_bytes_per_s,
+                latency=group.channel.latency_s,
+            )
         if not sharded:
             return min(whole, in_levels), 0.0
         # a reduce-scatter and an all-gather take half of an all-reduce each; parameters are gathered in their own type
@@ -399,24 +415,6 @@ class CostModel:
         return 1.0 if same else self.training.activation_ratio_across
 
 
-def _two_levels(num_bytes: float, group: StageGroup, levels: Levels) -> float:
-    local_size = -(-group.local_size * group.num_hosts // (levels.num_clusters * levels.hosts_inside))
-    inside_s = all_reduce_s(
-        num_bytes,
-        local=group.local,
-        channel=levels.inside,
-        local_size=max(1, local_size),
-        num_hosts=levels.hosts_inside,
-    )
-    return two_level_all_reduce_s(
-        inside_s,
-        num_bytes,
-        num_clusters=levels.num_clusters,
-        bandwidth=levels.across_bytes_per_s,
-        latency=group.channel.latency_s,
-    )
-
-
 def _shared_place(model: ModelCost) -> LayerCost:
     """The parameters that are used both before and after the layers (a tied table): their bytes alone, without work."""
     shared = model.shared_bytes
@@ -431,11 +429,6 @@ def _row(layers: Sequence[LayerCost], value: Callable[[LayerCost], float]) -> tu
         if id(layer) not in each:
             each[id(layer)] = value(layer)
     return tuple([each[id(layer)] for layer in layers])
-
-
-def _crossing(model: ModelCost, layers: range) -> LayerCost:
-    """The layer whose output a stage with these layers sends on; ``model.before`` if there is none before its end."""
-    return model.layers[layers.stop - 1] if layers.stop else model.before
 
 
 def _stage_ranks(run: RunShape) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ device.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_holmes.errors import ConfigurationError
@@ -169,7 +169,3 @@ class ModelCost:
             layers=tuple(alike[layer] for layer in self.layers),
             after=alike[self.after],
         )
-
-    def to_data(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)

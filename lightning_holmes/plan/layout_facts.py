@@ -87,11 +87,6 @@ class Devices:
         self._byte_s = np.asarray([device.moved_byte_s for device in devices])
         self._memory_bytes = np.asarray([device.memory_bytes * memory_share for device in devices])
 
-    @property
-    def number(self) -> int:
-        """The number of devices."""
-        return len(self._host)
-
     def hosts_of(self, layout: Layout, rank: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
         """(data, tensor) hosts that hold a pipeline rank's stages."""
         return self._host[layout.devices_of(rank)]
@@ -103,7 +98,7 @@ class Devices:
             ratio: the share of an activation's bytes that is sent from one host to another.
             joins_ends: whether the first and the last pipeline rank have gradients of the same parameters.
         """
-        assert layout.num_devices == self.number, (layout, self.number)
+        assert layout.num_devices == len(self._host), (layout, len(self._host))
         hosts = [self.hosts_of(layout, rank) for rank in range(layout.pipeline)]
         rings: Counter[int] = Counter()  # reductions that leave a host at the same time
         for own in hosts:

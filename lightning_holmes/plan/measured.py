@@ -33,14 +33,11 @@ def spans_of_trace(trace: Mapping[str, Any]) -> list[Span]:
         if found is not None:
             start_s = zero_s + event["ts"] / 1e6
             stage, microbatch = (int(found[part] or -1) for part in ("stage", "microbatch"))
-            spans.append(Span(_kind(found), start_s, start_s + event["dur"] / 1e6, stage, microbatch))
+            kind = (found["action"] or found["bucket"] or "update").replace(" ", "_")
+            if found["wait"] is not None:
+                kind = "reduce" if found["wait"] == SUMS else "wait"
+            spans.append(Span(cast("SpanKind", kind), start_s, start_s + event["dur"] / 1e6, stage, microbatch))
     return spans
-
-
-def _kind(found: re.Match[str]) -> SpanKind:
-    if found["wait"] is not None:
-        return "reduce" if found["wait"] == SUMS else "wait"
-    return cast("SpanKind", (found["action"] or found["bucket"] or "update").replace(" ", "_"))
 
 
 def make_measured_timeline(rows: Sequence[Sequence[Span]]) -> Timeline:

@@ -136,8 +136,9 @@ def complete(
 ) -> Plan:
     """Add what is sharded, how replicas sum gradients (for the arguments see choose_collectives), and the groups, with notes."""
     lines = list(notes)
+    sync = "auto" if asked.optimizer_nodes else asked.gradient_sync  # optimizer nodes sum the gradients
     collectives = choose_collectives(
-        asked.workers_sync, plan.placement, topology, sharding=sharding, sockets=sockets, by_links=by_links
+        sync, plan.placement, topology, sharding=sharding, sockets=sockets, by_links=by_links
     )
     for name in dict.fromkeys(collectives):
         ranks = ", ".join(str(rank) for rank, own in enumerate(collectives) if own == name)
@@ -223,7 +224,9 @@ def _by_count(known: Known, asked: Asked, reason: str | None) -> Plan:
     """
     size, num_layers, cuts = known.placement.pipeline_parallel_size, known.num_layers, known.forbidden_cuts
     notes = []
-    chunks = asked.num_chunks if asked.num_chunks != "auto" else asked.chunks_of_counts(size)
+    chunks = None if asked.num_chunks == "auto" else asked.num_chunks
+    if chunks is None and not isinstance(asked.partition, str):  # the layer counts imply it
+        chunks = max(1, len(asked.partition) // size)
     by_count = asked.partition == "uniform"
     if chunks is None and asked.is_layered:
         by_count = False

@@ -6,8 +6,9 @@ rounded_links(topology)               # a topology's measured speeds of links; s
 
 import math
 from dataclasses import replace
+from typing import Any
 
-from lightning_holmes.cluster.topology import Topology
+from lightning_holmes.cluster.topology import Link, LinkSpeed, Topology
 
 _STEPS = 4  # of links: 19 % apart
 
@@ -19,28 +20,12 @@ def rounded(figure: float, steps: int = 2) -> float:
 
 def rounded_links(topology: Topology) -> Topology:
     """Return the topology with measured bandwidths and latencies of links rounded."""
-    clusters = tuple(
-        replace(
-            cluster,
-            speeds=tuple(
-                replace(
-                    speed,
-                    bandwidth_bytes_per_s=rounded(speed.bandwidth_bytes_per_s, _STEPS),
-                    latency_s=None if speed.latency_s is None else rounded(speed.latency_s),
-                )
-                if speed.measured
-                else speed
-                for speed in cluster.speeds
-            ),
-        )
-        for cluster in topology.clusters
-    )
-    links = tuple(
-        replace(
-            link, bandwidth_bytes_per_s=rounded(link.bandwidth_bytes_per_s, _STEPS), latency_s=rounded(link.latency_s)
-        )
-        if link.measured
-        else link
-        for link in topology.links
-    )
-    return replace(topology, clusters=clusters, links=links)
+
+    def figures(link: Link | LinkSpeed) -> dict[str, Any]:
+        latency_s = None if link.latency_s is None else rounded(link.latency_s)
+        rate = rounded(link.bandwidth_bytes_per_s, _STEPS)
+        return {"bandwidth_bytes_per_s": rate, "latency_s": latency_s} if link.measured else {}
+
+    clusters = [replace(c, speeds=tuple(replace(s, **figures(s)) for s in c.speeds)) for c in topology.clusters]
+    links = tuple(replace(link, **figures(link)) for link in topology.links)
+    return replace(topology, clusters=tuple(clusters), links=links)

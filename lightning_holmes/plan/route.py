@@ -140,7 +140,8 @@ class Network:
         rates = []
         for host in distinct:
             cluster = self.cluster_of_host[host]
-            if used.kind != "ethernet" or self._states_ethernet(host):
+            is_known = used.kind != "ethernet" or self.topology.clusters[cluster].speed("ethernet") is not None
+            if is_known or ((main := self._cards.main_card(host)) and main.bandwidth_bytes_per_s is not None):
                 rates.append(self._used_rate(host, used))
             elif cluster in bare:
                 raise self._unknown_way(next(ends for ends, link in links.items() if link is None and cluster in ends))
@@ -206,12 +207,6 @@ class Network:
         """
         main = self._cards.main_card(host)
         return self._rate(host, "ethernet", () if main is None else (main,))
-
-    def _states_ethernet(self, host: int) -> bool:
-        """Whether ethernet_bytes_per_s is known."""
-        main = self._cards.main_card(host)
-        known = main is not None and main.bandwidth_bytes_per_s is not None
-        return known or self.topology.clusters[self.cluster_of_host[host]].speed("ethernet") is not None
 
     def _used_rate(self, host: int, used: UsedCards) -> float:
         """Bytes/s, one way, of the cards that a host uses in a group."""

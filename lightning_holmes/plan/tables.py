@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import IO, Any
 
 from rich import box
@@ -121,7 +122,10 @@ def print_search(result: SearchResult, cost_model: CostModel, file: IO[str] | No
         console.print(Text(result.best.nodes.describe()))
     for number, entry in enumerate(result.runners_up, start=2):
         console.print(Text(f"  {number}. {entry.run}: {entry.reason}"))
-    console.print(Text("\n".join([*cost_model.network.link_notes(), describe_left_out(result)])))
+    reasons = sorted(result.left_out.items(), key=lambda item: -item[1])
+    left_out = f"; left out: {'; '.join(f'{count} {why}' for why, count in reasons)}" if reasons else ""
+    lines = [*cost_model.network.link_notes(), f"{result.num_candidates} candidates{left_out}"]
+    console.print(Text("\n".join(lines)))
 
 
 def column_widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
@@ -155,17 +159,11 @@ def describe_task(cost_model: CostModel) -> str:
     )
 
 
-def describe_left_out(result: SearchResult) -> str:
-    """The number of candidates, and the reasons why candidates were left out."""
-    parts = "; ".join(f"{count} {why}" for why, count in sorted(result.left_out.items(), key=lambda item: -item[1]))
-    return f"{result.num_candidates} candidates" + (f"; left out: {parts}" if parts else "")
-
-
 def search_data(result: SearchResult, cost_model: CostModel) -> dict[str, Any]:
     """Plain data for JSON."""
     topology = cost_model.network.topology
     return {
-        "model": cost_model.model.to_data(),
+        "model": asdict(cost_model.model),
         "batch_samples": cost_model.training.batch_samples,
         "clusters": [
             {
@@ -192,7 +190,14 @@ def plan_table(plan: Plan, *, parameter_counts: Sequence[int] | None = None) -> 
     parameter_counts has one entry per stage, or is None where they are not known.
     """
     assert parameter_counts is None or len(parameter_counts) == plan.num_stages, parameter_counts
-    table = Table(title=_title(plan), title_justify="left", title_style="bold")
+    tensor = f" x tensor {plan.tensor_parallel_size}" if plan.tensor_parallel_size > 1 else ""
+    chunks = f" with {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
+    title = (
+        f"Plan: pipeline {plan.pipeline_parallel_size} x data {plan.data_parallel_size}{tensor}, "
+        f"{plan.schedule}{chunks}, {plan.num_microbatches} microbatches "
+        f"(evaluation {plan.eval_num_microbatches})"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("pipeline rank", justify="right")
     table.add_column("cluster")
     table.add_column("stage" if plan.num_chunks == 1 else "stages")
@@ -253,16 +258,6 @@ def _ranks_of(plan: Plan, pipeline_rank: int) -> str:
         return format_spans(placement.grid[pipeline_rank])
     groups = [placement.tensor_parallel_group(pipeline_rank, data) for data in range(plan.data_parallel_size)]
     return _first_groups(" ", ["{" + format_spans(group) + "}" for group in groups])
-
-
-def _title(plan: Plan) -> str:
-    tensor = f" x tensor {plan.tensor_parallel_size}" if plan.tensor_parallel_size > 1 else ""
-    chunks = f" with {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
-    return (
-        f"Plan: pipeline {plan.pipeline_parallel_size} x data {plan.data_parallel_size}{tensor}, "
-        f"{plan.schedule}{chunks}, {plan.num_microbatches} microbatches "
-        f"(evaluation {plan.eval_num_microbatches})"
-    )
 
 
 def _first_groups(separator: str, groups: Sequence[str]) -> str:

@@ -131,10 +131,8 @@ class TransportChooser:
         apart = len({self._hosts[host][0].name for host in hosts}) > 1
         if not self._sockets or apart or len(main) < len(hosts):
             return main
-        subnets: list[dict[str, Nic]] = []
-        for host in hosts:
-            cards = [nic for nic in self._hosts[host][1].nics if nic.kind == "ethernet" and nic.up]
-            subnets.append({nic.fabric: nic for nic in reversed(cards) if nic.fabric is not None})
+        of_hosts = [reversed(self.usable(host, "ethernet")) for host in hosts]
+        subnets = [{nic.fabric: nic for nic in cards if nic.fabric is not None} for cards in of_hosts]
         options = [
             {host: own[name] for host, own in zip(hosts, subnets, strict=True)}
             for name in sorted(set(subnets[0]).intersection(*subnets[1:]))

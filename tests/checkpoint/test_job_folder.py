@@ -85,7 +85,7 @@ def _join(path: Path, start: str) -> JobFolder:
 def test_folders_are_the_users_alone_and_those_of_ended_jobs_go(tmp_path: Path) -> None:
     lives = _Process(lambda: _join(tmp_path / f"{_NAME}1", "a"))
     for name in (f"{_NAME}2", f"{_NAME}3"):
-        JobFolder(tmp_path / name, "a").release()
+        os.close(JobFolder(tmp_path / name, "a")._lock)
     old = time.time() - 7200.0
     for name in (f"{_NAME}1", f"{_NAME}2"):
         for path in (tmp_path / name / "start-a", tmp_path / name):
@@ -107,7 +107,7 @@ def test_a_start_knows_that_there_was_another_and_counts_its_fits(tmp_path: Path
     assert [rank.is_restart for rank in ranks] == [False, False]
     assert [ranks[0].count_fit(), JobFolder(path, "a").count_fit()] == [0, 1]
     for rank in ranks:
-        rank.release()
+        os.close(rank._lock)
     again = JobFolder(path, "b")
     assert again.is_restart and again.count_fit() == 0
 

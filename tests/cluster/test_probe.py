@@ -28,7 +28,7 @@ def nic(name: str, *addresses: str, up: bool = True, kind: str = "ethernet", rat
 @pytest.fixture
 def listener() -> Iterator[Listener]:
     nics = [nic("eth0", "127.0.0.2"), nic("mlx5_0", "127.0.0.3", kind="roce"), nic("down0", "127.0.0.4", up=False)]
-    with Listener(host="b", nics=nics, token=TOKEN) as opened:
+    with contextlib.closing(Listener(host="b", nics=nics, token=TOKEN)) as opened:
         yield opened
 
 

@@ -90,10 +90,10 @@ class Link:
         explain: Callable[[str], BaseException],
     ) -> None:
         self.peer, self._explain = peer, explain
-        self._other, self._limit = int(not is_node), timeout or _ALWAYS
+        self._other, self.limit = int(not is_node), timeout or _ALWAYS
         try:
             device = gloo_device(None, address=address)
-            self._group = gloo_group(store, int(is_node), 2, [device], self._limit, connect=_CONNECT)
+            self._group = gloo_group(store, int(is_node), 2, [device], self.limit, connect=_CONNECT)
         except RuntimeError as error:
             raise UnreachableError(f"{peer} cannot be reached from {address}. gloo says: {error}") from error
 
@@ -131,11 +131,6 @@ class Link:
         with self.explaining():
             return Transfer(self, [(act([t.detach()], self._other, tag), t) for t in tensors if t.numel()])
 
-    def wait_for(self, work: Any) -> None:
-        """Wait for one of gloo's works."""
-        with self.explaining():
-            work.wait(self._limit)
-
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
         """Inside, replace gloo's error by the one that explains the lost connection."""
@@ -155,8 +150,9 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until all are done."""
-        for work, _ in self._works:
-            self._link.wait_for(work)
+        with self._link.explaining():
+            for work, _ in self._works:
+                work.wait(self._link.limit)
 
 
 def pack(message: Any) -> Tensor:

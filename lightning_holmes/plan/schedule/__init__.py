@@ -38,37 +38,22 @@ specs.py defines the rank of stage s; nothing is sent between stages of one rank
 tests/plan/schedule_checks.py checks the first two.
 """
 
-from lightning_holmes.plan.schedule.action import (
-    COMPUTE_OPS,
-    GRADIENT_OPS,
-    RECV_OPS,
-    RELEASING_OPS,
-    SEND_OPS,
-    WHOLE_BATCH,
-    Action,
-    Op,
-    mark_action,
-)
-from lightning_holmes.plan.schedule.schedule import Schedule, make_schedule, max_in_flight, receive_of
-from lightning_holmes.plan.schedule.specs import SCHEDULE_NAMES, SCHEDULES, ScheduleName, ScheduleSpec, spec_of
+from lightning_holmes.plan.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, mark_action
+from lightning_holmes.plan.schedule.schedule import Schedule, make_schedule, max_in_flight
+from lightning_holmes.plan.schedule.specs import SCHEDULE_NAMES, SCHEDULES, ScheduleName, spec_of
 
 __all__ = [
     "COMPUTE_OPS",
-    "GRADIENT_OPS",
     "RECV_OPS",
-    "RELEASING_OPS",
     "SCHEDULES",
     "SCHEDULE_NAMES",
     "SEND_OPS",
-    "WHOLE_BATCH",
     "Action",
     "Op",
     "Schedule",
     "ScheduleName",
-    "ScheduleSpec",
     "make_schedule",
     "mark_action",
     "max_in_flight",
-    "receive_of",
     "spec_of",
 ]

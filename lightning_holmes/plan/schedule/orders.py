@@ -43,11 +43,6 @@ class RankShape:
         ]
 
 
-def all_forwards_first(shape: RankShape) -> list[Action]:
-    """GPipe: all forwards, then all backwards."""
-    return shape.forwards() + shape.backwards()
-
-
 def breadth_first(shape: RankShape) -> list[Action]:
     """All microbatches through a stage before the next one, and back in reverse (arXiv 2211.05953).
 
@@ -58,11 +53,6 @@ def breadth_first(shape: RankShape) -> list[Action]:
     forwards, backwards = ([a for a in half if a.stage != last] for half in (shape.forwards(), shape.backwards()))
     turn = (Op.FORWARD, Op.BACKWARD) if last in shape.stages else ()
     return [*forwards, *(Action(op, last, m) for m in range(shape.num_microbatches) for op in turn), *backwards]
-
-
-def in_flight_breadth_first(num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[int, ...]:
-    """The microbatches that each stage holds: all, except for the last stage of the pipeline, which holds one."""
-    return (num_microbatches,) * (num_ranks * num_chunks - 1) + (1,)
 
 
 def one_forward_one_backward(shape: RankShape, warm_up: int = 1) -> list[Action]:

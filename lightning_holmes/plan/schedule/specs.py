@@ -131,7 +131,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
         ScheduleSpec(
             name="gpipe",
             description="all forwards, then all backwards",
-            order=orders.all_forwards_first,
+            order=lambda shape: shape.forwards() + shape.backwards(),
             in_flight=lambda ranks, microbatches, chunks: (microbatches,) * (ranks * chunks),
         ),
         ScheduleSpec(
@@ -195,7 +195,8 @@ SCHEDULES: dict[str, ScheduleSpec] = {
             order=orders.breadth_first,
             num_chunks=None,
             is_layered=True,
-            in_flight=orders.in_flight_breadth_first,
+            # the last stage of the pipeline holds one
+            in_flight=lambda ranks, microbatches, chunks: (microbatches,) * (ranks * chunks - 1) + (1,),
         ),
     )
 }

@@ -122,8 +122,9 @@ def make_set_ups(cost_model: CostModel, space: SearchSpace, left_out: Counter[st
                 left_out[
                     f"num_microbatches={min(space.num_microbatches)} is more than the {samples} samples of a replica"
                 ] += 1
-        if space.num_microbatches is None:
-            more = smaller_microbatches(layout.pipeline, samples)
+        if space.num_microbatches is None:  # and smaller microbatches, to try if those do not fit the memory
+            powers = (samples >> power for power in range(_SMALLEST_SIZES) if samples % (1 << power) == 0)
+            more = tuple(sorted(count for count in powers if count > _MOST_PER_RANK * layout.pipeline))
         runs, smaller = (tuple(_runs(cost_model, space, layout, samples, some)) for some in (counts, more))
         if runs:
             bound_s = min(_lower_bound(cost_model, run) for run in (*runs, *smaller))
@@ -234,12 +235,6 @@ def microbatch_counts(size: int, batch_size: int) -> tuple[int, ...]:
         ratios = [counts[index + 1] / counts[index] for index in range(len(counts) - 1)]
         del counts[ratios.index(min(ratios[1:-1])) if len(ratios) > 2 else 1]
     return tuple(counts)
-
-
-def smaller_microbatches(size: int, batch_size: int) -> tuple[int, ...]:
-    """Larger numbers of (smaller) microbatches than microbatch_counts, to try if those do not fit the memory."""
-    counts = (batch_size >> power for power in range(_SMALLEST_SIZES) if batch_size % (1 << power) == 0)
-    return tuple(sorted(count for count in counts if count > _MOST_PER_RANK * size))
 
 
 def _lower_bound(cost_model: CostModel, run: RunShape) -> float:

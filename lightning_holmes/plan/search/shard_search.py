@@ -32,22 +32,23 @@ def search_with_sharding(
     layered = _layered(space)
     if sharding == "parameters":
         if layered is None:
-            raise ConfigurationError(f'sharding="parameters": {_why_not_layered(space)}; leave one of them out')
+            why = f"schedule={space.schedules[0]!r} would gather each stage for each microbatch"
+            if space.tensor and 1 not in space.tensor:
+                why = "parameters are sharded over replicas or over a tensor group, not both"
+            raise ConfigurationError(f'sharding="parameters": {why}; leave one of them out')
         return search(cost_model.with_sharded_parameters(), layered)
-    if sharding != "auto" or cost_model.training.optimizer_nodes:
-        return search(cost_model, space)
     one_replica = space.layout is not None and space.layout.data == 1
+    is_whole = sharding != "auto" or cost_model.training.optimizer_nodes or why_not is not None or one_replica
+    if is_whole or layered is None:
+        return search(cost_model, space)
     whole = None
     try:
         whole = search(cost_model, space)
-        problem: str | NothingFitsError | None = whole.memory_note
+        if whole.memory_note is None:
+            return whole
+        problem: str | NothingFitsError = whole.memory_note
     except NothingFitsError as error:
-        if why_not is not None or one_replica or layered is None:
-            raise
         problem = error
-    if problem is None or why_not is not None or one_replica or layered is None:
-        assert whole is not None
-        return whole
     try:
         shards = search(cost_model.with_sharded_parameters(), layered)
     except ConfigurationError:
@@ -66,9 +67,3 @@ def _layered(space: SearchSpace) -> SearchSpace | None:
         names = LAYERED_SCHEDULES
     sizes = (1,) if 1 in space.tensor else ()
     return replace(space, schedules=names, tensor=sizes) if names and sizes else None
-
-
-def _why_not_layered(space: SearchSpace) -> str:
-    if space.tensor and 1 not in space.tensor:
-        return "parameters are sharded over replicas or over a tensor group, not both"
-    return f"schedule={space.schedules[0]!r} would gather each stage for each microbatch"
