@@ -583,7 +583,7 @@ def settle(case: Case) -> Case:
         case |= {"loss": "mean"} if case["loss"] == "penalty" else {}
         case |= {"optimizer": "sgd"} if case["optimizer"] in ("adafactor", "schedule-free") else {}
         case |= {"trainer": "default"} if case["trainer"] == "detects anomalies" else {}  # torch has none for DTensors
-        case |= {"later": "never"} if case["later"] == "first layer" else {}
+        case |= {"later": "never"} if case["later"] in ("first layer", "gradient", "penalty") else {}
     if case["precision"] == "bf16-mixed":
         case |= {"optimizer": "sgd", "loss": "mean"}  # others make much of rounding
         case |= {axis: AXES[axis][0] for axis in ("log", "second log") if case[axis] == "accuracy"}

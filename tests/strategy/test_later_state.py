@@ -4,19 +4,23 @@ Baseline: plain Lightning on the same batches, equal values on rank 0.
 """
 
 import random
+from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import wandb
 from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from quiet import quiet_trainer
 from tanh_net import TanhNet
-from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.distributed import barrier
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_holmes import HolmesStrategy
@@ -184,6 +188,93 @@ class Accumulates(Net):
         self.found += [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
 
 
+class Counts(nn.Module):
+    num_calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, loss: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.mean.lerp_(loss.detach(), 0.5)
+        return loss
+
+
+class Meter:
+    total = 0.0
+
+
+class Rows(Dataset[float]):
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+
+class Begins(TanhNet):
+    """Does something from the fifth batch on; no hook of each batch brings what a step leaves."""
+
+    what = ""
+    num_counted = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.meter, self.head, self.inner, self.kept = Meter(), Counts(), TanhNet(), Rows()
+        self.tools: dict[str, Any] = {"round": lambda value: value, "last": 0.0}
+        self.table = wandb.Table(["loss"])
+        self.found: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        begun = batch_idx > 3  # where no trial comes
+        reads = READS[self.what](self) if begun and self.what in READS else 0.0
+        if begun and self.what == "counts before":
+            self.num_counted += 1
+        loss = super().training_step([batch[0] * (1 + reads)], batch_idx)
+        if self.what in READS:
+            self.losses.append(self.head(loss).item())
+            self.meter.total += loss.item()
+        return DOES[self.what][0](self, loss) if begun and self.what in DOES else loss
+
+    def count(self) -> int:
+        self.num_counted += 1
+        return self.num_counted
+
+    def on_train_end(self) -> None:
+        self.found += [float(parameter.detach().norm()) for parameter in self.parameters()]
+
+
+READS: dict[str, Callable[[Begins], Any]] = {
+    "list": lambda m: sum(m.losses),
+    "object": lambda m: m.meter.total,
+    "submodule": lambda m: m.head.num_calls / 9,
+    "buffer below": lambda m: m.head.mean,
+}
+DOES: dict[str, tuple[Callable[[Begins, Tensor], Any], str]] = {
+    "collective": (lambda m, loss: dist.all_reduce(loss), "Begins.training_step calls the collective all_reduce"),
+    "imported": (lambda m, loss: barrier(), "Begins.training_step calls the collective barrier"),
+    "backward": (
+        lambda m, loss: loss.backward(),
+        "Begins.training_step calls backward: a pipeline runs the backward itself",
+    ),
+    "autograd": (
+        lambda m, loss: torch.autograd.grad(loss, m.layers[3][0].bias),
+        "Begins.training_step calls torch.autograd.grad after layers have run",
+    ),
+    "gradient": (lambda m, loss: m.layers[0][0].bias.grad, "reads .grad of layers.0.0.bias, which it did not"),
+    "nested": (lambda m, loss: m.inner.log("loss", loss), "Begins.training_step logs through inner.log"),
+    "data set": (lambda m, loss: m.kept.rows.append(loss.item()), "Begins.training_step changes self.kept.rows"),
+    "table": (lambda m, loss: m.table.add_data(loss.item()), "Begins.training_step changes self.table."),
+    "container": (lambda m, loss: m.tools.update(last=loss.item()), "Begins.training_step changes self.tools.last"),
+    "counts": (lambda m, loss: loss * m.count(), "changes self.num_counted, which it did not in the first batch"),
+    "counts before": (lambda m, loss: loss * m.num_counted, "it runs once for each of 2 stages on this rank"),
+}
+"""What a step does, and what the refusal says."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "counts": {"schedule": "interleaved_1f1b"},  # which takes two microbatches
+    "counts before": {"schedule": "breadth_first", "num_chunks": 2, "num_microbatches": 1},
+}
+
+
 CASES = {
     "accumulates": Accumulates,
     "draws later": DrawsLater,
@@ -202,7 +293,8 @@ CASES = {
 def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    module, loader = CASES[name](), DataLoader(TensorDataset(torch.randn(24, 4)), 4)
+    module: Any = CASES[name]() if name in CASES else type("Begins", (Begins,), {"what": name})()
+    loader = DataLoader(TensorDataset(torch.randn(24, 4)), 4)
     trainer = quiet_trainer(
         strategy,
         devices=devices,
@@ -226,6 +318,8 @@ def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
 
 def run_all(folder: str) -> dict[str, Any]:
     found = {name: run(name, HolmesStrategy(pipeline_parallel_size=2), 2, f"{folder}/{name}") for name in CASES}
+    for name in (*READS, *DOES):
+        found[name] = run(name, HolmesStrategy(pipeline_parallel_size=2, **OPTIONS.get(name, {})), 2, folder)
     sharded = HolmesStrategy(pipeline_parallel_size=1, sharding="parameters")
     return found | {"meets in shards": run("meets", sharded, 2, folder)}
 
@@ -236,7 +330,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["saves", "data", "mines", "draws later", "draws at a batch"])
+@pytest.mark.parametrize("name", ["saves", "data", "mines", "draws later", "draws at a batch", *READS])
 def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
     plain = run(name, "auto", 1, str(tmp_path))
     assert plain and staged[name] == pytest.approx(plain, rel=1e-5)
@@ -256,6 +350,18 @@ def test_a_hook_in_which_ranks_do_not_meet_is_refused_what_its_rank_lacks(staged
 
 def test_a_logger_that_is_used_from_a_later_batch_on_is_refused_by_name(staged: dict[str, Any]) -> None:
     assert "Logs.training_step uses self.logger directly (.log_metrics)" in staged["logs"]
+
+
+@pytest.mark.parametrize("name", list(DOES))
+def test_what_begins_in_a_later_batch_is_refused_by_name_as_in_the_first(name: str, staged: dict[str, Any]) -> None:
+    assert DOES[name][1] in staged[name]
+
+
+def test_a_count_that_begins_later_counts_microbatches_and_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match="changes self.num_counted, which it did not in the first batch: it runs once for each of 2"
+    ):
+        run("counts", HolmesStrategy(num_microbatches=2), 1, str(tmp_path))
 
 
 def test_gradients_of_one_rank_are_read_between_accumulated_batches(staged: dict[str, Any], tmp_path: Path) -> None:
