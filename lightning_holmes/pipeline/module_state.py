@@ -21,7 +21,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.attributes import RESERVED
 from lightning_holmes.pipeline.object_state import PLAIN, Path, content, each_value, is_looked_into, is_plain, merge
 from lightning_holmes.pipeline.stage import PipelineModule
-from lightning_holmes.pipeline.state_watch import SMALL_BYTES, Look, StateWatch, is_small
+from lightning_holmes.pipeline.state_watch import SMALL_BYTES, StateWatch, is_small
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.torch_private import registered_buffers, tensor_version
 
@@ -49,7 +49,6 @@ class ModuleState:
         self._seen: dict[Key, Hashable] = {}
         self._watch: StateWatch | None = None
         self._structure: ModuleStructure | None = None  # for which it was made
-        self._before: Look = {}
         self._sent: list[Callable[[], None]] = []
         self._awaited: list[int] = []
 
@@ -105,7 +104,8 @@ class ModuleState:
     def of_step(self) -> Changes:
         """The small values that the step has changed since :meth:`begin_step`. The last stage's rank hands them to the others (:meth:`take`),
         whose part of the next step may begin to read them."""
-        return self._changes({".".join(filter(None, key)) for key in self._own.changed(self._before)})
+        changed = self._own.changed(self._before, self._own.look())
+        return self._changes({".".join(filter(None, key)) for key in changed})
 
     def take(self, changes: Changes) -> None:
         """Set what the last stage's step has changed; it counts as known to all ranks."""

@@ -154,6 +154,8 @@ def _described(
     kind = type(value)
     if kind in _CONSTANTS:
         return kind.__name__, value
+    if kind is float:
+        return "float", repr(value)
     if isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, np.ndarray):

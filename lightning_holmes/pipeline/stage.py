@@ -557,8 +557,6 @@ class PipelineModule:
         repeated = None if run.backward else self.repeated
         if outside is not None:
             outside.begin()
-        if repeated is not None:
-            repeated.begin()
         try:
             with draws, self.absence.stepping():
                 yield run
@@ -566,7 +564,7 @@ class PipelineModule:
                 name = f"{type(self.module).__name__}.{run.step_name}"
                 outside.refuse_written(f"the backward of {name}" if run.backward else name)
             if repeated is not None:
-                repeated.end()
+                repeated.end_pass()
         finally:
             self.current = previous
 

@@ -4,9 +4,10 @@ A look compares, by identity, what a module's attributes are bound to; only of n
 (containers, objects, arrays, tensors), the content is described. What is large is left out, and modules of libraries are.
 
     watch = StateWatch([("", module)], lambda tensor: tensor_version(tensor))
-    before = watch.look(); step(); watch.changed(before)        # {("", "losses"), ("head", "count")}
+    before = watch.look(); step(); watch.changed(before, watch.look())        # {("", "losses"), ("head", "count")}
 """
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
@@ -24,56 +25,82 @@ from lightning_holmes.torch_private import registered_buffers
 SMALL_BYTES = 1 << 16
 _MOST_ENTRIES = 1000
 _OPEN = (*CONTAINERS, Tensor, np.ndarray)
-Look = dict[str, tuple["_Bound", tuple[Hashable, ...]]]
 
 
 @dataclass(slots=True, eq=False)
 class _Bound:
     """What the attributes of a module are bound to: ``fixed`` are the contents of values that cannot change by themselves, by name;
-    ``open`` the names of others."""
+    ``open`` the values that can."""
 
-    values: tuple[Any, ...]
+    values: list[Any]
     fixed: dict[str, Hashable]
-    open: tuple[str, ...]
+    open: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The state at one time: what each module's attributes were bound to, and the contents of values that can change by themselves."""
+
+    bound: dict[str, _Bound]
+    contents: dict[str, dict[str, Hashable]]
 
 
 class StateWatch:
     """Watches ``modules``, by name; ``of_tensor`` describes a tensor."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], of_tensor: Callable[[Tensor], Hashable]) -> None:
-        own = [(n, m) for n, m in modules if not (isinstance(m, Metric) or is_of_library(type(m)))]
-        self.modules, self._of_tensor = own, of_tensor
+        self.modules = [(n, m) for n, m in modules if not (isinstance(m, Metric) or is_of_library(type(m)))]
+        self._of_tensor = of_tensor
+        self._spaces: list[dict[str, Any]] = []
+        self._values: list[Any] = []
         self._bound: dict[str, _Bound] = {}
 
     def look(self) -> Look:
         """The present state."""
-        return {name: self._look_at(name, module) for name, module in self.modules}
+        values = [*itertools.chain.from_iterable(map(dict.values, self._spaces))]
+        if not values or not _are_same(values, self._values):
+            self._bind()
+        contents = {
+            name: {key: content(value, self._of_tensor) for key, value in bound.open.items() if is_small(value)}
+            for name, bound in self._bound.items()
+            if bound.open
+        }
+        return Look(self._bound, contents)
 
-    def changed(self, before: Look) -> set[tuple[str, str]]:
-        """The names of modules and of their attributes and buffers that differ from an earlier look."""
+    def changed(self, before: Look, after: Look) -> set[tuple[str, str]]:
+        """The names of modules and of their attributes and buffers that differ between two looks, or are new."""
         found: set[tuple[str, str]] = set()
-        for name, (bound, contents) in self.look().items():
-            was, then = before[name]
-            if bound is was and contents == then:
-                continue
-            present, past = dict(zip(bound.open, contents, strict=True)), dict(zip(was.open, then, strict=True))
+        for name, bound in after.bound.items():
+            was = before.bound[name]
+            present, past = after.contents.get(name, {}), before.contents.get(name, {})
             if bound is not was:
                 present, past = bound.fixed | present, was.fixed | past
-            found |= {(name, key) for key, value in present.items() if past.get(key) != value}
+            if present != past:
+                found |= {(name, key) for key, value in present.items() if past.get(key) != value}
         return found
 
-    def _look_at(self, name: str, module: nn.Module) -> tuple[_Bound, tuple[Hashable, ...]]:
-        values, buffers, bound = vars(module), registered_buffers(module), self._bound.get(name)
-        present = (*values.values(), *buffers.values())
-        if bound is None or len(bound.values) != len(present) or not all(map(operator.is_, bound.values, present)):
-            own = {key: value for key, value in (values | buffers).items() if key not in RESERVED}
-            is_open = {key: isinstance(value, _OPEN) or is_looked_into(value) for key, value in own.items()}
-            fixed = {k: content(v, self._of_tensor) for k, v in own.items() if isinstance(v, PLAIN) and not is_open[k]}
-            bound = self._bound[name] = _Bound(present, fixed, tuple(key for key, value in is_open.items() if value))
-        return bound, tuple(self._content(values.get(key, buffers.get(key))) for key in bound.open)
+    def _bind(self) -> None:
+        """Note anew what the attributes of each module are bound to, if that has changed."""
+        pairs = [(vars(module), registered_buffers(module)) for _, module in self.modules]
+        self._spaces = [space for pair in pairs for space in pair]
+        self._values = [value for space in self._spaces for value in space.values()]
+        bound: dict[str, _Bound] = {}
+        for (name, _), (attributes, buffers) in zip(self.modules, pairs, strict=True):
+            values, known = [*attributes.values(), *buffers.values()], self._bound.get(name)
+            if known is not None and _are_same(values, known.values):
+                bound[name] = known
+                continue
+            own = {key: value for key, value in (attributes | buffers).items() if key not in RESERVED}
+            may_change = {k: v for k, v in own.items() if isinstance(v, _OPEN) or is_looked_into(v)}
+            fixed = {
+                k: content(v, self._of_tensor) for k, v in own.items() if isinstance(v, PLAIN) and k not in may_change
+            }
+            bound[name] = _Bound(values, fixed, may_change)
+        self._bound = bound
 
-    def _content(self, value: Any) -> Hashable:
-        return content(value, self._of_tensor) if is_small(value) else None
+
+def _are_same(values: list[Any], others: list[Any]) -> bool:
+    return len(values) == len(others) and all(map(operator.is_, values, others))
 
 
 def is_small(value: Any) -> bool:
@@ -96,14 +123,12 @@ class RepeatedChanges:
     def begin_batch(self) -> None:
         """Called before the passes of a batch."""
         self._counts.clear()
-
-    def begin(self) -> None:
-        """Called before a pass."""
         self._before = self._watch.look()
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Called after a pass."""
-        self._counts.update(self._watch.changed(self._before))
+        before, self._before = self._before, self._watch.look()
+        self._counts.update(self._watch.changed(before, self._before))
 
     def end_batch(self, step_name: str) -> list[str]:
         """The names of what several passes have changed; not what those of the step's first batch have, of which the trace and the trial tell."""
