@@ -13,6 +13,7 @@ TESTED_BY = {
     "lightning_package.py": "test_lightning_package.py",
     "lightning_private.py": "test_lightning_private.py",
     "optim/after_step.py": "optim/test_after_step.py",
+    "pipeline/noticed_functions.py": "strategy/test_later_state.py",
     "pipeline/outside.py": "strategy/test_outside_state.py",
     "pipeline/shadow.py": "pipeline/test_shadow.py",
     "pipeline/whole_steps.py": "strategy/test_whole_steps.py",

@@ -18,13 +18,11 @@ parameters do. Outside of a step, and in other threads, every read of an absent 
 """
 
 import functools
-import inspect
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -70,7 +68,6 @@ _SOURCE = "_holmes_source"
 """The attribute of a placeholder or parameter that holds its :class:`Source` in a step."""
 READ_BY_PYTHON = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 """Functions that give values to Python without an operator."""
-_GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]
 GET_DATA, SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -85,11 +82,10 @@ class Absence:
 
     Attributes:
         counts: the operations that run now belong to the part of the step that this rank runs.
-        is_forward: the step that runs now, if any, is a forward.
     """
 
     def __init__(self) -> None:
-        self.counts = self.is_forward = False
+        self.counts = False
         self._thread: int | None = None
         self._held: dict[int, nn.Parameter] = {}
 
@@ -193,15 +189,6 @@ class Source:
             f"{self.what} is read where it was not when the step was traced on its first batch, so this rank does not have it there: let the "
             f"first batch read it there, too (times 0, if need be), or use {self.cure}"
         )
-
-    def check_gradient(self, frame: FrameType | None) -> None:
-        """Raise AbsentValueError if a step, from which ``frame`` is called, reads the gradient of a parameter that this rank does not hold."""
-        is_read = frame is not None and frame.f_back is not None and frame.f_back.f_code.co_name != "zero_grad"
-        if is_read and self.absence.is_forward and self.absence.is_in_step:
-            raise AbsentValueError(
-                f"the step reads .grad of {self.what}, which it did not when it was traced on its first batch: a stage has the gradients of "
-                f"its own layers only; read them in on_before_optimizer_step"
-            )
 
     def refuse_apart(self) -> NoReturn:
         """Raise AbsentValueError: the value is read outside of steps and hooks."""
@@ -334,8 +321,6 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in READS_NO_VALUE:
-            if func == _GET_GRAD:
-                _source_of(args[0]).check_gradient(inspect.currentframe())
             with without_torch_functions():
                 return func(*args, **kwargs)
         _refuse_apart(args, kwargs)

@@ -551,7 +551,6 @@ class PipelineModule:
     def running(self, run: StageRun) -> Iterator[StageRun]:
         """Context in which the gates act for ``run``."""
         previous, self.current, self.absence.counts = self.current, run, False
-        self.absence.is_forward = not run.backward
         draws = contextlib.nullcontext() if self.draws is None else self.draws.around(is_backward=run.backward)
         outside = self.outside
         repeated = None if run.backward else self.repeated

@@ -10,12 +10,14 @@ Lightning.
 """
 
 import functools
+import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.errors import UnsupportedModuleError
@@ -29,6 +31,7 @@ from lightning_holmes.replacements import Replacements
 
 COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
 """The collectives of Lightning's Strategy."""
+_GRADIENT: Any = Tensor.grad
 _KEEP = "ask once, in setup(), as self.folder = self.trainer.log_dir, and use self.folder in the step"
 
 
@@ -91,7 +94,7 @@ def describe_call(step: str, name: str) -> str:
     if name == "grad":
         return f"{step} calls torch.autograd.grad after layers have run: no stage holds the whole graph; use pipeline_parallel_size=1"
     if name == ".grad":
-        what = "a stage has the gradients of its own layers only; read them in on_before_optimizer_step"
+        what = "those of the batch before are gone by then, and a stage has its own only; read them in on_before_optimizer_step"
         return f"{step} reads .grad of a parameter: {what}"
     if name.endswith(".log"):
         return (
@@ -133,6 +136,32 @@ class CallsInParts:
                 run.replace(module, log=functools.partial(refuse, f"{name}.log"))
             with self._collectives.noticing(refuse, of_any_group=True):
                 yield
+
+
+@contextmanager
+def refusing_gradients(pipelines: Callable[[], Sequence[PipelineModule]]) -> Iterator[None]:
+    """Inside, the forward of a training step may not read ``.grad`` of a parameter; ``pipelines``: those of which a step may run.
+
+    Raises:
+        UnsupportedModuleError: it does.
+    """
+
+    def read(parameter: nn.Parameter) -> Any:
+        for pipeline in pipelines():
+            run = pipeline.current
+            if run is not None and not run.backward and (run.step_name == "training_step" or pipeline.num_stages > 1):
+                frame = inspect.currentframe()
+                caller = None if frame is None else frame.f_back
+                file = "" if caller is None else caller.f_globals.get("__name__", "")
+                if caller is not None and caller.f_code.co_name != "zero_grad" and not file.startswith("torch._"):
+                    raise UnsupportedModuleError(
+                        describe_call(f"{type(pipeline.module).__name__}.{run.step_name}", ".grad")
+                    )
+        return _GRADIENT.__get__(parameter)
+
+    with Replacements() as run:
+        run.replace(nn.Parameter, grad=property(read, _GRADIENT.__set__, _GRADIENT.__delete__))
+        yield
 
 
 class _LoggerProbe:

@@ -33,6 +33,7 @@ from lightning_holmes.pipeline.preserved_trainer import preserved_trainer
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.staged_trial import LaterTrials, StagedTrial
+from lightning_holmes.pipeline.whole_steps import refusing_gradients
 from lightning_holmes.plan.measured import SUMS
 from lightning_holmes.strategy import admission, sharding
 from lightning_holmes.strategy.compat.averaging import WeightAverages
@@ -82,6 +83,7 @@ class Fit(Run):
         self._buffers = ReplicaBuffers(groups.data_parallel, groups.replicas_on_host, source=source)
         self._aligns_buffers = self._buffers.has_others
         self._trials = LaterTrials()
+        context.undo.enter_context(refusing_gradients(lambda: (self.driver.pipeline, self._whole_driver.pipeline)))
         self.gradients: Gradients
         self.has_gradients = False
         self.shards: OwnedStates | None = None

@@ -37,6 +37,7 @@ CURES: tuple[tuple[str, Case], ...] = (
         {"stages": "1", "microbatches": "1", "schedule": "auto", "sharding": "none", "nodes": "0", "resume": "same"},
     ),
     ("uses self.logger directly", {"later": "log"}),
+    ("reads .grad of a parameter", {"later": "log"}),
     ("overrides optimizer_zero_grad", {"override": "none"}),
     ("change options in on_train_batch_start", {"later": "never", "habit": "decay"}),
     ("between accumulated batches", {"accumulate": "1"}),

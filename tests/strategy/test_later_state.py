@@ -260,7 +260,10 @@ DOES: dict[str, tuple[Callable[[Begins, Tensor], Any], str]] = {
         lambda m, loss: torch.autograd.grad(loss, m.layers[3][0].bias),
         "Begins.training_step calls torch.autograd.grad after layers have run",
     ),
-    "gradient": (lambda m, loss: m.layers[0][0].bias.grad, "reads .grad of layers.0.0.bias, which it did not"),
+    "gradient": (
+        lambda m, loss: m.layers[0][0].bias.grad,
+        "Begins.training_step reads .grad of a parameter: those of the batch before are gone by then",
+    ),
     "nested": (lambda m, loss: m.inner.log("loss", loss), "Begins.training_step logs through inner.log"),
     "data set": (lambda m, loss: m.kept.rows.append(loss.item()), "Begins.training_step changes self.kept.rows"),
     "table": (lambda m, loss: m.table.add_data(loss.item()), "Begins.training_step changes self.table."),
