@@ -35,7 +35,7 @@ from lightning_holmes.pipeline.seeds import derive_seed, seed_all
 from lightning_holmes.pipeline.state_watch import RepeatedChanges
 from lightning_holmes.pipeline.structure import BEFORE, ModuleStructure
 from lightning_holmes.plan.partition import Partition
-from lightning_holmes.torch_private import is_broken_graph, is_compiled
+from lightning_holmes.torch_private import is_broken_graph, is_compiled, is_in_backward
 
 
 class StepEnd(BaseException):
@@ -375,7 +375,7 @@ class PipelineModule:
             if not self.holds(indices):
                 self.refuse_nonlocal(index)
             return None, True, None
-        if run.backward:
+        if run.backward or (self.num_stages == 1 and is_in_backward()):  # that of an autograd.grad in the step
             self._check_recomputed(run, index, stage_of_layer, indices)
         else:
             if self.draws is not None:

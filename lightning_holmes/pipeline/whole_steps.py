@@ -92,7 +92,8 @@ def describe_call(step: str, name: str) -> str:
     if name == "backward":
         return f"{step} calls backward: a pipeline runs the backward itself; return one loss that holds all parts"
     if name == "grad":
-        return f"{step} calls torch.autograd.grad after layers have run: no stage holds the whole graph; use pipeline_parallel_size=1"
+        what = "no stage holds the whole graph; use pipeline_parallel_size=1 and num_microbatches=1 with the default sharding"
+        return f"{step} calls torch.autograd.grad after layers have run: {what}"
     if name == ".grad":
         what = "those of the batch before are gone by then, and a stage has its own only; read them in on_before_optimizer_step"
         return f"{step} reads .grad of a parameter: {what}"
@@ -103,7 +104,7 @@ def describe_call(step: str, name: str) -> str:
         )
     return (
         f"{step} calls the collective {name}: the stages of a pipeline run different parts of a step, and microbatches too, so it "
-        f"would hang; use pipeline_parallel_size=1 and num_microbatches=1"
+        f"would hang; use pipeline_parallel_size=1 and num_microbatches=1 with the default sharding"
     )
 
 
