@@ -105,7 +105,7 @@ class ModuleState:
         """The small values that the step has changed since :meth:`begin_step`. The last stage's rank hands them to the others (:meth:`take`),
         whose part of the next step may begin to read them."""
         changed = self._own.changed(self._before, self._own.look())
-        return self._changes({".".join(filter(None, key)) for key in changed})
+        return self._changes({".".join(filter(None, key)) for key in changed}) if changed else ({}, {}, {})
 
     def take(self, changes: Changes) -> None:
         """Set what the last stage's step has changed; it counts as known to all ranks."""

@@ -291,13 +291,15 @@ def _ids_below(module: nn.Module) -> set[int]:
 
 
 def _held(thing: Any, *, copies: bool = False) -> Any:
-    """The parts of a thing, a dict if they have names; of a tensor its version and values, of an array its values."""
+    """The parts of a thing, a dict if they have names; of a tensor its version and values, of an array its values, of a long list its length."""
     if isinstance(thing, _Names):
         return {name: value for name in thing.names if (value := thing.get(name)) is not _GONE}
     if isinstance(thing, Tensor):
         return tensor_version(thing), thing.detach().clone() if copies and thing.nbytes <= _SMALL_BYTES else None
     if isinstance(thing, np.ndarray):
         return thing.copy() if thing.nbytes <= _SMALL_BYTES else None
+    if isinstance(thing, list) and len(thing) > _MOST_ENTRIES:
+        return len(thing)
     for kind, copied in ((dict, dict), (set, set), (list, list), (deque, list)):
         if isinstance(thing, kind):
             return copied(thing)
@@ -310,6 +312,8 @@ def _written(thing: Any, held: Any) -> list[Any]:
         is_written = tensor_version(thing) != held[0]
     elif isinstance(thing, np.ndarray):
         is_written = held is not None and thing.tobytes() != held.tobytes()
+    elif isinstance(held, int):
+        is_written = len(thing) != held
     elif isinstance(held, dict):
         now = _held(thing)
         return [name for name in _changed(held, now) if held[name] is not None]
@@ -340,6 +344,8 @@ def _put_back(thing: Any, held: Any) -> None:
                 thing.copy_(held[1])
     elif isinstance(thing, np.ndarray):
         thing[...] = held
+    elif isinstance(held, int):
+        del thing[held:]
     elif isinstance(thing, (set, dict, list, deque)):
         thing.clear()
         (thing.update if isinstance(thing, (set, dict)) else thing.extend)(held)

@@ -335,12 +335,15 @@ class StepDriver:
 
     def _tell_repeated(self, name: str, request: StepRequest, count: int) -> None:
         """Refuse a batch of which several passes have changed a value of the module, before the optimizer's step."""
-        passes, cure = (f"each of {count} microbatches", microbatches_argument(request.step_name))
+        passes, cure = f"each of {count} microbatches", f"{microbatches_argument(request.step_name)}=1"
         if count == 1:
-            passes, cure = f"each of {len(self.pipeline.stages)} stages on this rank", "num_chunks"
+            passes, cure = (
+                f"each of {len(self.pipeline.stages)} stages on this rank",
+                "num_chunks=1 with the default sharding",
+            )
         reason = (
             f"{type(self.module).__name__}.{request.step_name} changes self.{name}, which it did not in the first batch: it runs once for "
-            f"{passes}, where plain Lightning changes it once a batch; use {cure}=1, or change it in a hook (on_train_batch_start)"
+            f"{passes}, where plain Lightning changes it once a batch; use {cure}, or change it in a hook (on_train_batch_start)"
         )
         if count == 1 or (request.refuses and request.trains):
             raise UnsupportedModuleError(reason)
