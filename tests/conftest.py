@@ -17,6 +17,7 @@ from full import is_full, is_full_file
 from hypothesis import HealthCheck, settings
 from launch import keep_what_is_left, prepare_for_fits
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in the Makefile; torch, which reads it, is not imported yet
 gc.disable()  # until everything is imported: the collections are a sixth of the import time
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")

@@ -123,7 +123,6 @@ def fit(
     **options: Any,
 ) -> Ran:
     """Run one fit; ``layout`` "alone" is one process."""
-    torch.set_num_threads(1)
     pl.seed_everything(7 if ckpt_path is None else 8, verbose=False)  # the run's own seed is in the checkpoint
     losses = Losses()
     if strategy is None:

@@ -86,7 +86,6 @@ def first_value(folder: Path) -> float:
 
 def write_for_ever(folder: Path, first: int) -> None:
     """Save ``last.ckpt`` again and again; all values of a save are its number. Runs until it is killed."""
-    torch.set_num_threads(1)
     number = first
     while True:
         save_folder(

@@ -41,7 +41,6 @@ class Strict(Net):
 
 
 def resume(kind: str, strategy: Any, devices: int, path: str) -> Any:
-    torch.set_num_threads(1)
     torch.manual_seed(1)
     module: Any = {"renames": Renames, "strict": Strict}[kind]()
     trainer = quiet_trainer(strategy, devices=devices, max_epochs=2)

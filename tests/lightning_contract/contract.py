@@ -28,7 +28,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 import torch.distributed as dist
 from comparing import state_of
 from contract_models import batches
@@ -255,7 +254,6 @@ def work(payload: tuple[str, str, list[str], list[str], float]) -> None:
     """Run the cases in turn; runs in each process of a launch. With several processes, stop at the first case that fails."""
     folder, layout, names, files, timeout_s = payload
     warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
     rank, cases = int(os.environ["RANK"]), collect(files)
     for index, name in enumerate(names):
         print(f"CASE {name}", flush=True)

@@ -264,7 +264,6 @@ def compare_masters(make: Any, *, whole: bool) -> None:
 
 
 def run_all(payload: Any) -> list[str]:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     done = []
     for name, (level, make) in OPTIMIZERS.items():

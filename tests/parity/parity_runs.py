@@ -93,7 +93,6 @@ def _launch(world_size: int, fits: list[Fit]) -> dict[Fit, list[Record]]:
 def work(payload: tuple[str, list[Fit]]) -> None:
     """Run all fits until one fails; runs in each process. Each record is written as soon as its fit ends."""
     folder, fits = payload
-    torch.set_num_threads(1)
     for index, fit in enumerate(fits):
         started = time.monotonic()
         with warnings.catch_warnings(record=True) as caught:

@@ -334,7 +334,6 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
     """Return by case the type and message of the exception (None and "" if there was none) and the case's seconds."""
-    torch.set_num_threads(1)
     results: dict[str, Any] = {}
     for name in payload["cases"]:
         started = time.monotonic()
@@ -420,7 +419,6 @@ class FailingData(Dataset[Any]):
 
 def fail(payload: dict[str, Any]) -> None:
     """Train until the planned failure; the exception ends the process, as in a user's script."""
-    torch.set_num_threads(1)
     where = payload["where"].removesuffix(" of one replica")
     setting = Setting(Path(payload["folder"]), {"pipeline_parallel_size": 2, "num_microbatches": 2})
     keep = ModelCheckpoint(Path(payload["folder"]) / "saved", save_on_exception=True)

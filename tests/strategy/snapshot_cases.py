@@ -178,7 +178,6 @@ def train(
     options: dict[str, Any], callbacks: Sequence[Callback] = (), in_step: Callable[[], None] = lambda: None
 ) -> str:
     """Run one fit on every rank; return the digest of the final weights. ``in_step`` is called in each microbatch."""
-    torch.set_num_threads(1)
     folder, rank = Path(options["folder"]), os.environ["RANK"]
     seed_everything(11, verbose=False)
     given = {"schedule": "1f1b", "num_microbatches": 2, "gradient_sync": "all_reduce"} | options.get("strategy", {})

@@ -744,7 +744,6 @@ CASES = {name.removeprefix("case_"): function for name, function in list(globals
 def run_cases(payload: dict[str, Any]) -> dict[str, Any]:
     """Run cases of the module ``payload["of"]`` in turn, in every worker or in plain Lightning; return their results by name. Ends
     at the first error, since ranks may be out of step after it."""
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.INFO)
     cases = importlib.import_module(payload.get("of", __name__)).CASES

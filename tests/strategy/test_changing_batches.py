@@ -85,7 +85,6 @@ def batches(case: str) -> DataLoader[Any]:
 
 
 def fit(case: str, strategy: Any, **options: Any) -> tuple[Changing, list[str]]:
-    torch.set_num_threads(1)
     pl.seed_everything(3, verbose=False)
     module, epochs = Changing(case), -(-ENDS.get(case, (4, ""))[0] // 4)
     trainer = quiet_trainer(strategy, max_epochs=epochs, deterministic=True, precision="64-true", **options)

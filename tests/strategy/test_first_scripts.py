@@ -69,7 +69,6 @@ def made(name: str, rank: int) -> tuple[Net, Any]:
 
 
 def run(names: list[str]) -> dict[str, Any]:
-    torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name in names:
         strategy = HolmesStrategy(pipeline_parallel_size=2)

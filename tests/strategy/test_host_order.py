@@ -56,7 +56,6 @@ def train(strategy: Any, devices: int) -> list[float]:
 
 
 def fit(names: list[str]) -> dict[str, list[float]]:
-    torch.set_num_threads(1)
     hosts = tuple(Host(name=f"host-{index}", devices=1, ranks=(rank,)) for index, rank in enumerate(ORDER))
     topology = Topology(clusters=(Cluster(name="a", hosts=hosts[:2]), Cluster(name="b", hosts=hosts[2:])))
     return {name: train(HolmesStrategy(topology=topology, **GIVEN[name]), len(ORDER)) for name in names}

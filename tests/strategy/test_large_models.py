@@ -169,7 +169,6 @@ def fit(name: str, folder: str, holmes: dict[str, Any] | None) -> dict[str, Any]
 
 
 def fit_all(payload: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
     return {name: fit(name, payload["folder"], payload["holmes"]) for name in payload["cases"]}
 
 
@@ -189,7 +188,6 @@ def go_on(payload: dict[str, Any]) -> dict[str, Any]:
     """Run fits that follow each other, on one module and from a file. Return the losses, the state dicts of two checkpoints,
     and the bytes of parameters that this process holds after the first fit. With SGD: where a gradient is nearly zero,
     Adam's step depends on rounding alone."""
-    torch.set_num_threads(1)
     os.environ |= payload.get("env", {})
     folder, holmes = Path(payload["folder"]), payload["holmes"] | {"save_distributed_checkpoint": False}
     name, loader = payload["name"], DataLoader(Windows(16), 8)
@@ -214,7 +212,6 @@ def go_on(payload: dict[str, Any]) -> dict[str, Any]:
 def measure(payload: dict[str, Any]) -> dict[str, float]:
     """Return by model the growth of this rank's peak memory, MB, while it validates; a toy run before takes imports and
     connections out of the measurement."""
-    torch.set_num_threads(1)
     grown = {}
     for name, holmes in payload["models"].items():
         fit("gpt", payload["folder"], holmes)  # for what is imported and connected only once

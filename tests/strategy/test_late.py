@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from launch import launch, launch_raw
 from strategy_cases import Setting, build, samples
 
@@ -42,7 +41,6 @@ class Late(pl.Callback):
 def late(payload: dict[str, Any]) -> tuple[int, float]:
     """Fit with a rank that is later than the connection timeout of process groups, but within the strategy's timeout, in
     training and in validation."""
-    torch.set_num_threads(1)
     gloo._CONNECT = timedelta(seconds=CONNECT_S)
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "gradient_sync": "p2p"}
     setting = Setting(Path(payload["folder"]) / os.environ["RANK"], options, replicas=2)
@@ -54,7 +52,6 @@ def late(payload: dict[str, Any]) -> tuple[int, float]:
 
 def stuck(payload: dict[str, Any]) -> None:
     """Fit with a rank that never leaves its hook; the timeout is five seconds."""
-    torch.set_num_threads(1)
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "timeout": timedelta(seconds=5)}
     setting = Setting(Path(payload["folder"]) / os.environ["RANK"], options)
     setting.trainer(callbacks=[Late(stuck=True)]).fit(build(), setting.loader(samples()))
@@ -62,7 +59,6 @@ def stuck(payload: dict[str, Any]) -> None:
 
 def interrupted(payload: dict[str, Any]) -> None:
     """Fit with two ranks of three that wait for the third and are sent SIGINT, as by Ctrl-C."""
-    torch.set_num_threads(1)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
     setting = Setting(Path(payload["folder"]) / os.environ["RANK"], {"pipeline_parallel_size": 3})
     trainer = setting.trainer()

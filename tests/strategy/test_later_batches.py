@@ -25,7 +25,6 @@ from lightning_holmes.errors import AbsentValueError, UnsupportedModuleError
 
 
 def staged(payload: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
     options = {"pipeline_parallel_size": 2, "num_microbatches": 2, "schedule": payload["schedule"]}
     made = Compiled if payload["compiled"] else Blocks
     fit(made(PARAMETERS[payload["name"]]), Path(payload["folder"]), HolmesStrategy(**options), devices=2)

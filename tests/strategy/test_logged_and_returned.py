@@ -66,7 +66,6 @@ class Returning(Net):
 
 
 def fit(made: type[Net], strategy: Any, **options: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
     pl.seed_everything(3, verbose=False)
     draw = torch.Generator().manual_seed(1)
     x, t = torch.randn(16, 16, generator=draw), torch.randn(16, generator=draw)

@@ -61,7 +61,6 @@ class Codes(ByGradient):
 
 def fit(payload: dict[str, Any]) -> list[Any]:
     """For 1 and 2 batches a step: what the hooks saw and the module's state."""
-    torch.set_num_threads(1)
     found = []
     for accumulated in (1, 2):
         pl.seed_everything(3, verbose=False)

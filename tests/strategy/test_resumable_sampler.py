@@ -27,7 +27,6 @@ def resume_all(folder: str) -> dict[str, Any]:
 
     from lightning_holmes import HolmesStrategy
 
-    torch.set_num_threads(1)
     seen: list[list[float]] = []
 
     class Module(TanhNet):

@@ -86,7 +86,6 @@ def run_fit(
 
 def run_all(payload: Any) -> dict[str, Any]:
     """Run all fits, in two replicas, or in one plain process if ``payload`` is None."""
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     bucket_reducer.LEAST_BUCKET_BYTES = 300  # so that a small module has several buckets
     found: dict[str, Any] = {}
@@ -128,7 +127,6 @@ def run_all(payload: Any) -> dict[str, Any]:
 def run_masters(payload: Any) -> dict[str, Any]:
     """Train bf16 weights with fp32 master weights, in as many replicas as there are processes, and go on from a checkpoint of the third step;
     ``payload``: further arguments of HolmesStrategy, and where the checkpoint is to be."""
-    torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     path, found = payload.pop("path"), {}
 

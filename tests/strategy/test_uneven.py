@@ -55,7 +55,6 @@ def train(payload: dict[str, Any]) -> None:
             if case.endswith("stops") and rank == 1 and self.global_step == 3:
                 self.trainer.should_stop = True
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     trainer = quiet_trainer(
         HolmesStrategy(pipeline_parallel_size=size, num_microbatches=2),

@@ -74,14 +74,6 @@ def staged_run(module: Any, batch: Any, options: dict[str, Any]) -> simulated_pi
     return cast
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 def test_exact_or_refused(case: Case) -> None:
     module, batch = case.make()
