@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,18 +46,17 @@ def done(capsys, *args: str) -> str:
     return out
 
 
+def refused(capsys, *args: str, says: Sequence[str] = ()) -> str:
+    """Run a command that is refused with a message that contains all of ``says``; return the message."""
+    code, _, err = run(capsys, *args)
+    assert code == 2 and "Traceback" not in err and all(words in err for words in says), err
+    return err
+
+
 def planned(capsys, *args: str) -> dict[str, Any]:
     """Run a command that succeeds, and return its JSON."""
     out = done(capsys, *args)
     return json.loads(out[out.index("{") :])
-
-
-class Report:
-    def __init__(self, ok: bool) -> None:
-        self.ok = ok
-
-    def print(self) -> None:
-        print("THE TABLE")
 
 
 @pytest.fixture
@@ -65,43 +66,36 @@ def checked(monkeypatch):
 
     def check(module, batch, **kwargs):
         calls.append((module, batch, kwargs))
-        return Report(ok=kwargs["num_microbatches"] != 3)
+        return SimpleNamespace(ok=kwargs["num_microbatches"] != 3, print=lambda: print("THE TABLE"))
 
     monkeypatch.setattr(lightning_holmes, "check", check, raising=False)
     return calls
 
 
 def test_version_and_help(capsys):
-    code, out, _ = run(capsys, "--version")
-    assert code == 0 and out.strip() == f"lightning-holmes {version('lightning-holmes')}"
-    code, out, _ = run(capsys, "--help")
-    assert code == 0
-    for command in ("fit", "validate", "test", "predict", "check"):
-        assert f"  {command} " in out
-    code, out, _ = run(capsys, "check", "--help")
-    assert code == 0 and "--pipeline_parallel_size" in out and "--num_microbatches" in out
+    assert done(capsys, "--version").strip() == f"lightning-holmes {version('lightning-holmes')}"
+    shown = done(capsys, "--help")
+    assert all(f"  {command} " in shown for command in ("fit", "validate", "test", "predict", "check")), shown
+    shown = done(capsys, "check", "--help")
+    assert "--pipeline_parallel_size" in shown and "--num_microbatches" in shown
 
 
 def test_wrong_options_are_named(capsys):
-    code, _, err = run(capsys, "fit", "--no_such_option=1")
-    assert code == 2 and "no_such_option" in err and "Traceback" not in err and len(err.splitlines()) < 6
-    code, _, err = run(capsys, "fit", "--config", RECIPE, "--trainer.enable_progress_bar=false")
-    assert code == 2 and "TQDMProgressBar" in err and "Traceback" not in err  # Lightning's own refusals, too
-    code, _, err = run(capsys, "train")
-    assert code == 2 and "train" in err
+    assert len(refused(capsys, "fit", "--no_such_option=1", says=["no_such_option"]).splitlines()) < 6
+    # Lightning's own refusals, too
+    refused(capsys, "fit", "--config", RECIPE, "--trainer.enable_progress_bar=false", says=["TQDMProgressBar"])
+    refused(capsys, "train", says=["train"])
 
 
 @pytest.mark.parametrize("gone", REMOVED)
 def test_what_is_gone_is_refused_with_what_to_do_instead(gone, capsys):
-    code, _, err = run(capsys, *gone.split(), "--config", RECIPE)
-    assert code == 2 and f"ConfigurationError: lightning-holmes {gone} is gone: {REMOVED[gone]}" in err
+    said = f"ConfigurationError: lightning-holmes {gone} is gone: {REMOVED[gone]}"
+    refused(capsys, *gone.split(), "--config", RECIPE, says=[said])
 
 
 def test_errors_of_ours_are_one_message(capsys):
     args = ["fit", "--config", RECIPE, "--model.init_args.hidden_size=30"]
-    code, _, err = run(capsys, *args)
-    assert code == 2
-    assert "ConfigurationError: hidden_size=30" in err and "Traceback" not in err
+    refused(capsys, *args, says=["ConfigurationError: hidden_size=30"])
 
 
 def test_recipe_trains_in_plain_lightning(capsys, tmp_path, monkeypatch):
@@ -147,14 +141,12 @@ def test_check_of_a_checkpoint(capsys, checked, tmp_path):
     done(capsys, "check", "--config", RECIPE, *SMALL, *options)
     torch.testing.assert_close(checked[0][0].state_dict(), model.state_dict())
     assert checked[0][2]["num_microbatches"] == 2  # only a name was given
-    code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options, "--model.init_args.hidden_size=32")
-    assert code == 2 and "another model than this GPT: size mismatch for embedding.weight" in err
-    code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, *options, "--model.init_args.num_layers=3")
-    assert code == 2 and "it lacks layers.2.attention_norm.weight" in err and "Traceback" not in err
-    code, _, err = run(capsys, "check", "--config", RECIPE, *SMALL, "--ckpt_path=none.ckpt")
-    assert code == 2 and "none.ckpt" in err
+    command, said = ["check", "--config", RECIPE, *SMALL], "it lacks layers.2.attention_norm.weight"
+    refused(capsys, *command, *options, "--model.init_args.num_layers=3", says=[said])
+    said = "another model than this GPT: size mismatch for embedding.weight"
+    refused(capsys, *command, *options, "--model.init_args.hidden_size=32", says=[said])
+    refused(capsys, *command, "--ckpt_path=none.ckpt", says=["none.ckpt"])
 
 
 def test_check_without_a_model_is_named(capsys, checked):
-    code, _, err = run(capsys, "check")
-    assert code == 2 and "model" in err and "Traceback" not in err
+    refused(capsys, "check", says=["model"])
