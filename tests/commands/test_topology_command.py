@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launch import launch_raw
+from trees import Machine
 
 from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.commands import run_command
@@ -42,16 +43,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    port = tmp_path / "sys/class/infiniband/mlx5_0/ports/1"
-    (port / "gids").mkdir(parents=True)
-    for name, text in {
-        "link_layer": "InfiniBand",
-        "state": "4: ACTIVE",
-        "rate": "400 Gb/sec (4X NDR)",
-        "sm_lid": "0x1",
-        "gids/0": "fe80:0000:0000:0007:0c42:a103:0065:bd1e",
-    }.items():
-        (port / name).write_text(text + "\n")
+    gid = "fe80:0000:0000:0007:0c42:a103:0065:bd1e"
+    Machine(tmp_path).rdma("mlx5_0", rate="400 Gb/sec (4X NDR)", gids=[(gid, None, None)])
     return tmp_path / "sys"
 
 
