@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from folder_saves import save_folder
-from test_large_models import Windows
 from test_large_models import trainer as make_trainer
+from test_large_models import windows
 
 from lightning_holmes.checkpoint.manager import bytes_of
 from lightning_holmes.checkpoint.manifest import Manifest
@@ -65,7 +65,7 @@ def test_transformers_reads_what_was_trained(origin: str, tied: bool, tmp_path: 
             (tmp_path / "base" / name).write_text("{}")
         module = HFCausalLM(pretrained=str(tmp_path / "base"), learning_rate=0.05, warmup_steps=1)
     trainer = make_trainer({"save_distributed_checkpoint": True})
-    trainer.fit(module, DataLoader(Windows(16), 8))
+    trainer.fit(module, DataLoader(windows(16), 8))
     trainer.save_checkpoint(tmp_path / "trained.ckpt")
     convert([str(tmp_path / "trained.ckpt"), str(tmp_path / "hf"), "--format=safetensors", "--max-shard-bytes=9000"])
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_two_snapshots_must_fit_and_two_are_kept(folder: JobFolder, monkeypatch:
     """The snapshots of an earlier fit are deleted when the next fit saves its first one."""
     save(folder, 3)
     manager = SnapshotManager(clusters=[0])
-    monkeypatch.setattr("shutil.disk_usage", lambda path: _Usage(64_000_000, 64_000_000))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=64_000_000, free=64_000_000))
 
     def save_weights(number: int, step: int) -> None:
         checkpoint = {"state_dict": {"w": torch.zeros(number)}, "global_step": step}
@@ -89,8 +90,3 @@ def test_two_snapshots_must_fit_and_two_are_kept(folder: JobFolder, monkeypatch:
     manager.settle(Membership())
     assert manager.whole == folder.snapshot(1, 3)
     assert folder.snapshots(0) == {} and sorted(folder.snapshots(1)) == [2, 3]
-
-
-class _Usage:
-    def __init__(self, total: int, free: int) -> None:
-        self.total, self.free = total, free

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,14 +42,6 @@ class Stream:
         self.waits.append(stream)
 
 
-class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
-
-    def record(self, stream: Stream | None = None) -> None:
-        pass
-
-
 @pytest.mark.parametrize("kind", [StreamQueue, ThreadQueue])
 def test_the_stream_that_computes_waits_although_another_one_reads_first(
     kind: type[StreamQueue | ThreadQueue], monkeypatch: pytest.MonkeyPatch
@@ -58,7 +51,7 @@ def test_the_stream_that_computes_waits_although_another_one_reads_first(
     main, side = Stream(device), Stream(device)
     now = [main]
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Mock)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     queue: CommQueue = kind(device)

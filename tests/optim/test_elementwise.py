@@ -15,10 +15,6 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(5, 3)), nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(2, 2, 2, 2))]
 
 
-def matrices() -> list[nn.Parameter]:
-    return parameters()[:1]
-
-
 class Users(Optimizer):
     """A user's optimizer: its constructor needs more than parameters, and ``update`` defines its update of one
     parameter."""
@@ -95,7 +91,7 @@ def marked() -> list[nn.Parameter]:
         (lambda: torch.optim.Adagrad(parameters()), "elements", {"sum"}, 4),
         (lambda: torch.optim.ASGD(parameters()), "elements", {"ax"}, 4),
         (lambda: torch.optim.Adafactor(parameters()), "parameters", None, None),
-        (lambda: torch.optim.Muon(matrices()), "parameters", None, None),
+        (lambda: torch.optim.Muon(parameters()[:1]), "parameters", None, None),
         (lambda: torch.optim.LBFGS(parameters()), "none", None, None),
         (lambda: Users("a", parameters(), lion), "elements", {"mean"}, 4),
         (lambda: Users("a", parameters(), lamb), "parameters", None, None),

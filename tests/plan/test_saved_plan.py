@@ -1,9 +1,12 @@
 """Saved plans against another topology or model: refused with the difference."""
 
+from dataclasses import replace
+
 import pytest
 from plans import plan_of, topology_of
+from refusals import refusal
 
-from lightning_holmes.cluster.topology import Cluster, Host, Topology
+from lightning_holmes.cluster.topology import Topology
 from lightning_holmes.errors import ConfigurationError
 from lightning_holmes.plan.placement import Placement
 from lightning_holmes.plan.saved_plan import check_plan
@@ -27,26 +30,17 @@ def test_the_same_topology_and_model_pass() -> None:
     ],
 )
 def test_differences_are_named(here: Topology, model: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as caught:
+    with refusal("old.yaml is not for this run", *words):
         check_plan(PLAN, topology=here, source="old.yaml", **model)
-    for word in ["old.yaml is not for this run", *words]:
-        assert word in str(caught.value)
 
 
 def test_the_same_hosts_numbered_in_another_order_pass() -> None:
     here = topology_of(east=2, west=2)
-    turned = Topology(
-        clusters=tuple(
-            Cluster(
-                name=cluster.name,
-                hosts=tuple(
-                    Host(name=host.name, devices=2, ranks=(2, 3) if cluster.name == "east" else (0, 1))
-                    for host in cluster.hosts
-                ),
-            )
-            for cluster in here.clusters
-        )
+    east, west = (
+        replace(cluster, hosts=(replace(cluster.hosts[0], ranks=ranks),))
+        for cluster, ranks in zip(here.clusters, ((2, 3), (0, 1)), strict=True)
     )
+    turned = replace(here, clusters=(east, west))
     with pytest.raises(ConfigurationError, match="on cluster east, here on west"):
         check_plan(PLAN, topology=turned)
     check_plan(PLAN, topology=turned, placement=Placement(((2, 3), (0, 1))))

@@ -18,7 +18,7 @@ from quiet import quiet_trainer
 from tanh_net import ByGradient
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.models import HFCausalLM
@@ -30,18 +30,11 @@ VOCABULARY, SEQUENCE = 256, 16
 SEED = 11
 
 
-class Windows(Dataset):
-    """Token windows; the model shifts the labels."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.randint(0, VOCABULARY, (SEQUENCE,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
+def windows(count: int) -> Any:
+    """Return token windows; the model shifts the labels."""
+    draws = (torch.Generator().manual_seed(index) for index in range(count))
+    tokens = (torch.randint(0, VOCABULARY, (SEQUENCE,), generator=draw) for draw in draws)
+    return [{"input_ids": window, "labels": window} for window in tokens]
 
 
 class Regressor(ByGradient):
@@ -130,12 +123,6 @@ def build(name: str, folder: str) -> Any:
     ]()
 
 
-def held(strategy: Any, module: nn.Module) -> set[str]:
-    """Return the names of the parameters that this rank holds values of."""
-    pipeline = strategy._run.pipeline
-    return set(pipeline.local_parameters)
-
-
 class Start(pl.Callback):
     """Keeps the weights and buffers with which a run begins, as far as this rank holds them. They are taken in the first
     batch: a rank of two stages has no values before."""
@@ -146,7 +133,8 @@ class Start(pl.Callback):
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if self.weights:
             return
-        mine = held(trainer.strategy, pl_module) if isinstance(trainer.strategy, HolmesStrategy) else None
+        strategy: Any = trainer.strategy
+        mine = set(strategy._run.pipeline.local_parameters) if isinstance(strategy, HolmesStrategy) else None
         for name, value in [*pl_module.named_parameters(), *pl_module.named_buffers()]:
             if mine is None or name in mine or name in dict(pl_module.named_buffers()):
                 self.weights[name] = value.detach().clone()
@@ -155,7 +143,7 @@ class Start(pl.Callback):
 def fit(name: str, folder: str, holmes: dict[str, Any] | None) -> dict[str, Any]:
     """Fit, then validate twice with the same trainer; return the initial weights and the losses, or the error."""
     module, start = build(name, folder), Start()
-    loader = regression() if isinstance(module, Regressor) else DataLoader(Windows(16), 8)
+    loader = regression() if isinstance(module, Regressor) else DataLoader(windows(16), 8)
     run = trainer(holmes, callbacks=[start], max_epochs=2)
     losses: list[float] = []
     try:
@@ -190,7 +178,7 @@ def go_on(payload: dict[str, Any]) -> dict[str, Any]:
     Adam's step depends on rounding alone."""
     os.environ |= payload.get("env", {})
     folder, holmes = Path(payload["folder"]), payload["holmes"] | {"save_distributed_checkpoint": False}
-    name, loader = payload["name"], DataLoader(Windows(16), 8)
+    name, loader = payload["name"], DataLoader(windows(16), 8)
     module, run = with_sgd(build(name, str(folder))), trainer(holmes)
     files = [folder / f"{name}-{kind}-{os.environ.get('WORLD_SIZE', 1)}.ckpt" for kind in ("first", "second")]
 
@@ -223,7 +211,7 @@ def measure(payload: dict[str, Any]) -> dict[str, float]:
             module: Any = HFCausalLM(pretrained=str(Path(payload["folder"]) / "large"))
         else:
             module = GPT(hidden_size=1024, num_layers=8, num_heads=8, sequence_length=SEQUENCE, defer_init=True)
-        trainer(holmes).validate(module, DataLoader(Windows(4), 4), verbose=False)
+        trainer(holmes).validate(module, DataLoader(windows(4), 4), verbose=False)
         grown[name] = resident_mb("VmHWM") - before
         del module
     return grown
