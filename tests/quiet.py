@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers.logger import DummyExperiment, Logger
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -19,6 +20,26 @@ QUIET: dict[str, Any] = {
 def quiet_trainer(strategy: Any = "auto", **options: Any) -> Trainer:
     """Return a trainer with ``options``; plain Lightning's without a strategy."""
     return Trainer(strategy=strategy, **(QUIET | options))
+
+
+class Recorder(Logger):
+    """A logger that keeps ``lines`` of (step, values) on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[Any, dict[str, float]]] = []
+
+    name, version = "recorder", 0
+
+    @property
+    def experiment(self) -> Any:
+        return DummyExperiment()
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
 
 def saves(

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers.logger import DummyExperiment, Logger
+from quiet import Recorder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -112,25 +112,12 @@ class Calls(pl.Callback):
         return self.names.count(name)
 
 
-class Lines(Logger):
-    """A logger that keeps ``lines`` of (step, values) on every process."""
+class Lines(Recorder):
+    """It keeps how the runs ended, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: list[tuple[Any, dict[str, float]]] = []
         self.ended: list[str] = []
-
-    name, version = "lines", 0
-
-    @property
-    def experiment(self) -> Any:
-        return DummyExperiment()
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.lines.append((step, dict(metrics)))
-
-    def log_hyperparams(self, params: Any, *rest: Any, **more: Any) -> None:
-        pass
 
     def finalize(self, status: str) -> None:
         self.ended.append(status)

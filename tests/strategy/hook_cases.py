@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from quiet import quiet_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader, random_split
 
 from lightning_holmes import HolmesStrategy
 
@@ -124,22 +124,14 @@ class Net(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-class Pairs(torch.utils.data.Dataset[Any]):
-    def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(count)
-        self.data = TensorDataset(*torch.randn(2, count, 8, generator=generator))
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.data[index]
-        return {"x": x, "y": y}
+def pairs(count: int) -> Any:
+    drawn = torch.randn(2, count, 8, generator=torch.Generator().manual_seed(count))
+    return [{"x": x, "y": y} for x, y in zip(*drawn, strict=True)]
 
 
 def split_loader(count: int, **options: Any) -> DataLoader[Any]:
     """Return a loader over a half of the data that is drawn anew at each call."""
-    part, _ = random_split(Pairs(2 * count), [count, count])
+    part, _ = random_split(pairs(2 * count), [count, count])
     return DataLoader(part, batch_size=4, **options)
 
 

@@ -20,8 +20,7 @@ import torchmetrics
 from comparing import state_of
 from launch import keep_what_is_left
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers.logger import DummyExperiment, Logger
-from quiet import quiet_trainer
+from quiet import Recorder, quiet_trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
@@ -29,26 +28,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from lightning_holmes import HolmesStrategy
 
 warnings.filterwarnings("ignore")
-
-
-class Recorder(Logger):
-    """Keeps the logged values, on every rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int, dict[str, float]]] = []
-
-    name, version = "recorder", 0
-
-    @property
-    def experiment(self) -> Any:
-        return DummyExperiment()
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.lines.append((step or 0, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
 
 @dataclass

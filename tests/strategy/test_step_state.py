@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from comparing import assert_alike
-from hook_cases import Net, Pairs, Setting
+from hook_cases import Net, Setting, pairs
 from launch import chosen, launch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from quiet import saves
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 
 def loader() -> DataLoader[Any]:
-    return DataLoader(Pairs(16), batch_size=4)
+    return DataLoader(pairs(16), batch_size=4)
 
 
 def fit(setting: Setting, module: pl.LightningModule, loaders: Any = None, **options: Any) -> Any:
