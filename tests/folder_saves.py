@@ -3,6 +3,7 @@
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +55,9 @@ class Threads:
 
     def run(self, run: Callable[[Membership], Any]) -> list[Any]:
         """Return the result or exception of each rank."""
-        results: list[Any] = [None] * self._size
-
-        def work(rank: int) -> None:
-            try:
-                results[rank] = run(_OfThreads(self, rank, self._size))
-            except BaseException as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self._size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        return results
+        pool = ThreadPoolExecutor(self._size)
+        calls = [pool.submit(run, _OfThreads(self, rank, self._size)) for rank in range(self._size)]
+        return [call.exception(timeout=30) or call.result() for call in calls]
 
 
 class _OfThreads(Membership):

@@ -9,6 +9,7 @@ All imports count, including those inside functions and under TYPE_CHECKING.
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from parsing import parsed
@@ -119,33 +120,11 @@ def problems(root: Path) -> list[str]:
                 found.append(f"{where}: {module.split('.', 1)[1]} may not import {target}")
             if target != module:
                 graph[module].add(target)
-    circle = find_circle(graph)
-    if circle:
-        found.append("circle: " + " -> ".join(circle))
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found.append("circle: " + " -> ".join(reversed(error.args[1])))
     return found
-
-
-def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """Return one cycle as a list that starts and ends with the same module; empty if there is none."""
-    finished: set[str] = set()
-
-    def visit(module: str, trail: list[str]) -> list[str]:
-        if module in trail:
-            return [*trail[trail.index(module) :], module]
-        if module in finished:
-            return []
-        for target in sorted(graph.get(module, ())):
-            circle = visit(target, [*trail, module])
-            if circle:
-                return circle
-        finished.add(module)
-        return []
-
-    for module in sorted(graph):
-        circle = visit(module, [])
-        if circle:
-            return circle
-    return []
 
 
 def test_the_package_follows_the_arrows() -> None:

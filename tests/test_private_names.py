@@ -115,14 +115,10 @@ def wrapped_names() -> frozenset[str]:
     return frozenset(found)
 
 
-def all_private_uses(root: Path) -> list[str]:
-    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py"))}
-    package = {name for text in texts.values() for name in defined_in(parsed(text))}
-    return [use for file, text in texts.items() for use in private_uses(file, text, package)]
-
-
 def test_private_names_of_torch_and_lightning_stay_in_their_files() -> None:
-    assert all_private_uses(ROOT) == []
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+    package = {name for text in texts.values() for name in defined_in(parsed(text))}
+    assert [use for file, text in texts.items() for use in private_uses(file, text, package)] == []
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Malformed and malicious files: nothing in them is executed, and the error names the problem."""
 
 import dataclasses
-import io
 import os
 import pickle
 import shutil
@@ -19,6 +18,7 @@ from lightning_holmes.checkpoint import CheckpointManager, Membership, load_modu
 from lightning_holmes.checkpoint.converting import open_source, write_file, write_folder
 from lightning_holmes.checkpoint.finding import whole_checkpoints
 from lightning_holmes.checkpoint.folder import FolderStateDict
+from lightning_holmes.checkpoint.manager import bytes_of
 from lightning_holmes.checkpoint.manifest import MANIFEST, FileEntry, Manifest
 from lightning_holmes.errors import CheckpointError
 from lightning_holmes.pipeline.stage import PipelineModule
@@ -41,9 +41,8 @@ def saved(path: Path, module: nn.Module) -> Path:
     values: dict[Any, Any] = {("state_dict", name): value for name, value in state.items()}
     values |= {("optimizer_0", "state", n, "exp_avg"): torch.randn_like(v) for n, v in state.items()}
     values["optimizer_0", "state", "0.weight", "note"] = {"steps": 3}
-    rest = path.parent / "rest"
-    torch.save({"loops": {}, "optimizer_states": [{"param_groups": [{"params": list(state)}]}]}, rest)
-    save_folder(path, values, rest=rest.read_bytes(), plan="plan")
+    rest = bytes_of({"loops": {}, "optimizer_states": [{"param_groups": [{"params": list(state)}]}]})
+    save_folder(path, values, rest=rest, plan="plan")
     return path
 
 
@@ -81,12 +80,8 @@ def replace_in_manifest(folder: Path, old: bytes, new: bytes) -> None:
     (folder / MANIFEST).write_bytes(text + f"\n{zlib.crc32(text):08x}\n".encode())
 
 
-def files_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_the_folder_is_what_it_should_be(folder: Path) -> None:
-    assert files_of(folder) == ["__0_0.distcp", MANIFEST, "meta.pt", "plan.yaml"]
+    assert sorted(path.name for path in folder.iterdir()) == ["__0_0.distcp", MANIFEST, "meta.pt", "plan.yaml"]
     whole = read_all(folder)
     assert set(whole) == set(build().state_dict())
 
@@ -98,9 +93,7 @@ def test_a_payload_in_a_folder_never_runs(folder: Path, tmp_path: Path, name: st
     path = folder / name
     size = path.stat().st_size
     if kind == "torch":
-        buffer = io.BytesIO()
-        torch.save(Payload(witness), buffer)
-        path.write_bytes(buffer.getvalue())
+        torch.save(Payload(witness), path)
     else:
         path.write_bytes(pickle.dumps(Payload(witness)))
     if path.stat().st_size < size:  # pad to the right length, which is checked first

@@ -1,6 +1,5 @@
 """If a writer is killed in the middle of a save, the previous checkpoint stays complete."""
 
-import io
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ from quiet import quiet_trainer
 from lightning_holmes import HolmesStrategy
 from lightning_holmes.checkpoint import CheckpointManager, Membership
 from lightning_holmes.checkpoint.finding import whole_checkpoints
+from lightning_holmes.checkpoint.manager import bytes_of
 
 KILLS = 50 if EXHAUSTIVE else 5
 """The number of kills during a save; other kills are not counted."""
@@ -91,13 +91,7 @@ def write_for_ever(folder: Path, first: int) -> None:
         save_folder(
             folder / "last.ckpt",
             {("state_dict", f"w{i}"): torch.full((4000,), float(number)) for i in range(20)},
-            rest=_rest(number),
+            rest=bytes_of({"global_step": number, "epoch": 0, "pytorch-lightning_version": lightning.__version__}),
             token=f"{number:08x}",
         )
         number += 1
-
-
-def _rest(number: int) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"global_step": number, "epoch": 0, "pytorch-lightning_version": lightning.__version__}, buffer)
-    return buffer.getvalue()

@@ -1,8 +1,8 @@
 """Ranks build the inventory together: over a store, in threads, with hosts on loopback addresses."""
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,20 +27,9 @@ def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_all_ranks(world_size: int, work: Callable[[int], T]) -> list[T | BaseException]:
     """Return the results or exceptions of the call on all ranks."""
-    results: list[T | BaseException] = [AssertionError("did not end")] * world_size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    return results
+    pool = ThreadPoolExecutor(world_size)
+    calls = [pool.submit(work, rank) for rank in range(world_size)]
+    return [call.exception(timeout=60) or call.result() for call in calls]
 
 
 def discover(inventories: list[HostInventory], store: Store | None = None, **options: Any) -> list[Any]:
