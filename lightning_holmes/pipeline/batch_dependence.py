@@ -122,7 +122,7 @@ def _find(
     norms = [n for n, m in module.named_modules() if is_batch_norm(m) and m.training] if trains else []
     parts = _parts(module, batch, splitter, samples)
     found, moved = _Differences(), []
-    if parts is not None:
+    if not trial.any(parts is None) and parts is not None:
         small, halves, weights = parts
         with preserved_random_state(trial.device_of(small)), preserved_generators(module), Outside(module).preserved():
             if not splits_itself(module):
@@ -246,12 +246,12 @@ def _find_differences(
     run to run and cannot be judged, and loss, gradients and logs are those of a copy for each half.
     """
     together = trial.outcome(trial.copy(), [small], 1)[0]
-    if not bool(together.loss.isfinite().all()):
+    if trial.any(not together.loss.isfinite().all()):
         return _Differences()
     try:
         in_turn = trial.outcome(trial.copy(), halves, 1)
         found = _compare(together, in_turn, weights, known)
-        if found.is_none:
+        if not trial.any(not found.is_none):
             return found
         kept = found.kept
     except Exception:

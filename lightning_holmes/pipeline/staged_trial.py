@@ -3,8 +3,8 @@
 Each rank runs a copy of its part of the module, so that nothing of a run stays: no gradient, no log, no metric, no buffer.
 The step's output and logs come back to every rank, as those of a step do, so that all ranks find the same.
 
-    trial = StagedTrial(driver, request)
-    found, merges = find_batch_dependence(module, "training_step", batch, splitter=splitter, trial=trial)   # all ranks of a pipeline
+    trial = StagedTrial(driver, request, all_gather)
+    findings = find_batch_dependence(module, "training_step", batch, arguments, splitter, trial=trial)   # all ranks must call
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,20 +27,24 @@ from lightning_holmes.pipeline.whole_steps import refusing_collectives
 
 
 class StagedTrial(Trial):
-    """Every rank of the pipeline must make one, and call its methods together.
+    """Every rank of the job must make one, and call its methods together.
 
     Args:
         driver: runs the steps of the module itself.
         request: the step; its batch is left out.
+        all_gather: returns a value of each rank; replicas that bring parameters together have to run as many steps.
     """
 
     has_buffers = False  # of which each rank knows only its own
     may_fail = False  # the ranks would part, and a connection may have broken
 
-    def __init__(self, driver: StepDriver, request: StepRequest) -> None:
+    def __init__(self, driver: StepDriver, request: StepRequest, all_gather: Callable[[bool], list[bool]]) -> None:
         super().__init__(driver.module, request.step_name, request.arguments, request.context)
-        self._driver = driver
+        self._driver, self._all_gather = driver, all_gather
         self._request = replace(request, num_microbatches=1, loss_scales=None, broadcasts=False, may_skip=True)
+
+    def any(self, own: Any) -> bool:
+        return any(self._all_gather(bool(own)))
 
     def lengths(self, batch: Any) -> Lengths:
         """None: the trial of the first batch has told."""

@@ -78,6 +78,10 @@ class Trial:
     def has_buffers(self) -> bool:
         return next(self._module.buffers(), None) is not None
 
+    def any(self, own: Any) -> bool:
+        """Whether ``own`` holds for one of those that try: all go the same way."""
+        return bool(own)
+
     def outcome(self, copy: pl.LightningModule, batches: Sequence[Any], seed: int) -> list[Outcome]:
         """The outcome of steps over ``batches`` in turn; what is kept on the copy is that after all of them."""
         found = []

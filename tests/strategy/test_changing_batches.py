@@ -31,6 +31,7 @@ ENDS = {  # by case: how many batches run, and why the split ends
     "a part that fails": (4, "step 1 .* the loss depends"),
 }
 NEEDS = "a step that needs six samples"
+ONE_REPLICA = "a target is ignored in one replica"
 
 
 class Changing(ByGradient):
@@ -81,6 +82,8 @@ def batches(case: str) -> DataLoader[Any]:
     x, y = torch.randn(32, 8, generator=generator), torch.randint(0, 3, (32,), generator=generator)
     if "ignored" in case:  # the first is ignored, of which every trial has a sample
         y[(16 if "third" in case else 8) :: 8] = IGNORED
+    if case == ONE_REPLICA:
+        y[17] = IGNORED  # the second batch of the second of two replicas
     return DataLoader(TensorDataset(x, y), batch_size=16 if case == NEEDS else 8)
 
 
@@ -125,6 +128,15 @@ def test_a_batch_between_two_trials_is_refused_by_what_its_loss_divides_by(tmp_p
     assert all(worker.exit_code for worker in workers)
     said = r"UnsupportedModuleError: training_step of Changing: the loss of this batch divides by 0, 1, .*num_microbatches=1"
     assert any(re.search(said, worker.output) for worker in workers), workers
+
+
+def fit_shards(_: Any) -> list[str]:
+    return fit(ONE_REPLICA, HolmesStrategy(sharding="parameters", num_microbatches=2), devices=2)[1]
+
+
+def test_replicas_that_bring_parameters_together_try_as_often_where_one_finds_a_difference() -> None:
+    said = launch(2, "test_changing_batches:fit_shards")[0]
+    assert any(text.startswith("the loss of Changing over samples of a batch is ") for text in said), said
 
 
 @pytest.mark.parametrize("options", [{"schedule": "breadth_first"}, {"sharding": "parameters"}], ids=str)
