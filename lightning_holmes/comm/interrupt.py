@@ -1,8 +1,8 @@
-"""Ctrl-C while Python's signal handler cannot run: handlers run between two Python instructions, and torch waits for other ranks inside of one.
+"""Ctrl-C and SIGTERM while Python's signal handler cannot run: handlers run between two Python instructions, and torch waits for other ranks inside of one.
 
 with ends_by_interrupt():                   # Ctrl-C ends a process that joins its job within seconds, not after half an hour
     connect_world(...)
-with ends_by_second_interrupt():            # the first Ctrl-C is left to a handler, which lets the process end in good order
+with ends_by_second_signal():               # the first Ctrl-C is left to a handler, which lets the process end in good order
     ...
 """
 
@@ -12,10 +12,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 _GRACE_S = 5.0
-_EXIT_CODE = 128 + signal.SIGINT
+_SECOND_AFTER_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 5.0}
 
 
 @contextlib.contextmanager
@@ -24,21 +25,24 @@ def ends_by_interrupt() -> Iterator[None]:
     than the main one, or if a signal wakeup descriptor is set already."""
     left = threading.Event()
 
-    def hear(count: int) -> None:
-        if not left.wait(_GRACE_S):
-            _end("ends by SIGINT, while it was waiting for other ranks to join")
+    def hear(number: int) -> None:
+        if number == signal.SIGINT and not left.wait(_GRACE_S):
+            _end(number, "ends by SIGINT, while it was waiting for other ranks to join")
 
     with _hearing(hear, left.set):
         yield
 
 
 @contextlib.contextmanager
-def ends_by_second_interrupt() -> Iterator[None]:
-    """Inside, the second SIGINT ends the process at once, whatever it is doing. Does nothing in the same cases as :func:`ends_by_interrupt`."""
+def ends_by_second_signal() -> Iterator[None]:
+    """Inside, the second SIGINT, or a SIGTERM five seconds after the first (launcher and scheduler may both pass one on), ends the process at
+    once, whatever it is doing. Does nothing in the same cases as :func:`ends_by_interrupt`."""
+    first: dict[int, float] = {}
 
-    def hear(count: int) -> None:
-        if count > 1:
-            _end("ends by the second SIGINT")
+    def hear(number: int) -> None:
+        since = time.monotonic() - first.setdefault(number, time.monotonic())
+        if since > _SECOND_AFTER_S.get(number, since):
+            _end(number, f"ends by the second {signal.Signals(number).name}")
 
     with _hearing(hear):
         yield
@@ -46,7 +50,7 @@ def ends_by_second_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hearing(hear: Callable[[int], None], leave: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Inside, call ``hear`` in a thread for each SIGINT, with the number of SIGINTs so far; call ``leave`` before the thread is ended."""
+    """Inside, call ``hear`` in a thread with the number of each signal; call ``leave`` before the thread is ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,12 +61,10 @@ def _hearing(hear: Callable[[int], None], leave: Callable[[], None] = lambda: No
         signal.set_wakeup_fd(before)
 
     def watch() -> None:
-        count = 0
         with told:
             while numbers := told.recv(64):
-                for _ in range(numbers.count(signal.SIGINT)):
-                    count += 1
-                    hear(count)
+                for number in numbers:
+                    hear(number)
 
     thread = threading.Thread(target=watch, name="holmes-interrupt", daemon=True)
     thread.start()
@@ -77,6 +79,6 @@ def _hearing(hear: Callable[[int], None], leave: Callable[[], None] = lambda: No
         thread.join()
 
 
-def _end(why: str) -> None:
+def _end(number: int, why: str) -> None:
     print(why, file=sys.stderr, flush=True)
-    os._exit(_EXIT_CODE)
+    os._exit(128 + number)

@@ -313,14 +313,13 @@ class Fit(Run):
         request = self.request(sample, self.plan.num_microbatches, self._place)
         batch = self.driver.agree(request) if request.broadcasts else sample.batch
         with self._learning(), preserved_trainer(self.trainer):
-            trial = StagedTrial(self.driver, request, self.job.connection.all_gather)
             tried = find_batch_dependence(
                 self.module,
                 "training_step",
                 batch,
                 sample.arguments,
                 self.context.splitter,
-                trial=trial,
+                trial=StagedTrial(self.driver, request, self.job.connection.all_gather),
                 known=merges,
                 samples=self.known.samples,
             )

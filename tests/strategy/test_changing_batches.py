@@ -23,6 +23,7 @@ IGNORED = -100
 ENDS = {  # by case: how many batches run, and why the split ends
     "a term that ramps up": (12, "step 4 .* the loss depends"),
     "ignored targets from the second batch on": (4, "step 1 .* the loss depends"),
+    "class weights with sorted labels": (4, "step 1 .* the loss depends"),
     "a norm that is in eval mode in the first epoch": (8, "step 4 .* batch normalisation"),
     "a norm that a hook sets to train mode": (8, "step 2 .* batch normalisation"),
     "a log from the second epoch on": (8, "step 4 .* logs as inverse"),
@@ -31,7 +32,7 @@ ENDS = {  # by case: how many batches run, and why the split ends
     "a part that fails": (4, "step 1 .* the loss depends"),
 }
 NEEDS = "a step that needs six samples"
-ONE_REPLICA = "a target is ignored in one replica"
+ONE_REPLICA = "one replica has a target without a class"
 
 
 class Changing(ByGradient):
@@ -54,7 +55,8 @@ class Changing(ByGradient):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         hidden = self.norm(self.layers(self.embed(x)))
-        loss = F.cross_entropy(self.head(hidden), y, ignore_index=IGNORED)
+        weight = torch.tensor([1.0, 4.0, 9.0], dtype=x.dtype) if "weights" in self.case else None
+        loss = F.cross_entropy(self.head(hidden), y, weight, ignore_index=IGNORED)
         if "a term" in self.case:
             loss = loss + 0.1 * self.current_epoch * hidden.mean(0).square().sum()
         if "gradient" in self.case:
@@ -82,8 +84,10 @@ def batches(case: str) -> DataLoader[Any]:
     x, y = torch.randn(32, 8, generator=generator), torch.randint(0, 3, (32,), generator=generator)
     if "ignored" in case:  # the first is ignored, of which every trial has a sample
         y[(16 if "third" in case else 8) :: 8] = IGNORED
-    if case == ONE_REPLICA:
-        y[17] = IGNORED  # the second batch of the second of two replicas
+    if "sorted" in case:  # the first batch has one class
+        y = y.sort().values
+    if case == ONE_REPLICA:  # in its second batch, by DistributedSampler
+        y[torch.randperm(32, generator=generator.manual_seed(3))[17]] = IGNORED
     return DataLoader(TensorDataset(x, y), batch_size=16 if case == NEEDS else 8)
 
 
@@ -130,13 +134,18 @@ def test_a_batch_between_two_trials_is_refused_by_what_its_loss_divides_by(tmp_p
     assert any(re.search(said, worker.output) for worker in workers), workers
 
 
-def fit_shards(_: Any) -> list[str]:
-    return fit(ONE_REPLICA, HolmesStrategy(sharding="parameters", num_microbatches=2), devices=2)[1]
+def fit_replicas(strategy: str) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    shards = HolmesStrategy(pipeline_parallel_size=2, sharding="parameters")
+    module, said = fit(ONE_REPLICA, shards if strategy == "holmes" else strategy, devices=2 if strategy == "ddp" else 4)
+    return module.seen, module.state_dict(), said
 
 
 def test_replicas_that_bring_parameters_together_try_as_often_where_one_finds_a_difference() -> None:
-    said = launch(2, "test_changing_batches:fit_shards")[0]
-    assert any(text.startswith("the loss of Changing over samples of a batch is ") for text in said), said
+    plain, found = (
+        launch(size, "test_changing_batches:fit_replicas", name)[0] for size, name in ((2, "ddp"), (4, "holmes"))
+    )
+    torch.testing.assert_close(found[:2], plain[:2], rtol=1e-5, atol=1e-6)
+    assert any(re.search("num_microbatches: 1 from step 1 .* the loss depends", text) for text in found[2]), found[2]
 
 
 @pytest.mark.parametrize("options", [{"schedule": "breadth_first"}, {"sharding": "parameters"}], ids=str)

@@ -2,7 +2,7 @@
 
 Lightning's handlers act when the signal arrives, in the middle of a batch, while other stages wait for this one. Here the handlers only
 note the signal; before each batch rank 0 tells all ranks, in the message of lockstep.py. A signal that only other ranks have received is
-reported to rank 0 through the job's store. If the fit takes snapshots, a last one is taken. The second Ctrl-C ends a process at once.
+reported to rank 0 through the job's store. If the fit takes snapshots, a last one is taken. The second Ctrl-C or SIGTERM ends a process at once.
 
     with BatchSignals(trainer, watch) as signals:
         ...
@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 from lightning_holmes.comm.failure import FailureWatch
-from lightning_holmes.comm.interrupt import ends_by_second_interrupt
+from lightning_holmes.comm.interrupt import ends_by_second_signal
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import ON_REQUEUE, ON_SIGTERM, signal_connector
 from lightning_holmes.replacements import Replacements
@@ -29,8 +29,7 @@ _GO_ON, _END, _REQUEUE, _INTERRUPT = 0, 1, 2, 3
 _LEFT_BEHIND = 128 + signal.SIGTERM
 """The exit code of a rank that has not received the signal itself, so that a launcher restarts it."""
 _FOR_STEP_S = 10.0
-"""How long ranks wait, after a signal to end, for the remaining batches of an accumulation window: between these batches no snapshot can be taken,
-but a launcher that sends SIGTERM sends SIGKILL half a minute later."""
+"""How long ranks wait, once told to end, for the rest of an accumulation window, in which no snapshot can be taken; SIGKILL comes after 30 s."""
 
 
 class BatchSignals(Replacements):
@@ -60,7 +59,7 @@ class BatchSignals(Replacements):
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and self._trainer.training and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
-            self.enter_context(ends_by_second_interrupt())
+            self.enter_context(ends_by_second_signal())
             self.enter_context(extra_callbacks(self._trainer, first=[_HearsAgain(self)]))
         return self
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
+import published
 import pytest
 from refusals import refusal
 
@@ -26,30 +27,17 @@ from lightning_holmes.plan.self_adapting import NothingFitsError
 from lightning_holmes.plan.training import Training
 
 T = TypeVar("T")
+COUNTS = ("forward", "backward", "parameter_bytes", "activation_bytes", "held_bytes")
 A100 = find_device_type("A100-80GB")
 
 
-def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int = 2048) -> ModelCost:
-    """Return the cost of a GPT in bf16, with one sample per microbatch: the usual counts of FLOPs and bytes."""
-    forward = 24 * sequence * hidden**2 + 4 * sequence**2 * hidden
-    crossing = 2 * sequence * hidden
-    layer = LayerCost(
-        forward=forward,
-        backward=2 * forward,
-        parameter_bytes=24 * hidden**2,
-        activation_bytes=crossing,
-        held_bytes=34 * sequence * hidden,
+def gpt_cost(hidden: int, layers: int, **sizes: int) -> ModelCost:
+    """Return the cost of a GPT in bf16, with one sample per microbatch: its FLOPs and bytes alone."""
+    cost = published.gpt_cost(hidden, layers, **sizes)
+    layer, after = (
+        LayerCost(**{name: getattr(each, name) for name in COUNTS}) for each in (cost.layers[0], cost.after)
     )
-    head = 2 * sequence * hidden * vocabulary
-    table = 2 * vocabulary * hidden
-    return ModelCost(
-        microbatch_samples=1,
-        before=LayerCost(forward=0, backward=0, parameter_bytes=table, activation_bytes=crossing),
-        layers=(layer,) * layers,
-        after=LayerCost(forward=head, backward=2 * head, parameter_bytes=table, held_bytes=6 * sequence * vocabulary),
-        tokens_per_sample=sequence,
-        name="GPT",
-    )
+    return dataclasses.replace(cost, layers=(layer,) * layers, after=after, shared_bytes=0.0)
 
 
 def clusters(*hosts: int, devices: int = 8) -> Topology:
