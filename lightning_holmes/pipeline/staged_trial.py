@@ -3,7 +3,7 @@
 Each rank runs a copy of its part of the module, so that nothing of a run stays: no gradient, no log, no metric, no buffer.
 The step's output and logs come back to every rank, as those of a step do, so that all ranks find the same.
 
-    trial = StagedTrial(driver, request, all_gather)
+    trial = StagedTrial(driver, request, replicas)
     findings = find_batch_dependence(module, "training_step", batch, arguments, splitter, trial=trial)   # all ranks must call
 """
 
@@ -12,9 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_holmes.comm import dtensor
+from lightning_holmes.comm.objects import any_of
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.replay import LogCall, MetricValue
@@ -32,19 +34,19 @@ class StagedTrial(Trial):
     Args:
         driver: runs the steps of the module itself.
         request: the step; its batch is left out.
-        all_gather: returns a value of each rank; replicas that bring parameters together have to run as many steps.
+        replicas: the group of the replicas of this stage, which run as many steps, since they may bring parameters together; None: only one.
     """
 
     has_buffers = False  # of which each rank knows only its own
     may_fail = False  # the ranks would part, and a connection may have broken
 
-    def __init__(self, driver: StepDriver, request: StepRequest, all_gather: Callable[[bool], list[bool]]) -> None:
+    def __init__(self, driver: StepDriver, request: StepRequest, replicas: dist.ProcessGroup | None = None) -> None:
         super().__init__(driver.module, request.step_name, request.arguments, request.context)
-        self._driver, self._all_gather = driver, all_gather
+        self._driver, self._replicas = driver, replicas
         self._request = replace(request, num_microbatches=1, loss_scales=None, broadcasts=False, may_skip=True)
 
     def any(self, own: Any) -> bool:
-        return any(self._all_gather(bool(own)))
+        return bool(own) if self._replicas is None else any_of(bool(own), self._replicas)
 
     def lengths(self, batch: Any) -> Lengths:
         """None: the trial of the first batch has told."""
@@ -103,11 +105,8 @@ class StagedTrial(Trial):
                 if not twin.is_past_layers:
                     raise
                 return _FAILED, [], {}
-            return (
-                tree.map_tensors(Tensor.detach, output),
-                [_sketch(gradients)] if gradients else [],
-                _small(kept.changed()),
-            )
+            sketches = [_sketch(gradients)] if gradients else []
+            return tree.map_tensors(Tensor.detach, output), sketches, _small(kept.changed())
 
         return run
 

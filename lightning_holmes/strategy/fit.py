@@ -319,7 +319,7 @@ class Fit(Run):
                 batch,
                 sample.arguments,
                 self.context.splitter,
-                trial=StagedTrial(self.driver, request, self.job.connection.all_gather),
+                trial=StagedTrial(self.driver, request, self.job.groups.replicas_on_host),
                 known=merges,
                 samples=self.known.samples,
             )

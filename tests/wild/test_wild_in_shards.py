@@ -33,7 +33,7 @@ REFUSED = {
     "MaxNorm": "the step changes layers.0.linear",
     "EmbeddingMaxNorm": "the step changes embed.weight",
     "MeanTeacher": "the step changes teacher",
-    "OwnBackward": "or the step calls backward itself",
+    "OwnBackward": "calls backward: a pipeline runs the backward itself",
     "OwnGenerator": "self.generator, a generator of its own",
 }
 """Modules refused with sharded parameters. What the table of wild_modules.py refuses may run here, on one rank, and must be exact then."""
