@@ -94,7 +94,7 @@ lint: install ## ruff (rules and format) and mypy --strict
 	$(BIN)/mypy --strict lightning_holmes
 
 docs: install ## build the documentation into site/, warnings are errors
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 clean: ## remove what the other targets made: environment, caches, runs
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis wandb lightning_logs runs

@@ -64,14 +64,13 @@ def check(
 
     The plain run uses the module unchanged, except that the layers of a module that draws random numbers are seeded
     as in a pipeline. Both runs use the same microbatches. The loss, every gradient, every logged value, and the state
-    that the steps leave on the module are compared. The module itself is not changed.
+    that the steps leave on the module are compared. The module itself is not changed. Arguments that are not listed are as
+    for HolmesStrategy; costs are not known here, so that "self_adapting" assigns layers by count, around split points that lose a value.
 
     Args:
         module: a LightningModule with all its weights, on the device to use.
         batch: as its loader would give it; for the training step it is split into ``num_microbatches``, other steps
             run it whole.
-        pipeline_parallel_size, num_microbatches, schedule, num_chunks, layers, partition: as for HolmesStrategy. Costs are not known
-            here, so that "self_adapting" assigns layers by count, around split points that lose a value.
         steps: which steps to run; those that the module does not define are left out.
         tolerance: the largest relative difference that counts as rounding.
 

@@ -32,7 +32,7 @@ class Placement:
     appears once. The ranks of data-parallel and tensor groups ascend, since torch sorts the ranks of a process group: a member's
     place in the group is its coordinate. Those of a pipeline, a column of the grid, may come in any order.
 
-    With tensor-parallel size t, the global rank is grid[pipeline_rank][data_parallel_rank * t + tensor_parallel_rank].
+    With tensor-parallel size t, the global rank is ``grid[pipeline_rank][data_parallel_rank * t + tensor_parallel_rank]``.
     """
 
     grid: tuple[tuple[int, ...], ...]
