@@ -3,9 +3,10 @@
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from launch import in_threads
 
 from lightning_holmes.checkpoint import Membership
 from lightning_holmes.checkpoint.file_systems import FileSystems
@@ -55,9 +56,7 @@ class Threads:
 
     def run(self, run: Callable[[Membership], Any]) -> list[Any]:
         """Return the result or exception of each rank."""
-        pool = ThreadPoolExecutor(self._size)
-        calls = [pool.submit(run, _OfThreads(self, rank, self._size)) for rank in range(self._size)]
-        return [call.exception(timeout=30) or call.result() for call in calls]
+        return in_threads(self._size, lambda rank: run(_OfThreads(self, rank, self._size)), timeout_s=30)
 
 
 class _OfThreads(Membership):

@@ -30,6 +30,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,13 @@ def launch(world_size: int, target: str, payload: Any = None, *, timeout_s: floa
             tails = [f"--- rank {r}: exit {w.exit_code}\n{w.output[-3000:]}" for r, w in enumerate(workers)]
             raise WorkerFailure(f"{target} failed\n" + "\n".join(tails))
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
+
+
+def in_threads(count: int, work: Callable[[int], Any], *, timeout_s: float = 60.0) -> list[Any]:
+    """Call ``work`` for each rank in a thread of this process; return the results or exceptions, by rank."""
+    pool = ThreadPoolExecutor(count)
+    calls = [pool.submit(work, rank) for rank in range(count)]
+    return [call.exception(timeout=timeout_s) or call.result() for call in calls]
 
 
 def chosen(request: Any, argument: str) -> list[Any]:

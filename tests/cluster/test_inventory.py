@@ -1,12 +1,11 @@
 """Ranks build the inventory together: over a store, in threads, with hosts on loopback addresses."""
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
+from launch import in_threads
 from torch.distributed import HashStore
 
 from lightning_holmes.cluster.hardware import HostInventory
@@ -17,24 +16,15 @@ from lightning_holmes.cluster.rdma import RdmaPort
 from lightning_holmes.cluster.topology import Cluster, Host, Topology
 from lightning_holmes.errors import ConfigurationError, HolmesError, RemoteError
 
-T = TypeVar("T")
-
 
 @pytest.fixture(autouse=True)
 def no_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
 
 
-def on_all_ranks(world_size: int, work: Callable[[int], T]) -> list[T | BaseException]:
-    """Return the results or exceptions of the call on all ranks."""
-    pool = ThreadPoolExecutor(world_size)
-    calls = [pool.submit(work, rank) for rank in range(world_size)]
-    return [call.exception(timeout=60) or call.result() for call in calls]
-
-
 def discover(inventories: list[HostInventory], store: Store | None = None, **options: Any) -> list[Any]:
     shared: Store = store or HashStore()
-    return on_all_ranks(
+    return in_threads(
         len(inventories),
         lambda rank: discover_topology(shared, rank, len(inventories), local=inventories[rank], **options),
     )
@@ -156,7 +146,7 @@ def test_a_topology_file_wins_and_is_completed() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     store, inventory = HashStore(), host("a", 1)
-    results = on_all_ranks(4, lambda r: r == 2 or discover_topology(store, r, 4, local=inventory, timeout_s=2.0))
+    results = in_threads(4, lambda r: r == 2 or discover_topology(store, r, 4, local=inventory, timeout_s=2.0))
     for rank in (0, 1, 3):
         assert isinstance(results[rank], RemoteError) and "from rank 2 while" in str(results[rank]), results[rank]
 
@@ -170,7 +160,7 @@ def test_a_rank_that_sends_nonsense_is_named(text: str) -> None:
             return store.set("holmes/discovery/1/inventory/1", text.encode("latin-1"))
         return discover_topology(store, rank, 3, local=host("a", 1), timeout_s=5)
 
-    results = on_all_ranks(3, work)
+    results = in_threads(3, work)
     for rank in (0, 2):
         assert isinstance(results[rank], HolmesError) and "rank 1" in str(results[rank])
 
