@@ -62,10 +62,10 @@ def check(
 ) -> CheckReport:
     """Compare a module run plainly with the same module run as a pipeline, on one batch in one process.
 
-    The plain run uses the module unchanged, except that the layers of a module that draws random numbers are seeded
-    as in a pipeline. Both runs use the same microbatches. The loss, every gradient, every logged value, and the state
-    that the steps leave on the module are compared. The module itself is not changed. Arguments that are not listed are as
-    for HolmesStrategy; costs are not known here, so that "self_adapting" assigns layers by count, around split points that lose a value.
+    The plain run uses the module unchanged, except that the layers of a module that draws random numbers are seeded as in a pipeline. Both
+    runs use the same microbatches. The loss, every gradient, every logged value, and the state that the steps leave on the module are compared.
+    The module itself is not changed. Arguments that are not listed are as for HolmesStrategy; costs are not known here, so that "self_adapting"
+    assigns layers by count, around split points that lose a value.
 
     Args:
         module: a LightningModule with all its weights, on the device to use.

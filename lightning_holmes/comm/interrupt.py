@@ -2,7 +2,7 @@
 
 with ends_by_interrupt():                   # Ctrl-C ends a process that joins its job within seconds, not after half an hour
     connect_world(...)
-with ends_by_second_signal():               # the first Ctrl-C is left to a handler, which lets the process end in good order
+with ends_by_second_signal([SIGINT]):       # the first Ctrl-C is left to a handler, which lets the process end in good order
     ...
 """
 
@@ -13,10 +13,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 _GRACE_S = 5.0
-_SECOND_AFTER_S: dict[int, float] = {signal.SIGINT: 0.0, signal.SIGTERM: 5.0}
 
 
 @contextlib.contextmanager
@@ -34,14 +33,14 @@ def ends_by_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def ends_by_second_signal() -> Iterator[None]:
-    """Inside, the second SIGINT, or a SIGTERM five seconds after the first (launcher and scheduler may both pass one on), ends the process at
-    once, whatever it is doing. Does nothing in the same cases as :func:`ends_by_interrupt`."""
+def ends_by_second_signal(numbers: Collection[int]) -> Iterator[None]:
+    """Inside, the second signal of one of ``numbers`` ends the process at once, whatever it is doing; of SIGTERM one that comes five seconds or more
+    after the first (launcher and scheduler may both pass one on). Does nothing in the same cases as :func:`ends_by_interrupt`."""
     first: dict[int, float] = {}
 
     def hear(number: int) -> None:
         since = time.monotonic() - first.setdefault(number, time.monotonic())
-        if since > _SECOND_AFTER_S.get(number, since):
+        if number in numbers and since > (_GRACE_S if number == signal.SIGTERM else 0):
             _end(number, f"ends by the second {signal.Signals(number).name}")
 
     with _hearing(hear):

@@ -121,8 +121,10 @@ def _find(
     name = type(module).__name__
     norms = [n for n, m in module.named_modules() if is_batch_norm(m) and m.training] if trains else []
     parts = _parts(module, batch, splitter, samples)
+    if trial.anybody(parts is None):
+        parts = None
     found, moved = _Differences(), []
-    if not trial.any(parts is None) and parts is not None:
+    if parts is not None:
         small, halves, weights = parts
         with preserved_random_state(trial.device_of(small)), preserved_generators(module), Outside(module).preserved():
             if not splits_itself(module):
@@ -231,8 +233,8 @@ class _Differences:
     """Why the step fails over a half, where it does not over the samples together."""
 
     @property
-    def is_none(self) -> bool:
-        return self.loss is None and not (self.gradient or self.logged or self.kept or self.output)
+    def are_any(self) -> bool:
+        return self.loss is not None or bool(self.gradient or self.logged or self.kept or self.output)
 
 
 def _find_differences(
@@ -240,18 +242,17 @@ def _find_differences(
 ) -> _Differences:
     """Compare a step over the samples together with steps over their halves.
 
-    Copying the module takes longer than such a step, so at first there are two copies: one for the samples together,
-    and one for the halves in turn, as in a run with two microbatches. If something then differs, or a step fails, the
-    reason may be chance, or state that an earlier step has left: a second run of the same samples shows what differs from
-    run to run and cannot be judged, and loss, gradients and logs are those of a copy for each half.
+    Copying the module takes longer than such a step, so at first there are two copies: one for the samples together, and one for the halves in
+    turn, as in a run with two microbatches. If something then differs, or a step fails, the reason may be chance, or state that an earlier step
+    has left: a second run shows what differs from run to run and cannot be judged, and all but what is kept is that of a copy for each half.
     """
     together = trial.outcome(trial.copy(), [small], 1)[0]
-    if trial.any(not together.loss.isfinite().all()):
+    if trial.anybody(not together.loss.isfinite().all()):
         return _Differences()
     try:
         in_turn = trial.outcome(trial.copy(), halves, 1)
         found = _compare(together, in_turn, weights, known)
-        if not trial.any(not found.is_none):
+        if not trial.anybody(found.are_any):
             return found
         kept = found.kept
     except Exception:

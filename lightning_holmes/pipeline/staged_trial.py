@@ -40,13 +40,13 @@ class StagedTrial(Trial):
     has_buffers = False  # of which each rank knows only its own
     may_fail = False  # the ranks would part, and a connection may have broken
 
-    def __init__(self, driver: StepDriver, request: StepRequest, replicas: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, driver: StepDriver, request: StepRequest, replicas: dist.ProcessGroup | None) -> None:
         super().__init__(driver.module, request.step_name, request.arguments, request.context)
         self._driver, self._replicas = driver, replicas
         self._request = replace(request, num_microbatches=1, loss_scales=None, broadcasts=False, may_skip=True)
 
-    def any(self, own: Any) -> bool:
-        return bool(own) if self._replicas is None else any_of(bool(own), self._replicas)
+    def anybody(self, flag: bool) -> bool:
+        return flag if self._replicas is None else any_of(flag, self._replicas)
 
     def lengths(self, batch: Any) -> Lengths:
         """None: the trial of the first batch has told."""

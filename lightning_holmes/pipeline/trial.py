@@ -78,9 +78,9 @@ class Trial:
     def has_buffers(self) -> bool:
         return next(self._module.buffers(), None) is not None
 
-    def any(self, own: Any) -> bool:
-        """Whether ``own`` holds for one of those that try: all go the same way."""
-        return bool(own)
+    def anybody(self, flag: bool) -> bool:
+        """Whether ``flag`` is true for one of those that try: all go the same way."""
+        return flag
 
     def outcome(self, copy: pl.LightningModule, batches: Sequence[Any], seed: int) -> list[Outcome]:
         """The outcome of steps over ``batches`` in turn; what is kept on the copy is that after all of them."""

@@ -56,11 +56,13 @@ class BatchSignals(Replacements):
     def __enter__(self) -> Self:
         self._save_and_requeue = getattr(self._connector, ON_REQUEUE)
         self.replace(self._connector, **{ON_SIGTERM: self._note_sigterm, ON_REQUEUE: self._note_requeue})
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and self._trainer.training and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            self.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
-            self.enter_context(ends_by_second_signal())
-            self.enter_context(extra_callbacks(self._trainer, first=[_HearsAgain(self)]))
+        defaults = (signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)
+        heard = [number for number, handler in defaults if signal.getsignal(number) is handler]  # and not by the user
+        if heard and self._trainer.training and threading.current_thread() is threading.main_thread():
+            self.enter_context(ends_by_second_signal(heard))
+            if signal.SIGINT in heard:
+                self.callback(signal.signal, signal.SIGINT, signal.default_int_handler)
+                self.enter_context(extra_callbacks(self._trainer, first=[_HearsAgain(self)]))
         return self
 
     def hear_interrupts(self) -> None:
