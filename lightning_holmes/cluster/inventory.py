@@ -361,7 +361,7 @@ class _Leader:
             key, who = f"result/{step}/{rank}", f"rank {rank} on host {tasks[mine[0]].source_host}"
             if not self._board.wait([key], end - time.monotonic()):
                 why = f"{who} did not answer within {longest + _ANSWER_S:g} s"
-                results.update((index, tasks[index].result(error=why)) for index in mine)
+                results.update((index, ProbeResult(error=why)) for index in mine)
                 continue
             given = _given(self._board.get(key, who=who).results, "results", who)
             if len(given) != len(mine):

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_holmes.cluster.network import Nic
 from lightning_holmes.cluster.record import record
@@ -72,21 +71,11 @@ class ProbeTask:
     seconds: float = 0.0
     start_s: float = 0.0
 
-    def result(self, **found: Any) -> ProbeResult:
-        """Make a result with this task's ends."""
-        return ProbeResult(
-            source_host=self.source_host,
-            source_nic=self.source_nic,
-            target_host=self.target.host,
-            target_nic=self.target.nic,
-            **found,
-        )
-
     def failed(self, why: str) -> ProbeResult:
         """Make the result of a failed task; its error names both ends."""
         target = self.target
         source = f"{self.source_host} {self.source_nic} ({self.source_address})"
-        return self.result(
+        return ProbeResult(
             error=f"from {source} to {target.host} {target.nic} ({target.address}) port {target.port}: {why}"
         )
 
@@ -96,10 +85,6 @@ class ProbeTask:
 class ProbeResult:
     """The result of a task. error is None on success; bandwidth is measured only by tasks that send."""
 
-    source_host: str
-    source_nic: str
-    target_host: str
-    target_nic: str
     latency_s: float | None = None
     bandwidth_bytes_per_s: float | None = None
     error: str | None = None
@@ -241,8 +226,8 @@ def run_task(task: ProbeTask, *, token: bytes, timeout_s: float = _ANSWER_S) -> 
             _introduce(connection, token, target, milliseconds, time.monotonic() + timeout_s + _HANDSHAKE_S)
             connection.settimeout(timeout_s)
             if milliseconds == 0:
-                return task.result(latency_s=_ping(connection, timeout_s))
-            return task.result(bandwidth_bytes_per_s=_send(connection, milliseconds / 1000, timeout_s))
+                return ProbeResult(latency_s=_ping(connection, timeout_s))
+            return ProbeResult(bandwidth_bytes_per_s=_send(connection, milliseconds / 1000, timeout_s))
     except TimeoutError:
         return task.failed(f"no answer within {timeout_s:g} s; is a firewall in the way?")
     except OSError as error:

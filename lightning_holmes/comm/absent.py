@@ -125,7 +125,7 @@ class Absence:
             return
         changed = tensor_version(parameter) != source.version
         if source.before is not None and not changed:  # data was read, and torch does not count changes made through it
-            changed = not torch.equal(_bytes(parameter), source.before)
+            changed = not torch.equal(bytes_of(parameter), source.before)
         if changed:
             source.refuse_change()
 
@@ -310,8 +310,9 @@ def _tensors(value: Any) -> Sequence[Tensor]:
     return [tensor for each in value if type(each) not in _NO_TENSORS for tensor in _tensors(each)]
 
 
-def _bytes(parameter: nn.Parameter) -> Tensor:
-    return GET_DATA(parameter).reshape(-1).view(torch.uint8)  # type: ignore[no-any-return]
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor, or a copy if it is not contiguous."""
+    return GET_DATA(tensor).reshape(-1).view(torch.uint8)  # type: ignore[no-any-return]
 
 
 class AbsentParameter(nn.Parameter):
@@ -391,7 +392,7 @@ class HeldParameter(nn.Parameter):
     def data(self) -> Tensor:
         source: Source | None = vars(self).get(_SOURCE)
         if source is not None and source.before is None:
-            source.before = _bytes(self).clone()
+            source.before = bytes_of(self).clone()
         return GET_DATA(self)  # type: ignore[no-any-return]
 
     @data.setter

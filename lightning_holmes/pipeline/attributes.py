@@ -49,6 +49,11 @@ class Use:
         return f"{self.owner}.{self.key}" if self.owner else self.key
 
 
+def name_of(*parts: str) -> str:
+    """The name of a value below a module, from the names of the owner (maybe empty) and of what leads to it."""
+    return ".".join(filter(None, parts))
+
+
 def plain_content(value: Any) -> Hashable:
     """A hashable description of the Python values and NumPy arrays in ``value``; tensors count by their class only."""
     return content(value, lambda tensor: type(tensor).__name__)
@@ -110,7 +115,7 @@ class AttributeWatch:
             part, length = _holder(module.get_submodule(owner), original.get_submodule(owner), path)
             if (owner, path[:length]) not in watched:
                 watched.add((owner, path[:length]))
-                use = Use(owner=".".join(filter(None, (owner, *path[: length - 1]))), key=path[length - 1])
+                use = Use(owner=name_of(owner, *path[: length - 1]), key=path[length - 1])
                 self.uses.append(use)
                 self._watch(part, use)
 
@@ -194,18 +199,20 @@ def plain_parts(value: Any) -> Any:
 
 
 def attribute_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that a module keeps as plain attributes, alone or in containers, by path."""
+    """Tensors that a module keeps as plain attributes, alone, in containers or in objects: by the value's name and a number."""
     found: dict[str, Tensor] = {}
-    known: dict[int, list[Tensor]] = {}  # parts of a module share their configuration
+    seen: set[int] = set()
+    known: dict[int, list[tuple[Path, list[Tensor]]]] = {}  # parts of a module share their configuration
     skip = (*MODULE_REGISTRIES, TRAINER, FABRIC)
     for name, submodule in module.named_modules():
         for key, value in vars(submodule).items():
             if key in skip or tree.is_empty(value):
                 continue
             if id(value) not in known:
-                known[id(value)] = tree.tensors_of(value)
-            for index, tensor in enumerate(known[id(value)]):
-                found[f"{name}.{key}.{index}" if name else f"{key}.{index}"] = tensor
+                below = each_value(value, (), seen) if is_looked_into(value) else [((), value)]
+                known[id(value)] = [(path, tree.tensors_of(inner)) for path, inner in below]
+            each = ((name_of(name, key, *path), tensors) for path, tensors in known[id(value)])
+            found |= {f"{place}.{number}": tensor for place, tensors in each for number, tensor in enumerate(tensors)}
     return found
 
 

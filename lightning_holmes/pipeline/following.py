@@ -201,4 +201,5 @@ class FollowPython(TorchFunctionMode):
             raise UnsupportedModuleError(describe_call(self._place, ".grad"))
         elif func == SET_DATA:
             self._writes(args[0])
+            sources.write(args[0], 0)
         return func(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from lightning_holmes.comm.wire import attributes_of, find_problem
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_private import set_update_count
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.attributes import RESERVED
+from lightning_holmes.pipeline.attributes import RESERVED, name_of
 from lightning_holmes.pipeline.object_state import PLAIN, Path, content, each_value, is_looked_into, is_plain, merge
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.state_watch import SMALL_BYTES, StateWatch, is_small
@@ -105,7 +105,7 @@ class ModuleState:
         """The small values that the step has changed since :meth:`begin_step`. The last stage's rank hands them to the others (:meth:`take`),
         whose part of the next step may begin to read them."""
         changed = self._own.changed(self._before, self._own.look())
-        return self._changes({".".join(filter(None, key)) for key in changed}) if changed else ({}, {}, {})
+        return self._changes({name_of(*key) for key in changed}) if changed else ({}, {}, {})
 
     def take(self, changes: Changes) -> None:
         """Set what the last stage's step has changed; it counts as known to all ranks."""
@@ -152,17 +152,16 @@ class ModuleState:
         modules = list(self._pipeline.local_modules()) if keys is None else self._own.modules
         attributes, buffers, before = self.attributes(modules), self.buffers(), self._seen
         if keys is not None:
-            attributes = {
-                key: v for key, v in attributes.items() if _top(key) in keys and _bytes_below(v) <= SMALL_BYTES
-            }
-            attributes = {key: v for key, v in attributes.items() if self._unsendable(key, v) is None}
+            chosen = {key: v for key, v in attributes.items() if name_of(key[0], key[1][0]) in keys}
+            small = ((key, v) for key, v in chosen.items() if _bytes_below(v) <= SMALL_BYTES)
+            attributes = {key: v for key, v in small if self._unsendable(key, v) is None}
             buffers = {name: buffer for name, buffer in buffers.items() if name in keys and is_small(buffer)}
         found = _fingerprints(attributes, buffers)
         self._seen = found if keys is None else before | found
         changed = {key for key, value in found.items() if before.get(key, _UNCHANGED) != value}
-        structure = self._pipeline.structure
         # a write through ``.data`` has no version; the trace has seen it
-        changed |= {(n, ()) for n in buffers if structure is not None and n in structure.buffer_writers}
+        writers = structure.writers if (structure := self._pipeline.structure) is not None else ()
+        changed |= {(name, path) for name, path in found if name_of(name, *path) in writers}
         new = {key for key in changed if key in attributes and not is_plain(attributes[key])}
         for place, kind, problem in filter(None, (self._unsendable(key, attributes[key]) for key in new)):
             raise UnsupportedModuleError(
@@ -213,7 +212,7 @@ class ModuleState:
         """The place and class of an object that no other rank could be given, and why; None if there is none."""
         for path, inner in each_value(value, key[1], set()):
             if is_looked_into(inner) and (problem := find_problem(type(inner))):
-                return ".".join(filter(None, (key[0], *path))), type(inner).__qualname__, problem
+                return name_of(key[0], *path), type(inner).__qualname__, problem
         return None
 
     def _to_device(self, tensor: Tensor) -> Tensor:
@@ -232,11 +231,6 @@ def _is_small_on_host(value: Tensor) -> bool:
 
 def _bytes_of(value: Tensor) -> Any:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
-
-
-def _top(key: Key) -> str:
-    """The whole name of the attribute of a module that a value lies in."""
-    return ".".join(filter(None, (key[0], key[1][0])))
 
 
 def _bytes_below(value: Any) -> int:

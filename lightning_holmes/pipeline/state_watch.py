@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_holmes.pipeline.attributes import RESERVED
+from lightning_holmes.pipeline.attributes import RESERVED, name_of
 from lightning_holmes.pipeline.object_state import CONTAINERS, PLAIN, content, is_looked_into, is_of_library
 from lightning_holmes.torch_private import registered_buffers
 
@@ -132,6 +132,6 @@ class RepeatedChanges:
 
     def end_batch(self, step_name: str) -> list[str]:
         """The names of what several passes have changed; not what those of the step's first batch have, of which the trace and the trial tell."""
-        names = [".".join(filter(None, key)) for key, count in self._counts.items() if count > 1]
+        names = [name_of(*key) for key, count in self._counts.items() if count > 1]
         known = self._known.setdefault(step_name, names)
         return [name for name in names if name not in known]

@@ -62,20 +62,20 @@ class LayerOutput:
 class ModuleStructure:
     """How a LightningModule's steps use its layers.
 
-    ``outputs[step_name]``: what each layer returns in that step. ``readers[name]``: the positions at which a
-    parameter's value is read, not through the hidden state. ``buffer_writers[name]``: the last position at which a
-    buffer is written. ``early_changes``: buffers, attributes and metrics that the step changes outside of the layers
-    and before their end. ``changed_parameters``: parameters that a layer changes in place in its forward.
-    ``kept_values``: Python values that the step changes on the module, at any position. ``step_metrics``: metrics
-    that are logged on each step. ``computed_metrics``: metrics whose ``compute`` the step calls. ``draws``: the generators of its
-    own from which the step draws. ``outside``: what the step writes outside of the module, such as a global.
+    ``outputs[step_name]``: what each layer returns in that step. ``readers[name]``: the positions at which a parameter's value is read,
+    not through the hidden state. ``writers[name]``: the last position at which a buffer is written, or a tensor in an attribute whose
+    version does not tell. ``early_changes``: buffers, attributes and metrics that the step changes outside of the layers and before their
+    end. ``changed_parameters``: parameters that a layer changes in place in its forward. ``kept_values``: Python values that the step
+    changes on the module, at any position. ``step_metrics``: metrics that are logged on each step. ``computed_metrics``: metrics whose
+    ``compute`` the step calls. ``draws``: the generators of its own from which the step draws. ``outside``: what the step writes outside
+    of the module, such as a global.
     """
 
     layers: str
     layer_names: tuple[str, ...]
     readers: Mapping[str, frozenset[int]]
     outputs: Mapping[str, tuple[LayerOutput, ...]]
-    buffer_writers: Mapping[str, int] = field(default_factory=dict)
+    writers: Mapping[str, int] = field(default_factory=dict)
     bypasses: tuple[Bypass, ...] = ()
     step_metrics: tuple[str, ...] = ()
     early_changes: tuple[str, ...] = ()
@@ -155,7 +155,7 @@ class ModuleStructure:
 
     def buffer_stage(self, partition: Partition, name: str) -> int:
         """The stage whose copy of buffer ``name`` counts."""
-        return self.stage_at(partition, self.buffer_writers.get(name, BEFORE))
+        return self.stage_at(partition, self.writers.get(name, BEFORE))
 
     def stage_at(self, partition: Partition, position: int) -> int:
         """The stage that runs ``position``."""
@@ -178,14 +178,14 @@ class ModuleStructure:
                 f"one step runs through {self.layers}, another through {other.layers}: name the list to split, such as layers={self.layers!r}"
             )
         readers = {n: self.readers.get(n, frozenset()) | other.readers.get(n, frozenset()) for n in self.readers}
-        writers = dict(other.buffer_writers)
-        for name, position in self.buffer_writers.items():
+        writers = dict(other.writers)
+        for name, position in self.writers.items():
             writers[name] = max(position, writers.get(name, BEFORE))
         return replace(
             self,
             outputs={**self.outputs, **other.outputs},
             readers=readers,
-            buffer_writers=writers,
+            writers=writers,
             bypasses=tuple(dict.fromkeys(self.bypasses + other.bypasses)),
             step_metrics=tuple(dict.fromkeys(self.step_metrics + other.step_metrics)),
             early_changes=tuple(dict.fromkeys(self.early_changes + other.early_changes)),

@@ -55,7 +55,7 @@ from lightning_holmes.pipeline.whole_steps import (
     refusing_collectives,
     refusing_loggers,
 )
-from lightning_holmes.torch_private import has_backward_hook
+from lightning_holmes.torch_private import has_backward_hook, tensor_version
 
 _MAX_GRAPH_NODES = 200_000
 
@@ -136,7 +136,7 @@ class Tracer:
         buffer_keys = {name: sources.key(b) for name, b in self.shadow.named_buffers()}
         self._silence()
         before = snapshot(self.shadow)
-        kept = set(attribute_tensors(self.shadow))
+        kept = {p: (t, sources.key(t), tensor_version(t)) for p, t in attribute_tensors(self.shadow).items()}
         try:
             if self.step_name != "training_step":
                 self.shadow.eval()
@@ -146,7 +146,7 @@ class Tracer:
             changed = changes(before, snapshot(self.shadow))
             after = attribute_tensors(self.shadow)
             buffers = any(key in sources.written_at for key in buffer_keys.values())
-            if changed or buffers or set(after) != kept or sources.of(after.values()) or self.changes_outside:
+            if changed or buffers or after.keys() != kept.keys() or sources.of(after.values()) or self.changes_outside:
                 self.stale, self.read_before, sources.read_at = len(sources.kinds), sources.read_at, {}
                 watch = AttributeWatch(self.shadow, changed, self._place, self.original)
                 output = self._pass(arguments, context)
@@ -158,7 +158,7 @@ class Tracer:
                 parameter.data = data
                 parameter.data.copy_(value)
         self._refuse_reentrant(output)
-        return self._structure(buffer_keys)
+        return self._structure(buffer_keys, kept)
 
     def _pass(self, arguments: tuple[Any, ...], context: Callable[[], Any] | None) -> Any:
         """Run the step once and return its output."""
@@ -335,7 +335,7 @@ class Tracer:
 
     # the resulting structure
 
-    def _structure(self, buffer_keys: dict[str, int]) -> ModuleStructure:
+    def _structure(self, buffer_keys: dict[str, int], kept: dict[str, tuple[Tensor, int, int]]) -> ModuleStructure:
         sources = self.sources
         for name, buffer in self.shadow.named_buffers():
             key = sources.key(buffer)
@@ -415,13 +415,19 @@ class Tracer:
                     changed=tuple((layer, number) in self.changed_outputs for number in range(len(leaves))),
                 )
             )
-        writers = {name: sources.written_at[key] for name, key in buffer_keys.items() if key in sources.written_at}
+        # other tensors only if writes to them, through ``.data``, go unnoticed
+        hidden = [
+            (path.rpartition(".")[0], key) for path, (t, key, before) in kept.items() if tensor_version(t) == before
+        ]
+        writers = {
+            name: sources.written_at[key] for name, key in (*buffer_keys.items(), *hidden) if key in sources.written_at
+        }
         return ModuleStructure(
             layers=self.layers,
             layer_names=tuple(names),
             readers=readers,
             outputs={self.step_name: tuple(outputs)},
-            buffer_writers=writers,
+            writers=writers,
             bypasses=tuple(bypasses),
             step_metrics=tuple(dict.fromkeys(self.step_metrics)),
             early_changes=tuple(self._early_changes(buffer_keys)),

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_holmes.comm import dtensor
-from lightning_holmes.comm.absent import Placeholder
+from lightning_holmes.comm.absent import Placeholder, bytes_of
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import set_trainer, trainer_of
 from lightning_holmes.pipeline import tree
-from lightning_holmes.pipeline.attributes import attribute_tensors, changes, snapshot, value_at
+from lightning_holmes.pipeline.attributes import attribute_tensors, changes, name_of, snapshot, value_at
 from lightning_holmes.pipeline.divisors import divisors_of
 from lightning_holmes.pipeline.object_state import is_plain
 from lightning_holmes.pipeline.replay import log_arguments
@@ -188,21 +188,21 @@ class Kept:
     def __init__(self, copy: pl.LightningModule) -> None:
         self._copy = copy
         self._values = snapshot(copy)
-        self._tensors = {path: (tensor, tensor_version(tensor)) for path, tensor in self._find_tensors().items()}
+        self._tensors = {p: (t, tensor_version(t), t.detach().clone()) for p, t in self._find_tensors().items()}
 
     def changed(self) -> dict[str, Any]:
         """The plain values and the tensors, but for buffers, the states of metrics and values of other stages, that have changed, by path."""
-        copy, kept = self._copy, {}
+        copy, kept, tensors = self._copy, {}, {}
         for owner, path in changes(self._values, snapshot(copy)):
             value = value_at(copy, owner, path)
             is_here = not any(isinstance(tensor, Placeholder) for tensor in tree.tensors_of(value))
             if is_here and is_plain(value) and not isinstance(copy.get_submodule(owner), Metric):
-                kept[".".join(filter(None, (owner, *path)))] = value
-        tensors = {}
+                kept[name_of(owner, *path)] = value
         for path, tensor in self._find_tensors().items():
-            before, version = self._tensors.get(path, (None, 0))
+            before, version, was = self._tensors.get(path, (None, 0, tensor))
             attribute, _, number = path.rpartition(".")
-            if attribute not in kept and (before is not tensor or version != tensor_version(tensor)):
+            is_same = before is tensor and version == tensor_version(tensor) and _has_same_values(tensor, was)
+            if attribute not in kept and not is_same:
                 tensors[attribute if number == "0" else path] = tensor.detach().clone()
         return kept | tensors
 
@@ -210,6 +210,12 @@ class Kept:
         metrics = tuple(f"{name}." for name, part in self._copy.named_modules() if isinstance(part, Metric))
         found = attribute_tensors(self._copy).items()
         return {p: t for p, t in found if type(t) is Tensor and not p.startswith(metrics) and not t.is_inference()}
+
+
+def _has_same_values(tensor: Tensor, before: Tensor) -> bool:
+    """Whether a tensor has kept its values: a write through ``.data`` moves no version."""
+    is_comparable = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
+    return not is_comparable or (tensor.shape == before.shape and torch.equal(bytes_of(tensor), bytes_of(before)))
 
 
 def gradients_of(parameters: Iterable[nn.Parameter], loss: Tensor) -> list[Tensor]:

@@ -57,22 +57,29 @@ class Saves(Net):
         self.found += [self.num_samples, float(self.mean)]
 
 
+class Meter:
+    total = 0.0
+    seen = torch.zeros(0)
+
+
 class Data(Net):
-    """Writes a buffer and a tensor through ``.data``, which moves no version counter."""
+    """Writes a buffer, and tensors too large for checksums, through ``.data``, which moves no version counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(4))
-        self.last = torch.zeros(4)
+        self.last, self.meter = torch.zeros(20_000), Meter()
+        self.meter.seen = torch.zeros(20_000)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self.layers(batch[0])
         self.mean.data.lerp_(out.detach().mean(0), 0.1)
-        self.last.data.copy_(out.detach()[0])
+        self.last.data[:4] = out.detach()[0]
+        self.meter.seen.data = out.detach().mean().repeat(20_000)
         return out.square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found += [*self.mean.tolist(), *self.last.tolist()]
+        self.found += [*self.mean.tolist(), *self.last[:4].tolist(), self.meter.seen[-1].item()]
 
 
 class Logs(Net):
@@ -199,10 +206,6 @@ class Counts(nn.Module):
         self.num_calls += 1
         self.mean.lerp_(loss.detach(), 0.5)
         return loss
-
-
-class Meter:
-    total = 0.0
 
 
 class Rows(Dataset[float]):
@@ -365,6 +368,11 @@ def test_a_count_that_begins_later_counts_microbatches_and_is_warned_of(tmp_path
         UserWarning, match="changes self.num_counted, which it did not in the first batch: it runs once for each of 2"
     ):
         run("counts", HolmesStrategy(num_microbatches=2), 1, str(tmp_path))
+
+
+def test_tensors_written_through_data_are_those_of_the_last_microbatch_and_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="leaves self.last, meter.seen on the module, once for each microbatch"):
+        run("data", HolmesStrategy(num_microbatches=2), 1, str(tmp_path))
 
 
 def test_gradients_of_one_rank_are_read_between_accumulated_batches(staged: dict[str, Any], tmp_path: Path) -> None:
