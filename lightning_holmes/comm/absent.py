@@ -312,7 +312,7 @@ def _tensors(value: Any) -> Sequence[Tensor]:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a dense tensor, or a copy if it is not contiguous."""
-    return GET_DATA(tensor).reshape(-1).view(torch.uint8)  # type: ignore[no-any-return]
+    return GET_DATA(tensor).resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)  # type: ignore[no-any-return]
 
 
 class AbsentParameter(nn.Parameter):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_holmes.comm.absent import bytes_of
 from lightning_holmes.comm.p2p import P2P
 from lightning_holmes.comm.wire import attributes_of, find_problem
 from lightning_holmes.errors import UnsupportedModuleError
@@ -171,15 +172,15 @@ class ModuleState:
         changed = {key for key in changed if key in new or not _is_below(key, new)}
         # a step's result brings plain tensors without waiting for the device
         attributes = {
-            k: v if keys is not None and is_plain(v) else tree.map_all_tensors(_to_host, v)
+            k: v if keys is not None and is_plain(v) else tree.map_all_tensors(to_host, v)
             for k, v in attributes.items()
             if k in changed
         }
-        buffers = {n: b.detach() if keys is not None else _to_host(b) for n, b in buffers.items() if (n, ()) in changed}
+        buffers = {n: b.detach() if keys is not None else to_host(b) for n, b in buffers.items() if (n, ()) in changed}
         metrics = {}
         for name, module in modules if keys is None else ():
             if isinstance(module, Metric):
-                metrics[name] = (tree.map_tensors(_to_host, module.metric_state), module.update_count)
+                metrics[name] = (tree.map_tensors(to_host, module.metric_state), module.update_count)
         return attributes, buffers, metrics
 
     def _apply(
@@ -219,18 +220,9 @@ class ModuleState:
         return tensor.to(self._device)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
+    """The values of a tensor in the host's memory, without autograd."""
     return tensor.detach().cpu()
-
-
-def _is_small_on_host(value: Tensor) -> bool:
-    """Whether comparing the values of a tensor costs next to nothing."""
-    plain = type(value) is Tensor and value.layout is torch.strided and not value.is_quantized
-    return plain and value.device.type == "cpu" and value.numel() * value.element_size() <= SMALL_BYTES
-
-
-def _bytes_of(value: Tensor) -> Any:
-    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data if value.numel() else b""
 
 
 def _bytes_below(value: Any) -> int:
@@ -257,18 +249,16 @@ class _Seen:
 
 
 def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dict[Key, Hashable]:
-    """The fingerprints of attributes by module and path, and of buffers by their whole name."""
+    """Hashable values that differ once a value has changed: of attributes by module and path, of buffers by their whole name."""
     # the attributes of an object have keys of their own
     found: dict[Key, Hashable] = {
-        key: _Seen(value) if is_looked_into(value) else _fingerprint(value) for key, value in attributes.items()
+        key: _Seen(value) if is_looked_into(value) else content(value, _of_tensor) for key, value in attributes.items()
     }
-    return found | {(name, ()): _fingerprint(buffer) for name, buffer in buffers.items()}
-
-
-def _fingerprint(value: Any) -> Hashable:
-    """A hashable value that differs once ``value`` has changed."""
-    return content(value, _of_tensor)
+    return found | {(name, ()): _of_tensor(buffer) for name, buffer in buffers.items()}
 
 
 def _of_tensor(tensor: Tensor) -> Hashable:
-    return _Seen(tensor, tensor_version(tensor)), zlib.crc32(_bytes_of(tensor)) if _is_small_on_host(tensor) else 0
+    """Describe a tensor, with its values where comparing them costs next to nothing."""
+    is_ordinary = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    is_cheap = is_ordinary and tensor.device.type == "cpu" and is_small(tensor)
+    return _Seen(tensor, tensor_version(tensor)), zlib.crc32(bytes_of(tensor).numpy().data) if is_cheap else 0

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_holmes.comm.wire import attributes_of, find_problem
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import FABRIC, TRAINER
 from lightning_holmes.torch_private import MODULE_REGISTRIES
 
@@ -30,7 +31,8 @@ Path = tuple[str, ...]
 
 _VALUES = (datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, enum.Enum)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic, Tensor, *_VALUES)
-CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
+_HPARAMS: type[Any] = type(pl.LightningModule().hparams)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict, _HPARAMS)
 _NOT_LOOKED_INTO = (
     nn.Module,
     Tensor,
@@ -61,7 +63,7 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     if depth > _MOST_DEEP:
         return False
     if type(value) in CONTAINERS:
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        inner = [*value, *value.values()] if isinstance(value, Mapping) else value
         return all(is_plain(v, depth + 1) or _can_be_sent(v, depth + 1) for v in inner)
     return isinstance(value, (dict, list, set, deque, tuple)) and _can_be_sent(value, depth)
 

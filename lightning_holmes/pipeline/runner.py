@@ -223,9 +223,13 @@ class Batch:
         self.runner.recorder.enter(run, microbatch)
         part = self.parts[microbatch]
         if self.settings is not None:  # a step that lowers a learning rate does so once a batch
-            change_settings(trainer_of(self.runner.module), [{}, *self.settings[1:]])
-        if len(self.pipeline.stages) > 1:  # a step may change its batch, and each stage starts the step anew
+            change_settings(trainer_of(self.runner.module), self.pipeline.parts, [{}, *self.settings[1:]])
+        if run.stage != self.pipeline.stages[-1]:  # a step may change its batch, and each stage starts the step anew
             part = tree.map_all_tensors(Tensor.clone, part)
+        elif (
+            len(self.parts) > 1
+        ):  # views of one tensor have one version, by which autograd would refuse the other's changes
+            part = tree.map_all_tensors(lambda tensor: tensor.data, part)
         with self.request.context():
             try:
                 yield part
@@ -239,8 +243,9 @@ class Batch:
 
     def _refuse_changed_options(self) -> None:
         """Refuse a step that has changed options that are ``fixed``, before its backward."""
-        changed = None if self.fixed is None else changed_settings(trainer_of(self.runner.module), self.fixed)
-        found = [key for values in (changed or [{}])[1:] for key in values]
+        trainer, parts = trainer_of(self.runner.module), self.pipeline.parts
+        changed = None if self.fixed is None else changed_settings(trainer, parts, self.fixed)
+        found = [key for values in (changed or [])[2:] for key in values]
         if found:
             raise UnsupportedModuleError(
                 f"{self.request.step_name} of {type(self.runner.module).__name__} changes {found[0]} of the optimizer, while optimizer nodes "

@@ -160,7 +160,8 @@ class PipelineModule:
         self.structure = structure
         self.partition = partition
         self.stages = tuple(stages)
-        self.notices_reads = not any(is_compiled(part) for part in self.module.modules())
+        self.parts = [*self.module.modules()]
+        self.notices_reads = not any(map(is_compiled, self.parts))
         """Whether outputs of non-local layers are placeholders that detect reads; compiled code cannot take these and
         gets plain NaN tensors."""
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}

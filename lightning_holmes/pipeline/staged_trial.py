@@ -64,7 +64,7 @@ class StagedTrial(Trial):
         found = []
         trained = [(parameter, parameter.requires_grad) for parameter in copy.parameters()]
         for batch in batches:
-            request = replace(self._request, batch=batch, seed=seed)
+            request = replace(self._request, batch=tree.map_all_tensors(Tensor.clone, batch), seed=seed)
             alone = refusing_collectives(copy, f"{type(copy).__name__}.{request.step_name}")
             with torch.no_grad(), torch.compiler.set_stance("force_eager"), alone:
                 result = driver.run(request)
@@ -150,15 +150,12 @@ class LaterTrials:
 
     def __init__(self) -> None:
         self._num_batches = 0
-        self._parts: list[nn.Module] = []
         self._modes = b""
 
-    def are_due(self, trainer: "pl.Trainer") -> bool:
-        """Whether to ask at this batch; called once a batch. The first has been tried before the module was divided."""
+    def are_due(self, trainer: "pl.Trainer", parts: Sequence[nn.Module]) -> bool:
+        """Whether to ask at this batch; called once a batch, with all modules. The first has been tried before the module was divided."""
         self._num_batches += 1
-        if not self._parts:
-            self._parts = list(trainer.lightning_module.modules())
-        before, self._modes = self._modes, bytes([part.training for part in self._parts])
+        before, self._modes = self._modes, bytes([part.training for part in parts])
         if self._num_batches == 1:
             return False
         starts_epoch = trainer.fit_loop.epoch_loop.batch_idx == 0

@@ -22,7 +22,7 @@ from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import BatchSplitter, microbatches_argument, splits_itself
 from lightning_holmes.pipeline.checksum import Checksum
 from lightning_holmes.pipeline.divisors import Divisors
-from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.module_state import ModuleState, to_host
 from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws, OwnGenerators, States, set_states, states_of
 from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
@@ -149,7 +149,7 @@ class StepDriver:
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         repeats = count > 1 or len(self.pipeline.stages) > 1  # this rank starts the step several times
         trainer = trainer if self._is_staged or repeats or request.fixes_options else None
-        settings = None if trainer is None else settings_of(trainer)
+        settings = None if trainer is None else settings_of(trainer, self.pipeline.parts)
         draws, is_in_parts = None, count > 1 or self.pipeline.num_stages > 1
         if self._generators and is_in_parts:
             draws = OwnDraws(place, self._generators, states_of(self._generators), splits=count > 1)
@@ -212,7 +212,9 @@ class StepDriver:
             self._compare_values(*each)
         if divisors is not None and self.has_last_stage:
             self._compare_divisors(request, divisors, weights)
-        changed = changed_settings(trainer, settings) if settings is not None and self._is_staged else None
+        changed = None if settings is None else changed_settings(trainer, self.pipeline.parts, settings)
+        if settings is not None and not self.has_last_stage:  # a step may set back after its layers what it has changed
+            change_settings(trainer, self.pipeline.parts, [{}, *settings[1:]])
         with labelled(lambda: "holmes: wait for the last stage's output"):
             return self._share(batch, sizes, weights, window, changed, draws)
 
@@ -312,7 +314,7 @@ class StepDriver:
         """Send the log calls of this rank's stages, and what they have drawn, to the last stage, early enough that it does not wait."""
         if not self.has_last_stage:
             assert self.p2p is not None
-            calls = [replace(c, value=tree.map_tensors(_detached_on_host, c.value)) for c in self.runner.recorder.calls]
+            calls = [replace(c, value=tree.map_tensors(to_host, c.value)) for c in self.runner.recorder.calls]
             self.p2p.send_message(self.last_rank, TOPIC_CALLS, (calls, {} if draws is None else draws.before_layers))
 
     def _compare_divisors(self, request: StepRequest, divisors: Divisors, weights: list[float]) -> None:
@@ -368,7 +370,7 @@ class StepDriver:
             assert p2p is not None
             last = self.last_rank
             template, specs, changed, drawn = p2p.receive_message(last, TOPIC_RESULT)
-            change_settings(trainer_of(self.module), changed)
+            change_settings(trainer_of(self.module), self.pipeline.parts, changed)
             set_states(self._generators, drawn)
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
             p2p.broadcast(last, leaves)
@@ -401,7 +403,7 @@ class StepDriver:
                 """Pack a tensor into the message, except one on the device: it is broadcast separately, without
                 waiting for its values."""
                 if not p2p.broadcasts or tensor.device != self.device or tensor.layout is not torch.strided:
-                    return _detached_on_host(tensor)
+                    return to_host(tensor)
                 leaves.append(tensor.detach().contiguous())
                 return tree.Leaf(len(leaves) - 1)
 
@@ -422,7 +424,3 @@ def _other_batch(p2p: P2P, axis: str) -> ConfigurationError:
         f"random numbers differ, broadcast_batch=True lets the first stage load and send; of data that shard themselves that would lose "
         f"what the other stages have read"
     )
-
-
-def _detached_on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu()

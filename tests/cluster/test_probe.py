@@ -189,11 +189,7 @@ def over_ethernet(**sizes: int) -> Topology:
 
 
 def result_of(*, rate: float | None = 1e8, error: str | None = None) -> ProbeResult:
-    return ProbeResult(
-        latency_s=None if error else 1e-4,
-        bandwidth_bytes_per_s=None if error else rate,
-        error=error,
-    )
+    return ProbeResult(latency_s=None if error else 1e-4, bandwidth_bytes_per_s=None if error else rate, error=error)
 
 
 def test_each_class_of_link_is_measured_once() -> None:

@@ -174,6 +174,7 @@ STATES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any], Callabl
     "counter": (collections.Counter, lambda m, loss: m.kept.update(steps=1), lambda kept: float(kept["steps"])),
     "set": (set, lambda m, loss: m.kept.add(loss.item()), lambda kept: float(sum(kept))),
     "nested": (lambda: {"a": [0.0]}, lambda m, loss: m.kept["a"].append(loss.item()), lambda kept: sum(kept["a"])),
+    "large": (lambda: torch.zeros(20_000), lambda m, loss: m.kept.data.fill_(loss.item()), lambda kept: float(kept[0])),
     "buffer": (Kept, lambda m, loss: m.kept.add(loss), float),
     "data": (lambda: Kept(data=True), lambda m, loss: m.kept.add(loss), float),
     "metric": (MeanMetric, lambda m, loss: m.kept.update(loss.float()), lambda kept: float(kept.compute())),
@@ -248,8 +249,10 @@ LATER: dict[str, Callable[[Any, Tensor], Any]] = {
     "sums": lambda m, loss: dist.all_reduce(loss.detach().clone()) if dist.is_initialized() else None,
     "rate": lambda m, loss: _decay(m.trainer, m),
     "rate at start": lambda m, loss: None,  # see training_step
+    "changes batch": lambda m, loss: None,  # see loss
     "scaled": lambda m, loss: loss,
     "stops": lambda m, loss: setattr(m.trainer, "should_stop", True),
+    "switches": lambda m, loss: m.layers[0].train(m.global_step % 2 == 0) and None,
     "draws": lambda m, loss: 0.1 * m.late_generator.random() * loss,
     "gathers": lambda m, loss: 0 * m.all_gather(loss.detach()).sum(),
 }
@@ -760,6 +763,8 @@ class Fuzzed(pl.LightningModule):
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         x, y, more = unpack(self.traits, batch)
+        if self.traits["later"] == "changes batch" and x.is_floating_point():
+            x.mul_(0.5)
         out = self(x)
         loss = LOSSES[self.traits["loss"]](self, out, y)
         if self.traits["batch"] == "unlike":

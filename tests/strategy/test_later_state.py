@@ -82,6 +82,53 @@ class Data(Net):
         self.found += [*self.mean.tolist(), *self.last[:4].tolist(), self.meter.seen[-1].item()]
 
 
+class Changes(Net):
+    """Changes its batch: in place, and by a further entry, before which it may not run a second time."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        batch.append(x.sub_(0.5).mul_(2))
+        return self.layers(x).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found += [float(batch[0].norm()), float(outputs["loss"])]
+
+
+class Sets(Net):
+    """Sets values of its hyperparameters and of the trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"num_steps": 0})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.hparams["num_steps"] += 1
+        self.trainer.last_loss = loss.item()
+        return loss
+
+    def on_train_start(self) -> None:
+        self.trainer.last_loss = 0.0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found += [self.hparams["num_steps"], self.trainer.last_loss]
+
+
+class Switches(Net):
+    """Sets all to evaluation before its layers, and back after them; from the third batch on the first layer stays so."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        factor = 1 + sum(part.training for part in self.modules())
+        self.eval()
+        loss = self.layers(factor * batch[0]).square().mean()
+        self.train()
+        self.layers[0].train(self.global_step < 2)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.found += [sum(part.training for part in self.modules()), float(outputs["loss"])]
+
+
 class Logs(Net):
     """Uses the logger from the third batch on."""
 
@@ -171,18 +218,6 @@ class Draws(Net):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.found.append(float(outputs["loss"]))
-
-
-class DrawsLater(Draws):
-    made_in = "epoch 1"
-
-
-class DrawsAtABatch(Draws):
-    made_in = "batch"
-
-
-class DrawsLazily(Draws):
-    made_in = "step"
 
 
 class Accumulates(Net):
@@ -281,19 +316,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+DRAWS = {"draws later": "epoch 1", "draws at a batch": "batch", "draws lazily": "step"}
 CASES = {
-    "accumulates": Accumulates,
-    "draws later": DrawsLater,
-    "draws at a batch": DrawsAtABatch,
-    "draws lazily": DrawsLazily,
-    "mines": Mines,
-    "transfers": Transfers,
-    "saves": Saves,
-    "data": Data,
-    "logs": Logs,
-    "samples": Samples,
-    "meets": Meets,
+    kind.__name__.lower(): kind
+    for kind in (Accumulates, Changes, Data, Logs, Meets, Mines, Samples, Saves, Sets, Switches, Transfers)
 }
+CASES |= {name: type("Draws", (Draws,), {"made_in": place}) for name, place in DRAWS.items()}
 
 
 def run(name: str, strategy: Any, devices: int, folder: str) -> list[Any] | str:
@@ -326,6 +354,10 @@ def run_all(folder: str) -> dict[str, Any]:
     found = {name: run(name, HolmesStrategy(pipeline_parallel_size=2), 2, f"{folder}/{name}") for name in CASES}
     for name in (*READS, *DOES):
         found[name] = run(name, HolmesStrategy(pipeline_parallel_size=2, **OPTIONS.get(name, {})), 2, folder)
+    for chunks, name in enumerate(("changes in microbatches", "changes in chunks"), start=1):
+        schedule = "breadth_first" if chunks > 1 else "1f1b"
+        split = HolmesStrategy(pipeline_parallel_size=2, num_chunks=chunks, num_microbatches=2, schedule=schedule)
+        found[name] = run("changes", split, 2, folder)
     sharded = HolmesStrategy(pipeline_parallel_size=1, sharding="parameters")
     return found | {"meets in shards": run("meets", sharded, 2, folder)}
 
@@ -336,10 +368,17 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["saves", "data", "mines", "draws later", "draws at a batch", *READS])
+@pytest.mark.parametrize(
+    "name", ["saves", "data", "sets", "switches", "mines", "draws later", "draws at a batch", *READS]
+)
 def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
     plain = run(name, "auto", 1, str(tmp_path))
     assert plain and staged[name] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["changes", "changes in microbatches", "changes in chunks"])
+def test_a_step_may_change_its_batch(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
+    assert staged[name] == pytest.approx(run("changes", "auto", 1, str(tmp_path)), rel=1e-5)
 
 
 def test_ranks_that_read_alone_come_to_a_collective_with_all_others(staged: dict[str, Any], tmp_path: Path) -> None:
@@ -382,7 +421,7 @@ def test_gradients_of_one_rank_are_read_between_accumulated_batches(staged: dict
 
 
 def test_a_generator_that_a_step_makes_is_refused_by_name(staged: dict[str, Any]) -> None:
-    assert "DrawsLazily.training_step makes self.rng, a generator of its own" in staged["draws lazily"]
+    assert "Draws.training_step makes self.rng, a generator of its own" in staged["draws lazily"]
 
 
 def test_evaluation_steps_without_an_index_draw_other_numbers_in_each_batch_and_epoch(staged: dict[str, Any]) -> None:

@@ -201,8 +201,9 @@ def main(folder: Path, options: dict[str, Any]) -> None:
     attempt = options.get("attempt", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if options.get("grows"):  # torchrun does not count a restart that only adds hosts
         attempt = str(len(list(folder.glob(f"losses.{os.environ['RANK']}.*"))))
-        if os.environ["WORLD_SIZE"] == "1" and attempt == "2":  # torchrun has not yet noticed that the host is back
-            signal.pause()  # until torchrun notices it and ends this process
+    late = ("0", "2") if options.get("grows") else ("0",)
+    if int(os.environ["WORLD_SIZE"]) < options["num_nodes"] and attempt in late:  # the other host is late, or back
+        signal.pause()  # until torchrun notices it and ends this process
     kill = attempt == "0" and os.environ["RANK"] == str(options.get("kill_rank"))
     if os.environ["RANK"] == str(options.get("waits_for_cut")):
         write_when_the_link_is_cut()
