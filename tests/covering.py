@@ -10,7 +10,7 @@ which `make exhaustive` exists.
 import os
 from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -49,16 +49,11 @@ def pairwise(
     return chosen
 
 
-def selected(
-    rows: Sequence[Row],
-    *,
-    cost: Callable[[Row], float] = lambda row: 1.0,
-    needed: Callable[[Level, Level], bool] = lambda one, other: True,
-) -> list[Row]:
-    """Return the rows to run: the pairwise selection, or under `make exhaustive` all ``rows`` or the requested part
+def selected(rows: Sequence[Row], **options: Any) -> list[Row]:
+    """Return the rows to run: the selection of :func:`pairwise`, with its options, or under `make exhaustive` all ``rows`` or the requested part
     of them."""
     if not EXHAUSTIVE:
-        return pairwise(rows, cost=cost, needed=needed)
+        return pairwise(rows, **options)
     part, parts = map(int, EXHAUSTIVE.split("/"))
     return list(rows[part - 1 :: parts])
 

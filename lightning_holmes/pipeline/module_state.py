@@ -5,6 +5,7 @@ hooks that may read such values, the rank that owns an attribute sends it to the
 any class counts by its attributes (object_state.py).
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -186,16 +187,16 @@ class ModuleState:
     def _apply(
         self, attributes: dict[Key, Any], buffers: dict[str, Tensor], metrics: dict[str, tuple[dict[str, Any], int]]
     ) -> None:
-        module = self._pipeline.module
+        module, to_device = self._pipeline.module, functools.partial(Tensor.to, device=self._device)
         for name, buffer in buffers.items():
             owner_name, _, key = name.rpartition(".")
-            registered_buffers(module.get_submodule(owner_name))[key] = self._to_device(buffer)
+            registered_buffers(module.get_submodule(owner_name))[key] = to_device(buffer)
         for (name, path), value in attributes.items():
             owner: Any = module.get_submodule(name)
             for part in path[:-1]:
                 owner = attributes_of(owner)[part]
             present = attributes_of(owner).get(path[-1])
-            value = merge(present, tree.map_all_tensors(self._to_device, value))
+            value = merge(present, tree.map_all_tensors(to_device, value))
             if value is present:
                 continue
             if isinstance(owner, nn.Module):
@@ -206,7 +207,7 @@ class ModuleState:
             metric = module.get_submodule(name)
             assert isinstance(metric, Metric)
             for key, value in state.items():
-                setattr(metric, key, tree.map_tensors(self._to_device, value))
+                setattr(metric, key, tree.map_tensors(to_device, value))
             set_update_count(metric, count)
 
     def _unsendable(self, key: Key, value: Any) -> tuple[str, str, str] | None:
@@ -215,9 +216,6 @@ class ModuleState:
             if is_looked_into(inner) and (problem := find_problem(type(inner))):
                 return name_of(key[0], *path), type(inner).__qualname__, problem
         return None
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -259,6 +257,7 @@ def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dic
 
 def _of_tensor(tensor: Tensor) -> Hashable:
     """Describe a tensor, with its values where comparing them costs next to nothing."""
-    is_ordinary = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    is_cheap = is_ordinary and tensor.device.type == "cpu" and is_small(tensor)
-    return _Seen(tensor, tensor_version(tensor)), zlib.crc32(bytes_of(tensor).numpy().data) if is_cheap else 0
+    plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
+    return _Seen(tensor, tensor_version(tensor)), plain and is_small(tensor) and zlib.crc32(
+        bytes_of(tensor).numpy().data
+    )

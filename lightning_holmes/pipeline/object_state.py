@@ -31,8 +31,8 @@ Path = tuple[str, ...]
 
 _VALUES = (datetime.date, datetime.time, datetime.timedelta, pathlib.PurePath, enum.Enum)
 PLAIN = (type(None), bool, int, float, complex, str, bytes, np.ndarray, np.generic, Tensor, *_VALUES)
-_HPARAMS: type[Any] = type(pl.LightningModule().hparams)
-CONTAINERS = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict, _HPARAMS)
+CONTAINERS: Any = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict)
+CONTAINERS += (type(pl.LightningModule().hparams),)
 _NOT_LOOKED_INTO = (
     nn.Module,
     Tensor,

@@ -243,8 +243,7 @@ class Batch:
 
     def _refuse_changed_options(self) -> None:
         """Refuse a step that has changed options that are ``fixed``, before its backward."""
-        trainer, parts = trainer_of(self.runner.module), self.pipeline.parts
-        changed = None if self.fixed is None else changed_settings(trainer, parts, self.fixed)
+        changed = self.fixed and changed_settings(trainer_of(self.runner.module), self.pipeline.parts, self.fixed)
         found = [key for values in (changed or [])[2:] for key in values]
         if found:
             raise UnsupportedModuleError(

@@ -147,6 +147,7 @@ class PipelineModule:
         self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Source]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
         self._elsewhere: dict[str, tuple[Source, bool]] = {}  # and whether reads are noticed
+        self.parts = [*module.modules()]
         self.divide(structure, partition, stages)
 
     @classmethod
@@ -160,7 +161,6 @@ class PipelineModule:
         self.structure = structure
         self.partition = partition
         self.stages = tuple(stages)
-        self.parts = [*self.module.modules()]
         self.notices_reads = not any(map(is_compiled, self.parts))
         """Whether outputs of non-local layers are placeholders that detect reads; compiled code cannot take these and
         gets plain NaN tensors."""

@@ -172,7 +172,5 @@ def test_a_process_of_this_machine_that_has_ended_is_lost_in_seconds(monkeypatch
         ranks.tick({0}, 3)
         assert ranks.beats[0].lost is None
         ranks.tick({0}, 1)
-        assert ranks.beats[0].lost == (
-            1,
-            "nothing has been heard of rank 1 on host b1, in step 11, for 3 s: its process has ended",
-        )
+        said = "nothing has been heard of rank 1 on host b1, in step 11, for 3 s: its process has ended"
+        assert ranks.beats[0].lost == (1, said)

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import SimulatedPipeline, simulated
 from tanh_net import TanhNet
 from torch import Tensor
 from torch.profiler import profile
 
-from lightning_holmes.checking import first_step, simulated_pipeline
+from lightning_holmes.checking import first_step
 from lightning_holmes.checking.in_turns import LocalP2P
 from lightning_holmes.comm.parameter_exchange import LocalExchange
 from lightning_holmes.pipeline import runner
-from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.device_calls import DeviceCalls
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import PipelineRunner
 from lightning_holmes.pipeline.steps import StepDriver
-from lightning_holmes.plan.partition import make_partition
 from lightning_holmes.plan.schedule import SCHEDULE_NAMES, SCHEDULES, Action, Op, make_schedule
 from lightning_holmes.torch_private import profiling_all_threads
 
@@ -71,18 +70,12 @@ class Exchange(LocalExchange):
 def pipeline_of(schedule: str, size: int, chunks: int):
     """Yield the ranks of a pipeline over :class:`TanhNet` in this process, the module, and a batch."""
     torch.manual_seed(0)
-    module, splitter, batch = TanhNet(), BatchSplitter(), torch.randn(6, 4)
+    module, batch = TanhNet(), torch.randn(6, 4)
     with first_step.attached(module):
-        structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
-        partition = make_partition("uniform", 4, size * chunks)
-        yield (
-            simulated_pipeline._SimulatedPipeline(module, structure, partition, size, schedule, chunks, splitter),
-            module,
-            batch,
-        )
+        yield simulated(module, batch, size, schedule, chunks), module, batch
 
 
-def run(pipeline: simulated_pipeline._SimulatedPipeline, batch: Tensor, *, trains: bool) -> list[Recorder]:
+def run(pipeline: SimulatedPipeline, batch: Tensor, *, trains: bool) -> list[Recorder]:
     """Run one step on all ranks in turn."""
 
     def scales(weights: Sequence[float]) -> Callable[[], list[float]]:

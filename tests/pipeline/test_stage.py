@@ -6,21 +6,20 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from simulated import structure_of
 from tanh_net import TanhNet
 
-from lightning_holmes.checking import first_step, simulated_pipeline
+from lightning_holmes.checking import first_step
 from lightning_holmes.comm import dtensor
 from lightning_holmes.errors import HolmesError
-from lightning_holmes.pipeline.batch import BatchSplitter
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.plan.partition import make_partition
 
 
 def installed(module: LightningModule, num_stages: int) -> PipelineModule:
     """Install and return the first stage of the module's pipeline."""
-    splitter = BatchSplitter()
     with first_step.attached(module):
-        structure = simulated_pipeline._structure({"training_step": module}, torch.randn(4, 4), "auto", splitter)
+        structure = structure_of(module, torch.randn(4, 4))
     partition = make_partition("uniform", structure.num_layers, num_stages)
     pipeline = PipelineModule(module, structure, partition, (0,), torch.device("cpu"))
     pipeline.install()

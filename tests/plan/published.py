@@ -4,7 +4,7 @@ This module owns the tables (TFLOPS per A100, hardware FLOPs with recomputation)
 one constant: the share of peak that matrix products reach. Only the homogeneous InfiniBand rows of Holmes are used
 for the fit; all other rows are predicted.
 
-    fit = fit_efficiencies()
+    fit = fit_efficiency()
     for row in predict_published(fit): print(row.row.name, row.predicted_tflops, row.error)
     for row in ZERO3_ROWS: print(row.name, predict_row(row, fit).error, predict_row(through_one_card(row), fit).error)
 
@@ -63,6 +63,7 @@ _LOGIT_FORWARD_BYTES, _LOGIT_BACKWARD_BYTES = 34.0, 14.0
 # finite (8), their norm (4), Adam (28), and the masters to half precision (6). Megatron-LM's optimizer.py, for fp16.
 _UPDATE_BYTES = 26.0
 _BATCH = 512
+Kind = Literal["infiniband", "roce", "ethernet"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ class PublishedRow:
     hosts: int
     batch: int
     microbatch: int
-    kind: Literal["infiniband", "roce", "ethernet"]
+    kind: Kind
     bandwidth_bytes_per_s: float
     tflops: float
     source: str
@@ -101,30 +102,14 @@ class PredictedRow:
         return self.predicted_tflops / self.row.tflops - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Efficiencies:
-    """The fitted constant: the share of the data sheet's peak that matrix products reach."""
-
-    compute: float
-
-
-def _holmes(
-    hosts: int, kind: Literal["infiniband", "roce", "ethernet"], tflops: float, batch: int = _BATCH
-) -> PublishedRow:
-    return PublishedRow(
+def _holmes(hosts: int, kind: Kind, tflops: float, batch: int = _BATCH) -> PublishedRow:
+    return replace(
+        _megatron("3.6", 3072, 30, 32, 1, 2, 8 * hosts, batch, tflops),
         name=f"Holmes 3.6 B, {hosts} nodes, {kind}",
-        hidden=3072,
-        layers=30,
-        heads=32,
-        tensor=1,
-        pipeline=2,
-        hosts=hosts,
-        batch=batch,
-        microbatch=4,
         kind=kind,
         bandwidth_bytes_per_s=(25 if kind == "ethernet" else 200) * _GBIT,
-        tflops=tflops,
         source="arXiv 2312.03549",
+        scores_in_memory=False,
         fitted=kind == "infiniband",
     )
 
@@ -199,48 +184,58 @@ PUBLISHED_ROWS: tuple[PublishedRow, ...] = (
 )
 
 
+def of_products(forward: float, products: int, moved: float, moved_back: float, **more: float) -> LayerCost:
+    """Return the cost of a layer whose backward computes twice as much as its forward, with twice as many products; ``moved``: bytes."""
+    return LayerCost(
+        forward=forward,
+        backward=2 * forward,
+        forward_products=products,
+        backward_products=2 * products,
+        forward_moved_bytes=moved,
+        backward_moved_bytes=moved_back,
+        **more,
+    )
+
+
+def language_model(
+    layers: int, layer: LayerCost, head: LayerCost, *, tokens: int, name: str, shared_bytes: float = 0.0
+) -> ModelCost:
+    """Return the cost of a table of words, equal layers and a head, with one sequence of ``tokens`` per microbatch."""
+    table = LayerCost(
+        forward=0.0, backward=0.0, parameter_bytes=head.parameter_bytes, activation_bytes=layer.activation_bytes
+    )
+    return ModelCost(
+        microbatch_samples=1,
+        before=table,
+        layers=(layer,) * layers,
+        after=head,
+        shared_bytes=shared_bytes,
+        tokens_per_sample=tokens,
+        name=name,
+    )
+
+
 def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int = 2048) -> ModelCost:
     """Return the cost of a GPT in half precision, with one sample per microbatch, by the usual formulas (SC21,
     section 5.1)."""
     forward = 24.0 * sequence * hidden**2 + 4.0 * sequence**2 * hidden
-    crossing = 2.0 * sequence * hidden
-    layer = LayerCost(
-        forward=forward,
-        backward=2 * forward,
-        forward_products=4,
-        backward_products=8,
-        forward_moved_bytes=_MOVED_FORWARD_BYTES * sequence * hidden,
-        backward_moved_bytes=_MOVED_BACKWARD_BYTES * sequence * hidden,
-        parameter_bytes=24.0 * hidden**2,
-        activation_bytes=crossing,
-        held_bytes=34.0 * sequence * hidden,  # Korthikanti et al. 2022, table 2, without attention scores
-        undivided_bytes=10.0 * sequence * hidden,
-    )
-    head, table = 2.0 * sequence * hidden * vocabulary, 2.0 * vocabulary * hidden
-    return ModelCost(
-        microbatch_samples=1,
-        before=LayerCost(forward=0.0, backward=0.0, parameter_bytes=table, activation_bytes=crossing),
-        layers=(layer,) * layers,
-        after=LayerCost(
-            forward=head,
-            backward=2 * head,
-            forward_products=1,
-            backward_products=2,
-            forward_moved_bytes=_LOGIT_FORWARD_BYTES * sequence * vocabulary,
-            backward_moved_bytes=_LOGIT_BACKWARD_BYTES * sequence * vocabulary,
-            parameter_bytes=table,
-            held_bytes=6.0 * sequence * vocabulary,
-        ),
-        shared_bytes=table,
-        tokens_per_sample=sequence,
-        name=f"GPT {hidden} x {layers}",
-    )
+    values, logits, table = float(sequence * hidden), float(sequence * vocabulary), 2.0 * vocabulary * hidden
+    held = {
+        "held_bytes": 34 * values,
+        "undivided_bytes": 10 * values,
+    }  # Korthikanti et al. 2022, table 2, without attention scores
+    moved, moved_back = _MOVED_FORWARD_BYTES * values, _MOVED_BACKWARD_BYTES * values
+    sizes = {"parameter_bytes": 24.0 * hidden**2, "activation_bytes": 2 * values}
+    layer = of_products(forward, 4, moved, moved_back, **sizes, **held)
+    moved, moved_back = _LOGIT_FORWARD_BYTES * logits, _LOGIT_BACKWARD_BYTES * logits
+    head = of_products(2 * hidden * logits, 1, moved, moved_back, parameter_bytes=table, held_bytes=6 * logits)
+    return language_model(layers, layer, head, tokens=sequence, name=f"GPT {hidden} x {layers}", shared_bytes=table)
 
 
-def predict_row(row: PublishedRow, efficiencies: Efficiencies) -> PredictedRow:
+def predict_row(row: PublishedRow, efficiency: float) -> PredictedRow:
     """Return the cost model's TFLOPS per GPU for a row."""
     base = DEVICE_TYPES["A100-80GB"]
-    device: DeviceType = replace(base, efficiency=efficiencies.compute)
+    device: DeviceType = replace(base, efficiency=efficiency)
     cards = (Nic(name="card", kind=row.kind, bandwidth_bytes_per_s=row.bandwidth_bytes_per_s),)
     hosts = tuple(Host(name=f"h{index}", devices=8, nics=cards) for index in range(row.hosts))
     topology = Topology(clusters=(Cluster(name="all", hosts=hosts),))
@@ -291,10 +286,10 @@ def with_recomputation(model: ModelCost) -> ModelCost:
     return replace(model, layers=tuple(again) * model.num_layers)
 
 
-def hybrid_costs(hosts: int, efficiencies: Efficiencies, *, speeds: tuple[float, float] | None = None) -> CostModel:
+def hybrid_costs(hosts: int, efficiency: float, *, speeds: tuple[float, float] | None = None) -> CostModel:
     """Return the costs of Holmes' 3.6 B model on this many InfiniBand and as many RoCE hosts, which are equally fast,
     or compute whole layers at these FLOP/s."""
-    device = replace(DEVICE_TYPES["A100-80GB"], efficiency=efficiencies.compute)
+    device = replace(DEVICE_TYPES["A100-80GB"], efficiency=efficiency)
     assert device.moved_bytes_per_s is not None
     kinds: tuple[Literal["infiniband", "roce"], ...] = ("infiniband", "roce")
     topology = Topology(
@@ -344,22 +339,22 @@ def _with_scores(model: ModelCost, row: PublishedRow, device: DeviceType) -> Mod
     return replace(model, layers=(slower,) * model.num_layers)
 
 
-def fit_efficiencies(rows: Sequence[PublishedRow] = PUBLISHED_ROWS) -> Efficiencies:
+def fit_efficiency(rows: Sequence[PublishedRow] = PUBLISHED_ROWS) -> float:
     """Return the constant with the least sum of squared relative errors on the rows that may be fitted; between 0.05
     and 1."""
     fitted = [row for row in rows if row.fitted]
 
     def loss(compute: float) -> float:
-        return sum(predict_row(row, Efficiencies(compute=compute)).error ** 2 for row in fitted)
+        return sum(predict_row(row, compute).error ** 2 for row in fitted)
 
     low, high = 0.05, 1.0
     for _ in range(5):  # a grid, refined
         grid = [low + (high - low) * step / 10 for step in range(11)]
         best = min(range(11), key=lambda index: loss(grid[index]))
         low, high = grid[max(0, best - 1)], grid[min(10, best + 1)]
-    return Efficiencies(compute=(low + high) / 2)
+    return (low + high) / 2
 
 
-def predict_published(efficiencies: Efficiencies) -> tuple[PredictedRow, ...]:
+def predict_published(efficiency: float) -> tuple[PredictedRow, ...]:
     """Return every row with its prediction; row.fitted marks those that were fitted."""
-    return tuple(predict_row(row, efficiencies) for row in PUBLISHED_ROWS)
+    return tuple(predict_row(row, efficiency) for row in PUBLISHED_ROWS)

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from published import language_model, of_products
+
 from lightning_holmes.cluster.topology import Cluster, Host, Nic, Topology
 from lightning_holmes.plan.cost_model import CostModel
 from lightning_holmes.plan.device_type import DEVICE_TYPES
-from lightning_holmes.plan.layer_cost import LayerCost, ModelCost
+from lightning_holmes.plan.layer_cost import ModelCost
 from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.prediction import predict
 from lightning_holmes.plan.route import REACHED, Network
@@ -51,35 +53,11 @@ def llama_cost() -> ModelCost:
     weights = 2 * _HIDDEN**2 + 2 * _HIDDEN * _KEYS + 3 * _HIDDEN * _MLP
     forward = _TOKENS * (2.0 * weights + 2.0 * _TOKENS * _HIDDEN)
     moved = _TOKENS * (_MOVED * _HIDDEN + _MOVED_MLP * _MLP)
-    crossing, head = 2.0 * _TOKENS * _HIDDEN, 2.0 * _TOKENS * _HIDDEN * _WORDS
-    layer = LayerCost(
-        forward=forward,
-        backward=2 * forward,
-        forward_products=9,
-        backward_products=18,
-        forward_moved_bytes=moved,
-        backward_moved_bytes=2 * moved,
-        parameter_bytes=2.0 * weights,
-        activation_bytes=crossing,
-        held_bytes=_TOKENS * (12.0 * _HIDDEN + 6.0 * _MLP),
-    )
-    table = 2.0 * _WORDS * _HIDDEN
-    return ModelCost(
-        microbatch_samples=1,
-        before=LayerCost(forward=0.0, backward=0.0, parameter_bytes=table, activation_bytes=crossing),
-        layers=(layer,) * _LAYERS,
-        after=LayerCost(
-            forward=head,
-            backward=2 * head,
-            forward_products=1,
-            backward_products=2,
-            forward_moved_bytes=8.0 * _TOKENS * _WORDS,
-            backward_moved_bytes=8.0 * _TOKENS * _WORDS,
-            parameter_bytes=table,
-        ),
-        tokens_per_sample=_TOKENS,
-        name="Llama 3.1 405B",
-    )
+    sizes = {"parameter_bytes": 2.0 * weights, "activation_bytes": 2.0 * _TOKENS * _HIDDEN}
+    layer = of_products(forward, 9, moved, 2 * moved, held_bytes=_TOKENS * (12.0 * _HIDDEN + 6.0 * _MLP), **sizes)
+    logits, table = 8.0 * _TOKENS * _WORDS, 2.0 * _WORDS * _HIDDEN
+    head = of_products(_TOKENS * table, 1, logits, logits, parameter_bytes=table)
+    return language_model(_LAYERS, layer, head, tokens=_TOKENS, name="Llama 3.1 405B")
 
 
 def predict_llama(row: LlamaRow) -> float:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from blocking_sends import blocking_step_s
-from published import ZERO3_ROWS, fit_efficiencies, hybrid_costs, predict_published, predict_row, through_one_card
+from published import ZERO3_ROWS, fit_efficiency, hybrid_costs, predict_published, predict_row, through_one_card
 from published_h100 import LLAMA_ROWS, predict_llama
 
 from lightning_holmes.plan.device_type import DEVICE_TYPES
@@ -14,13 +14,13 @@ from lightning_holmes.plan.partition import Partition
 from lightning_holmes.plan.run_shape import Layout, RunShape
 from lightning_holmes.plan.search.comparison import assign_layers
 
-FIT = fit_efficiencies()
+FIT = fit_efficiency()
 DOCS = Path(__file__).parents[2] / "docs" / "predictions.md"
 
 
 def test_the_a100_has_the_fitted_constant_and_other_types_say_that_theirs_is_assumed() -> None:
     for name in ("A100-40GB", "A100-80GB"):
-        assert DEVICE_TYPES[name].efficiency == round(FIT.compute, 3)
+        assert DEVICE_TYPES[name].efficiency == round(FIT, 3)
         assert "fitted" in DEVICE_TYPES[name].efficiency_source and "2312.03549" in DEVICE_TYPES[name].efficiency_source
     others = [entry for name, entry in DEVICE_TYPES.items() if name not in ("A100-40GB", "A100-80GB")]
     assert {(entry.efficiency, entry.efficiency_source) for entry in others} == {(0.6, "assumed"), (0.7, "assumed")}
@@ -29,7 +29,7 @@ def test_the_a100_has_the_fitted_constant_and_other_types_say_that_theirs_is_ass
 def test_the_documented_errors_are_the_models() -> None:
     text = DOCS.read_text(encoding="utf-8")
     fit = FIT
-    assert f"({fit.compute:.3f})" in text
+    assert f"({fit:.3f})" in text
     rows = predict_published(fit)
     print()
     for entry in rows:

@@ -78,12 +78,23 @@ class GivesBonus(Callback):
 
 
 class ChangesTrainer(Net):
-    """Its step changes the learning rate and the trainer: once a batch, although the step is also tried beforehand."""
+    """Its step changes the learning rate, the trainer, a value of the user's there, and hyperparameters: once a batch, although the step is
+    also tried beforehand."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
         self.trainer.should_stop = self.trainer.global_step == 5
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.total += loss.item()  # type: ignore[attr-defined]
+        self.hparams["num_steps"] += 1
+        return loss
+
+    def on_train_start(self) -> None:
+        self.save_hyperparameters({"num_steps": 0})
+        self.trainer.total = 0.0  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("of_steps", self.trainer.total + self.hparams["num_steps"])  # type: ignore[attr-defined]
 
 
 class ReadsElsewhere(Net):

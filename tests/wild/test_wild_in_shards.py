@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from groups_alone import ALONE
+from simulated import SimulatedPipeline, structure_of
 from torch import Tensor
 from wild.test_wild_modules import plain_loop
 from wild.wild_modules import CASES, Case
 
-from lightning_holmes.checking import first_step, simulated_pipeline
+from lightning_holmes.checking import first_step
 from lightning_holmes.comm.absent import HeldParameter
 from lightning_holmes.comm.queue import make_comm_queue
 from lightning_holmes.errors import HolmesError
@@ -55,14 +56,14 @@ def run(case: Case, *, in_shards: bool) -> tuple[Any, dict[str, Tensor]]:
         structure: ModuleStructure | None = None
         partition = Partition((1,))
         try:
-            structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
+            structure = structure_of(module, batch)
             partition = stages(structure)
         except Exception as error:  # as in a run on one rank, the module then runs whole
             assert case.refused, f"exact on two stages, but not traced here: {error}"
             structure, partition = None, Partition((1,))
         chunks = partition.num_stages
         schedule = "breadth_first" if chunks > 1 else "1f1b"
-        cast = simulated_pipeline._SimulatedPipeline(module, structure, partition, 1, schedule, chunks, splitter)
+        cast = SimulatedPipeline(module, structure, partition, 1, schedule, chunks, splitter)
         (driver,) = cast.drivers
         if not in_shards:
             cast.run("training_step", batch, count)

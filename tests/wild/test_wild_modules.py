@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import SimulatedPipeline, simulated
 from torch import Tensor, nn
 from wild import wild_modules
 from wild.wild_modules import CASES, SAMPLES, Case
 
 import lightning_holmes
-from lightning_holmes.checking import first_step, simulated_pipeline
-from lightning_holmes.pipeline.batch import BatchSplitter
-from lightning_holmes.plan.partition import make_partition
+from lightning_holmes.checking import first_step
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "exactness.md"
 
@@ -61,15 +60,11 @@ def plain_loop(module: Any, batch: Any, count: int) -> tuple[float, dict[str, Te
     return total, gradients, dict(module.named_buffers())
 
 
-def staged_run(module: Any, batch: Any, options: dict[str, Any]) -> simulated_pipeline._SimulatedPipeline:
+def staged_run(module: Any, batch: Any, options: dict[str, Any]) -> SimulatedPipeline:
     size, chunks = options.get("pipeline_parallel_size", 2), options.get("num_chunks", 1)
-    splitter = BatchSplitter()
+    schedule, partition = options.get("schedule", "1f1b"), options.get("partition", "uniform")
     with first_step.attached(module):
-        structure = simulated_pipeline._structure({"training_step": module}, batch, "auto", splitter)
-        partition = make_partition(options.get("partition", "uniform"), structure.num_layers, size * chunks)
-        cast = simulated_pipeline._SimulatedPipeline(
-            module, structure, partition, size, options.get("schedule", "1f1b"), chunks, splitter
-        )
+        cast = simulated(module, batch, size, schedule, chunks, partition)
         cast.run("training_step", batch, options.get("num_microbatches", 2))
     return cast
 
