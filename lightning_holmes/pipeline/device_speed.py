@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_holmes.plan.device_type import DeviceType, type_of_device
+from lightning_holmes.plan.device_type import type_of_device
 
 _CPU_SIZE, _CUDA_SIZE = 256, 2048
 _CPU_ELEMENTS, _CUDA_ELEMENTS = 1 << 18, 1 << 24
@@ -93,7 +93,7 @@ def probe_device(device: torch.device, *, seconds: float, dtype: torch.dtype) ->
         products = _rate(device, 0.5 * seconds, at_once, lambda: torch.mm(matrix, matrix, out=result))
         moves = _rate(device, 0.3 * seconds, at_once, lambda: functional.gelu(activations))
         operators = _rate(device, 0.2 * seconds, _OPERATORS, lambda: tiny + tiny)
-    known = _known_type(device)
+    known = type_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     local, latency = _LOCAL_BYTES_PER_S[device.type], _LOCAL_LATENCY_S[device.type]
     return DeviceSpeed(
         flops_per_s=2.0 * size**3 * products,
@@ -110,10 +110,6 @@ def total_memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(psutil.virtual_memory().total)
-
-
-def _known_type(device: torch.device) -> DeviceType | None:
-    return type_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def _rate(device: torch.device, seconds: float, at_once: int, run: Callable[[], Tensor]) -> float:

@@ -44,11 +44,7 @@ def are_shares(divisors: Sequence[float], weights: Sequence[float]) -> bool:
     """Whether parts with these divisors and weights put together give what the whole gives: the divisors grow with the
     weights, or are alike."""
     ratios = [divisor / weight for divisor, weight in zip(divisors, weights, strict=True) if weight]
-    return any(map(_are_alike, (divisors, ratios)))
-
-
-def _are_alike(values: Sequence[float]) -> bool:
-    return all(math.isclose(value, values[0], rel_tol=_TOLERANCE) for value in values)
+    return any(all(math.isclose(v, each[0], rel_tol=_TOLERANCE) for v in each) for each in (divisors, ratios))
 
 
 class Divisors:

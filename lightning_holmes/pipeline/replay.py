@@ -29,6 +29,7 @@ from lightning_holmes.lightning_private import (
     set_batch_value,
     set_update_count,
 )
+from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.batch import ONE_MICROBATCH, weighted_mean
 from lightning_holmes.pipeline.stage import PipelineModule, StageRun
 from lightning_holmes.pipeline.structure import BEFORE
@@ -237,15 +238,11 @@ def replay(module: pl.LightningModule, calls: Sequence[LogCall], device: torch.d
             metric = module.get_submodule(value.name)
             assert isinstance(metric, Metric)
             if value.batch_value is not None:
-                set_batch_value(metric, _to_device(value.batch_value, device))
+                set_batch_value(metric, tree.map_tensors(lambda tensor: tensor.to(device), value.batch_value))
             value = metric
         elif isinstance(value, Tensor):
             value = value.to(device)
         module.log(call.name, value, **call.arguments)
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
 
 
 class MetricWindow:

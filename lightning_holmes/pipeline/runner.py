@@ -223,7 +223,7 @@ class Batch:
         self.runner.recorder.enter(run, microbatch)
         part = self.parts[microbatch]
         if self.settings is not None:  # a step that lowers a learning rate does so once a batch
-            change_settings(trainer_of(self.runner.module), self.pipeline.parts, [{}, *self.settings[1:]])
+            change_settings(trainer_of(self.runner.module), self.pipeline.flags, [{}, *self.settings[1:]])
         if run.stage != self.pipeline.stages[-1]:  # a step may change its batch, and each stage starts the step anew
             part = tree.map_all_tensors(Tensor.clone, part)
         elif (
@@ -243,7 +243,7 @@ class Batch:
 
     def _refuse_changed_options(self) -> None:
         """Refuse a step that has changed options that are ``fixed``, before its backward."""
-        changed = self.fixed and changed_settings(trainer_of(self.runner.module), self.pipeline.parts, self.fixed)
+        changed = self.fixed and changed_settings(trainer_of(self.runner.module), self.pipeline.flags, self.fixed)
         found = [key for values in (changed or [])[2:] for key in values]
         if found:
             raise UnsupportedModuleError(

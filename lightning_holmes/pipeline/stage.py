@@ -147,7 +147,8 @@ class PipelineModule:
         self._blanks: dict[tuple[str, int, tuple[int, ...], bool], list[Source]] = {}
         self._forwards: list[tuple[nn.Module, bool, Any]] = []
         self._elsewhere: dict[str, tuple[Source, bool]] = {}  # and whether reads are noticed
-        self.parts = [*module.modules()]
+        self.flags: list[tuple[Any, str]] = [(part, "training") for part in module.modules()]
+        self.flags += [(parameter, "requires_grad") for parameter in module.parameters()]
         self.divide(structure, partition, stages)
 
     @classmethod
@@ -161,7 +162,7 @@ class PipelineModule:
         self.structure = structure
         self.partition = partition
         self.stages = tuple(stages)
-        self.notices_reads = not any(map(is_compiled, self.parts))
+        self.notices_reads = not any(map(is_compiled, self.module.modules()))
         """Whether outputs of non-local layers are placeholders that detect reads; compiled code cannot take these and
         gets plain NaN tensors."""
         self._parameters: dict[int, dict[str, nn.Parameter]] = {}

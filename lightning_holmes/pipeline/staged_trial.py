@@ -19,6 +19,7 @@ from lightning_holmes.comm import dtensor
 from lightning_holmes.comm.objects import any_of
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
+from lightning_holmes.pipeline.preserved_trainer import Flags
 from lightning_holmes.pipeline.replay import LogCall, MetricValue
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
@@ -152,10 +153,10 @@ class LaterTrials:
         self._num_batches = 0
         self._modes = b""
 
-    def are_due(self, trainer: "pl.Trainer", parts: Sequence[nn.Module]) -> bool:
-        """Whether to ask at this batch; called once a batch, with all modules. The first has been tried before the module was divided."""
+    def are_due(self, trainer: "pl.Trainer", flags: Flags) -> bool:
+        """Whether to ask at this batch; called once a batch, with the flags of the module. The first has been tried before the module was divided."""
         self._num_batches += 1
-        before, self._modes = self._modes, bytes([part.training for part in parts])
+        before, self._modes = self._modes, bytes([part.training for part, name in flags if name == "training"])
         if self._num_batches == 1:
             return False
         starts_epoch = trainer.fit_loop.epoch_loop.batch_idx == 0

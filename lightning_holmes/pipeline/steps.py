@@ -25,7 +25,7 @@ from lightning_holmes.pipeline.divisors import Divisors
 from lightning_holmes.pipeline.module_state import ModuleState, to_host
 from lightning_holmes.pipeline.outside import Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws, OwnGenerators, States, set_states, states_of
-from lightning_holmes.pipeline.preserved_trainer import change_settings, changed_settings, settings_of
+from lightning_holmes.pipeline.preserved_trainer import Settings, change_settings, changed_settings, settings_of
 from lightning_holmes.pipeline.replay import MetricWindow, merge_calls
 from lightning_holmes.pipeline.request import StepRequest, StepResult
 from lightning_holmes.pipeline.runner import Batch, PipelineRunner, loss_of
@@ -149,7 +149,7 @@ class StepDriver:
         scales = request.loss_scales(weights) if request.loss_scales is not None and self.has_last_stage else None
         repeats = count > 1 or len(self.pipeline.stages) > 1  # this rank starts the step several times
         trainer = trainer if self._is_staged or repeats or request.fixes_options else None
-        settings = None if trainer is None else settings_of(trainer, self.pipeline.parts)
+        settings = None if trainer is None else settings_of(trainer, self.pipeline.flags)
         draws, is_in_parts = None, count > 1 or self.pipeline.num_stages > 1
         if self._generators and is_in_parts:
             draws = OwnDraws(place, self._generators, states_of(self._generators), splits=count > 1)
@@ -212,9 +212,9 @@ class StepDriver:
             self._compare_values(*each)
         if divisors is not None and self.has_last_stage:
             self._compare_divisors(request, divisors, weights)
-        changed = None if settings is None else changed_settings(trainer, self.pipeline.parts, settings)
+        changed = None if settings is None else changed_settings(trainer, self.pipeline.flags, settings)
         if settings is not None and not self.has_last_stage:  # a step may set back after its layers what it has changed
-            change_settings(trainer, self.pipeline.parts, [{}, *settings[1:]])
+            change_settings(trainer, self.pipeline.flags, [{}, *settings[1:]])
         with labelled(lambda: "holmes: wait for the last stage's output"):
             return self._share(batch, sizes, weights, window, changed, draws)
 
@@ -359,7 +359,7 @@ class StepDriver:
         sizes: list[int],
         weights: list[float],
         window: MetricWindow,
-        changed: list[dict[str, Any]] | None,
+        changed: Settings | None,
         draws: OwnDraws | None,
     ) -> StepResult:
         """Collect what earlier stages logged on the last stage, and bring its results, what it ``changed`` on the trainer, and the
@@ -369,8 +369,14 @@ class StepDriver:
         if not self.has_last_stage:
             assert p2p is not None
             last = self.last_rank
-            template, specs, changed, drawn = p2p.receive_message(last, TOPIC_RESULT)
-            change_settings(trainer_of(self.module), self.pipeline.parts, changed)
+            mine, (template, specs, changed, drawn) = changed, p2p.receive_message(last, TOPIC_RESULT)
+            unlike: set[tuple[int, bool]] = (mine or [{}, {}])[1].items() ^ (changed or [{}, {}])[1].items()
+            for parameter in (part for part, name in (self.pipeline.flags[i] for i, _ in unlike) if name != "training"):
+                raise UnsupportedModuleError(
+                    f"{type(self.module).__name__}.{request.step_name} sets requires_grad of {self.pipeline.names[id(parameter)]} in or after its "
+                    f"layers, when other stages may be in their backward: do it before the layers, or in a hook such as on_train_batch_start"
+                )
+            change_settings(trainer_of(self.module), self.pipeline.flags, changed)
             set_states(self._generators, drawn)
             leaves = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
             p2p.broadcast(last, leaves)

@@ -296,8 +296,8 @@ class Fit(Run):
         self._has_stepped = True
         if self._lockstep is not None:
             self._lockstep.begin_step()
-        may_split, parts = self.plan.num_microbatches > 1 and not self.known.dependence, self.driver.pipeline.parts
-        if may_split and self._trials.are_due(trainer, parts):
+        may_split, flags = self.plan.num_microbatches > 1 and not self.known.dependence, self.driver.pipeline.flags
+        if may_split and self._trials.are_due(trainer, flags):
             self._ask_again(sample)
         in_window = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches > 0
         for optimizer in trainer.strategy.optimizers:

@@ -224,9 +224,8 @@ def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int
         "held_bytes": 34 * values,
         "undivided_bytes": 10 * values,
     }  # Korthikanti et al. 2022, table 2, without attention scores
-    moved, moved_back = _MOVED_FORWARD_BYTES * values, _MOVED_BACKWARD_BYTES * values
     sizes = {"parameter_bytes": 24.0 * hidden**2, "activation_bytes": 2 * values}
-    layer = of_products(forward, 4, moved, moved_back, **sizes, **held)
+    layer = of_products(forward, 4, _MOVED_FORWARD_BYTES * values, _MOVED_BACKWARD_BYTES * values, **sizes, **held)
     moved, moved_back = _LOGIT_FORWARD_BYTES * logits, _LOGIT_BACKWARD_BYTES * logits
     head = of_products(2 * hidden * logits, 1, moved, moved_back, parameter_bytes=table, held_bytes=6 * logits)
     return language_model(layers, layer, head, tokens=sequence, name=f"GPT {hidden} x {layers}", shared_bytes=table)

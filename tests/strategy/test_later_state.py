@@ -100,6 +100,7 @@ class Switches(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         factor = 1 + sum(part.training for part in self.modules())
         self.eval()
+        self.layers[1].requires_grad_(self.global_step != 3)
         loss = self.layers(factor * batch[0]).square().mean()
         self.train()
         self.layers[0].train(self.global_step < 2)
@@ -286,6 +287,7 @@ DOES: dict[str, tuple[Callable[[Begins, Tensor], Any], str]] = {
     "data set": (lambda m, loss: m.kept.rows.append(loss.item()), "Begins.training_step changes self.kept.rows"),
     "table": (lambda m, loss: m.table.add_data(loss.item()), "Begins.training_step changes self.table."),
     "container": (lambda m, loss: m.tools.update(last=loss.item()), "Begins.training_step changes self.tools.last"),
+    "freezes": (lambda m, loss: loss * m.layers[0].requires_grad_(False).training, "sets requires_grad of layers.0.0."),
     "counts": (lambda m, loss: loss * m.count(), "changes self.num_counted, which it did not in the first batch"),
     "counts before": (lambda m, loss: loss * m.num_counted, "it runs once for each of 2 stages on this rank"),
 }

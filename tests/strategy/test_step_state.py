@@ -78,8 +78,7 @@ class GivesBonus(Callback):
 
 
 class ChangesTrainer(Net):
-    """Its step changes the learning rate, the trainer, a value of the user's there, and hyperparameters: once a batch, although the step is
-    also tried beforehand."""
+    """Its step changes the learning rate, the trainer and hyperparameters: once a batch, although it is also tried beforehand."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
