@@ -60,7 +60,7 @@ def settings_of(trainer: Any, flags: Flags) -> Settings:
 def changed_settings(trainer: Any, flags: Flags, before: Settings) -> Settings | None:
     """Return what has changed since ``before`` was made by :func:`settings_of`, each value by its key; None if nothing has."""
     changed = [
-        {key: value for key, value in now.items() if key not in old or old[key] != value}
+        {key: value for key, value in now.items() if key not in old or old[key] != value} if now != old else {}
         for now, old in zip(settings_of(trainer, flags), before, strict=True)
     ]
     return changed if any(changed) else None
@@ -71,8 +71,9 @@ def change_settings(trainer: Any, flags: Flags, changed: Settings | None) -> Non
     if changed is not None:
         for key, value in changed[0].items():
             setattr(trainer, key, value)
-        for index, value in changed[1].items():
-            if getattr(*flags[index]) is not value:
-                setattr(*flags[index], value)
+        with without_torch_functions():
+            for index, value in changed[1].items():
+                if getattr(*flags[index]) is not value:
+                    setattr(*flags[index], value)
         for group, values in zip(_groups(trainer), changed[2:], strict=True):
             group.update(values)
