@@ -155,10 +155,7 @@ class ModuleState:
         attributes, buffers, before = self.attributes(modules), self.buffers(), self._seen
         if keys is not None:
             chosen = {key: v for key, v in attributes.items() if name_of(key[0], key[1][0]) in keys}
-            sizes = {
-                k: sum(t.numel() * t.element_size() for _, t in tree.named_tensors(v, "")) for k, v in chosen.items()
-            }
-            small = {key: v for key, v in chosen.items() if sizes[key] <= SMALL_BYTES}
+            small = {key: v for key, v in chosen.items() if _bytes_below(v) <= SMALL_BYTES}
             attributes = {key: v for key, v in small.items() if self._unsendable(key, v) is None}
             buffers = {name: buffer for name, buffer in buffers.items() if name in keys and is_small(buffer)}
         found = _fingerprints(attributes, buffers)
@@ -226,6 +223,10 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
+def _bytes_below(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tree.named_tensors(value, ""))
+
+
 def _is_below(key: Key, others: set[Key]) -> bool:
     """Whether ``key`` is one of ``others``, or the path of a value below one."""
     name, path = key
@@ -257,6 +258,5 @@ def _fingerprints(attributes: dict[Key, Any], buffers: dict[str, Tensor]) -> dic
 def _of_tensor(tensor: Tensor) -> Hashable:
     """Describe a tensor, with its values where comparing them costs next to nothing."""
     plain = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
-    return _Seen(tensor, tensor_version(tensor)), plain and is_small(tensor) and zlib.crc32(
-        bytes_of(tensor).numpy().data
-    )
+    values = zlib.crc32(bytes_of(tensor).numpy().data) if plain and is_small(tensor) else 0
+    return _Seen(tensor, tensor_version(tensor)), values

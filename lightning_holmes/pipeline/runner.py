@@ -226,9 +226,7 @@ class Batch:
             change_settings(trainer_of(self.runner.module), self.pipeline.flags, [{}, *self.settings[1:]])
         if run.stage != self.pipeline.stages[-1]:  # a step may change its batch, and each stage starts the step anew
             part = tree.map_all_tensors(Tensor.clone, part)
-        elif (
-            len(self.parts) > 1
-        ):  # views of one tensor have one version, by which autograd would refuse the other's changes
+        elif len(self.parts) > 1:  # views of one tensor share a version: autograd would refuse another part's changes
             part = tree.map_all_tensors(lambda tensor: tensor.data, part)
         with self.request.context():
             try:

@@ -212,7 +212,7 @@ class StepDriver:
             self._compare_values(*each)
         if divisors is not None and self.has_last_stage:
             self._compare_divisors(request, divisors, weights)
-        changed = None if settings is None else changed_settings(trainer, self.pipeline.flags, settings)
+        changed = changed_settings(trainer, self.pipeline.flags, settings) if settings and self._is_staged else None
         if settings is not None and not self.has_last_stage:  # a step may set back after its layers what it has changed
             change_settings(trainer, self.pipeline.flags, [{}, *settings[1:]])
         with labelled(lambda: "holmes: wait for the last stage's output"):
@@ -371,7 +371,9 @@ class StepDriver:
             last = self.last_rank
             mine, (template, specs, changed, drawn) = changed, p2p.receive_message(last, TOPIC_RESULT)
             unlike: set[tuple[int, bool]] = (mine or [{}, {}])[1].items() ^ (changed or [{}, {}])[1].items()
-            for parameter in (part for part, name in (self.pipeline.flags[i] for i, _ in unlike) if name != "training"):
+            flags = [self.pipeline.flags[index] for index, _ in unlike]
+            parameter = next((part for part, name in flags if name == "requires_grad"), None)
+            if parameter is not None:
                 raise UnsupportedModuleError(
                     f"{type(self.module).__name__}.{request.step_name} sets requires_grad of {self.pipeline.names[id(parameter)]} in or after its "
                     f"layers, when other stages may be in their backward: do it before the layers, or in a hook such as on_train_batch_start"

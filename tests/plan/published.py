@@ -220,10 +220,8 @@ def gpt_cost(hidden: int, layers: int, *, vocabulary: int = 51200, sequence: int
     section 5.1)."""
     forward = 24.0 * sequence * hidden**2 + 4.0 * sequence**2 * hidden
     values, logits, table = float(sequence * hidden), float(sequence * vocabulary), 2.0 * vocabulary * hidden
-    held = {
-        "held_bytes": 34 * values,
-        "undivided_bytes": 10 * values,
-    }  # Korthikanti et al. 2022, table 2, without attention scores
+    # Korthikanti et al. 2022, table 2, without attention scores
+    held = {"held_bytes": 34 * values, "undivided_bytes": 10 * values}
     sizes = {"parameter_bytes": 24.0 * hidden**2, "activation_bytes": 2 * values}
     layer = of_products(forward, 4, _MOVED_FORWARD_BYTES * values, _MOVED_BACKWARD_BYTES * values, **sizes, **held)
     moved, moved_back = _LOGIT_FORWARD_BYTES * logits, _LOGIT_BACKWARD_BYTES * logits

@@ -307,8 +307,7 @@ WARNED = {
 CHANGES = ("changes", "changes in microbatches", "changes in chunks")
 DRAWS = {"draws later": "epoch 1", "draws at a batch": "batch", "draws lazily": "step"}
 CASES = {
-    kind.__name__.lower(): kind
-    for kind in (Accumulates, Changes, Data, Logs, Meets, Mines, Samples, Saves, Switches, Transfers)
+    kind.__name__.lower(): kind for kind in (Accumulates, Data, Logs, Meets, Mines, Samples, Saves, Switches, Transfers)
 }
 CASES |= dict.fromkeys(CHANGES, Changes)
 CASES |= {name: type("Draws", (Draws,), {"made_in": place}) for name, place in DRAWS.items()}
@@ -355,7 +354,9 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["saves", "data", "switches", "mines", "draws later", "draws at a batch", *READS])
+@pytest.mark.parametrize(
+    "name", ["saves", "data", "switches", "mines", "draws later", "draws at a batch", *READS, *CHANGES]
+)
 def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
     plain = run(name, "auto", 1, str(tmp_path))
     assert plain and staged[name] == pytest.approx(plain, rel=1e-5)

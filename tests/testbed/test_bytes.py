@@ -5,7 +5,6 @@ longer run, or counts what crosses in a whole run. At batches 2, 4, 8, ... a tri
 times, over four samples and twice two of them."""
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -120,9 +119,7 @@ def test_a_stage_and_a_node_in_each_cluster_leave_ethernet_to_activations() -> N
     steps = workload.warmup_steps + workload.steps
     with bench.make_bed(network, node_clusters=(0, 1)) as bed:
         staged = {"pipeline_parallel_size": 2, "num_chunks": chunks, "partition": "uniform", "optimizer_nodes": 2}
-        begun = time.monotonic()
         found = carried(bed, network, **staged, num_microbatches=2)
-    beats = 1000 * (time.monotonic() - begun) / (4 * workload.num_parameters)  # of all ranks, each second
     # from stage to stage, and as many gradients back: both together send the same number each way
     crossings = 2 * chunks - 1
     crossing = 8 * 16 * 192 * 4 / (4 * workload.num_parameters)
@@ -133,4 +130,4 @@ def test_a_stage_and_a_node_in_each_cluster_leave_ethernet_to_activations() -> N
         crossed = found[f"workers of {cluster.name}, Ethernet"]
         assert least < min(crossed) and max(crossed) < 1.1 * most + 0.5 + 0.05
     for node in ("memory0", "memory1"):
-        assert max(found[f"{node}, Ethernet"]) < 0.01 + beats and min(found[f"{node}, fast"]) > 0.9 * 0.5 * steps
+        assert max(found[f"{node}, Ethernet"]) < 0.01 and min(found[f"{node}, fast"]) > 0.9 * 0.5 * steps
