@@ -182,6 +182,11 @@ def _find(
             f"{step_name} of {name} leaves self.{_some(found.kept)} on the module, once for each microbatch: it is that of the last one, or "
             f"counts each of them; {one} leaves what plain Lightning does"
         )
+    if found.is_carried and not found.kept:
+        reasons["a part of it changes the results of the next part"] = (
+            f"{step_name} of {name} leaves state behind, in a buffer for one, that changes the results of the samples which come next: of "
+            f"several microbatches the later ones read what the first has left, of a batch at once none does; use {one}"
+        )
     if moved:
         shown = _some(moved)
         reasons[f"each run of the step changes buffers ({shown})"] = (
@@ -231,10 +236,16 @@ class _Differences:
     """Whether a loss that cannot be judged, since each run gives another, divides by numbers of which the parts have not their shares."""
     failure: str = ""
     """Why the step fails over a half, where it does not over the samples together."""
+    is_carried: bool = False
+    """Whether what the step over one half leaves behind, and nothing else, gives the other half other results."""
+
+    @property
+    def are_results(self) -> bool:
+        return self.loss is not None or bool(self.gradient or self.logged or self.output)
 
     @property
     def are_any(self) -> bool:
-        return self.loss is not None or bool(self.gradient or self.logged or self.kept or self.output)
+        return self.are_results or bool(self.kept)
 
 
 def _find_differences(
@@ -254,11 +265,11 @@ def _find_differences(
         found = _compare(together, in_turn, weights, known)
         if not trial.anybody(found.are_any):
             return found
-        kept = found.kept
+        kept, is_carried = found.kept, found.are_results
     except Exception:
         if not trial.may_fail:
             raise
-        kept = []
+        kept, is_carried = [], True
     again = trial.outcome(trial.copy(), [small], 2)[0]
     try:
         apart = [trial.outcome(trial.copy(), [half], 1)[0] for half in halves]
@@ -277,6 +288,7 @@ def _find_differences(
         output="" if chance.output else found.output,
         kept=[name for name in kept if name not in chance.kept],
         is_uneven=chance.loss is not None and not all(found.divisors),
+        is_carried=is_carried and not (found.are_results or chance.are_results),
     )
 
 

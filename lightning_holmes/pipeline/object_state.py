@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_holmes.comm.wire import attributes_of, find_problem
+from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.lightning_private import FABRIC, TRAINER
 from lightning_holmes.torch_private import MODULE_REGISTRIES
@@ -115,15 +116,27 @@ def each_value(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, A
             yield from each_value(attribute, (*path, name), seen)
 
 
-def find_below(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, Any]:
+def find_below(
+    module: nn.Module, kinds: tuple[type, ...], replaced: Callable[[Any], Any] = lambda value: value
+) -> dict[str, Any]:
     """The objects of these classes in the attributes of ``module`` and its submodules, and in containers and objects that they hold, by
-    path; not what is registered as a submodule."""
+    path; not what is registered as a submodule, and no iterators that are looked into. ``replaced``: returns what takes a found one's place."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
-    def look(value: Any, path: str) -> None:
-        if isinstance(value, kinds):
-            found.setdefault(path, value)
+    def look(value: Any, path: str, holder: Any, key: Any) -> None:
+        if isinstance(value, kinds) and not (isinstance(value, Iterator) and is_looked_into(value)):
+            found.setdefault(path, new := replaced(value))
+            if new is value:
+                return
+            if isinstance(holder, (tuple, set, frozenset)):
+                raise UnsupportedModuleError(
+                    f"{path} is an iterator in a {type(holder).__name__}: keep it in a list or an attribute"
+                )
+            if isinstance(holder, (dict, list, deque)):
+                holder[key] = new
+            else:
+                object.__setattr__(holder, key, new)
         elif id(value) not in seen and (type(value) in CONTAINERS or is_looked_into(value)):
             seen.add(id(value))
             if isinstance(value, Mapping):
@@ -132,13 +145,13 @@ def find_below(module: nn.Module, kinds: tuple[type, ...]) -> dict[str, Any]:
                 inner = enumerate(value) if len(value) <= _MOST_ENTRIES else ()
             else:
                 inner = attributes_of(value).items()
-            for key, each in list(inner):
-                look(each, f"{path}.{key}")
+            for name, each in list(inner):
+                look(each, f"{path}.{name}", value, name)
 
     for name, part in module.named_modules():
-        for key, value in vars(part).items():
+        for key, value in list(vars(part).items()):
             if key not in (*MODULE_REGISTRIES, TRAINER, FABRIC):
-                look(value, f"self.{name}.{key}" if name else f"self.{key}")
+                look(value, f"self.{name}.{key}" if name else f"self.{key}", vars(part), key)
     return found
 
 

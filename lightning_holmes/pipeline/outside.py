@@ -1,5 +1,5 @@
 """State outside of a module that its steps may change: globals (``LOSSES.append(loss.item())``), variables of an enclosing function, and
-attributes of classes, callbacks and the data module.
+attributes of classes, callbacks and the data module, files that the module holds open.
 
 Only the rank of the last stage runs a step to its end. What the step changes on the module is brought to the other ranks (module_state.py);
 what it changes elsewhere in or after its layers stays on that rank, so that such a step is refused where it is split into stages. What
@@ -15,6 +15,7 @@ Looked at is what the code of the module's classes names, and that of functions 
 """
 
 import functools
+import io
 import operator
 import os
 import sys
@@ -95,7 +96,7 @@ class Outside:
         found = [(was, key) for was in self._before for key in _written(was.thing, was.held)]
         assert self._finder is not None
         own = _ids_below(self._module) - {*map(id, self._finder.unsent.values())} if found else set()
-        return list(dict.fromkeys(was.what.format(key) for was, key in found if id(was.thing) not in own))
+        return list(dict.fromkeys(was.what.format(key).rstrip(".") for was, key in found if id(was.thing) not in own))
 
     def has_changed(self) -> bool:
         """Whether anything differs from what it was at :meth:`begin`."""
@@ -174,7 +175,7 @@ class _Finder:
                 if "hooks" in key or (type(part) in self._classes and key != "_compile_kwargs"):
                     self._add(value)
         table = getattr(sys.modules.get("wandb"), "Table", Dataset)
-        self.unsent = find_below(module, (Dataset, table)) | _unsent_containers(module)
+        self.unsent = find_below(module, (Dataset, table, io.IOBase)) | _unsent_containers(module)
         seen: set[types.FunctionType] = set()
         named: set[str] = set()
         while self._functions and len(seen) < _MOST_FUNCTIONS:
@@ -291,13 +292,16 @@ def _ids_below(module: nn.Module) -> set[int]:
 
 
 def _held(thing: Any, *, copies: bool = False) -> Any:
-    """The parts of a thing, a dict if they have names; of a tensor its version and values, of an array its values, of a long list its length."""
+    """The parts of a thing, a dict if they have names; of a tensor its version and values, of an array its values, of a long list its length,
+    of a file its position."""
     if isinstance(thing, _Names):
         return {name: value for name in thing.names if (value := thing.get(name)) is not _GONE}
     if isinstance(thing, Tensor):
         return tensor_version(thing), thing.detach().clone() if copies and thing.nbytes <= _SMALL_BYTES else None
     if isinstance(thing, np.ndarray):
         return thing.copy() if thing.nbytes <= _SMALL_BYTES else None
+    if isinstance(thing, io.IOBase):
+        return 0 if thing.closed or not thing.seekable() else thing.tell()
     if isinstance(thing, list) and len(thing) > _MOST_ENTRIES:
         return len(thing)
     for kind, copied in ((dict, dict), (set, set), (list, list), (deque, list)):
@@ -313,7 +317,7 @@ def _written(thing: Any, held: Any) -> list[Any]:
     elif isinstance(thing, np.ndarray):
         is_written = held is not None and thing.tobytes() != held.tobytes()
     elif isinstance(held, int):
-        is_written = len(thing) != held
+        is_written = (_held(thing) if isinstance(thing, io.IOBase) else len(thing)) != held
     elif isinstance(held, dict):
         now = _held(thing)
         return [name for name in _changed(held, now) if held[name] is not None]
@@ -344,6 +348,9 @@ def _put_back(thing: Any, held: Any) -> None:
                 thing.copy_(held[1])
     elif isinstance(thing, np.ndarray):
         thing[...] = held
+    elif isinstance(thing, io.IOBase):
+        thing.seek(held)
+        thing.truncate()
     elif isinstance(held, int):
         del thing[held:]
     elif isinstance(thing, (set, dict, list, deque)):

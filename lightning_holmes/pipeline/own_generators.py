@@ -1,16 +1,19 @@
-"""Random generators that a module keeps for itself: ``self.rng = numpy.random.default_rng()``, ``random.Random()``.
+"""Generators that a module keeps for itself: ``self.rng = numpy.random.default_rng()``, ``self.batches = iter(loader)``.
 
 The default generators are seeded for each microbatch and layer (seeds.py). One of the module's own is not: its draws go on from
 batch to batch, as in plain Lightning. The code before the layers runs once for each stage. So with one microbatch every stage
 begins with the states of the pipeline's first rank, and after the step every rank has those of the last stage, whose step has run
 to its end. This gives the draws of plain Lightning as long as the step draws before the first layer or after the last one.
-Draws in or between the layers, and in several microbatches, are refused.
+Draws in or between the layers, and in several microbatches, are refused. So it is with iterators, which an :class:`Unwound` replaces.
 
     draws = OwnDraws("Net.training_step", generators, states_of(generators))
     with draws.around(is_backward=False): step(part)                # on each stage
     set_states(generators, received)                                # draws.end of the last stage
 """
 
+import copy
+import io
+import itertools
 import random
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,24 +25,84 @@ import torch
 from torch import nn
 
 from lightning_holmes.errors import UnsupportedModuleError
+from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.object_state import find_below, is_of_library
 from lightning_holmes.pipeline.seeds import is_default
 
-_KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_KINDS = (*_RANDOM, Iterator)
 States = dict[str, Any]
 """The state of each generator by its path, as plain values that can be compared and sent."""
 
 
+class Unwound(Iterator[Any]):
+    """An iterator of the user's whose draws are counted and can be taken back, since trials of a step draw, too; a copy draws the same.
+
+    Attributes:
+        generation: how many iterators had its place before it.
+    """
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self.generation, self._place, self._items = 0, 0, items
+        (self._ahead,) = itertools.tee(items, 1)
+        self.keep()
+
+    def keep(self) -> None:
+        """Note the place up to which draws can be taken back from now on; what was drawn before is let go."""
+        self._kept = self._place, copy.copy(self._ahead)
+
+    def __next__(self) -> Any:
+        item = next(self._ahead)
+        self._place += 1
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._items, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unwound":
+        copied = memo[id(self)] = object.__new__(Unwound)
+        vars(copied).update(vars(self), _ahead=copy.copy(self._ahead))
+        return copied
+
+    def getstate(self) -> tuple[int, int]:
+        """Which of the iterators at its place it is, and how many items were drawn."""
+        return self.generation, self._place
+
+    def setstate(self, state: tuple[int, int]) -> None:
+        """Draw on, or take draws back."""
+        generation, place = state
+        if generation != self.generation:
+            raise UnsupportedModuleError(
+                "a step has made an iterator of its module anew in or after the layers, where other stages do not see it: make it before the "
+                "layers, or in a hook such as on_train_epoch_start"
+            )
+        if place < self._place:
+            self._place, self._ahead = self._kept[0], copy.copy(self._kept[1])
+        while self._place < place:
+            next(self)
+
+
 def find_generators(module: nn.Module) -> dict[str, Any]:
     """The generators below ``module`` by their path, those in containers and objects that it holds, too, and the global ones of
-    the files in which its classes are defined."""
-    found = {path: g for path, g in find_below(module, _KINDS).items() if not is_default(g)}
+    the files in which its classes are defined. An iterator is replaced by an :class:`Unwound`, wherever it is."""
+    unwound: dict[int, Unwound] = {}
+
+    def replaced(value: Any) -> Any:
+        is_its_own = isinstance(value, (*_RANDOM, Unwound, io.IOBase, pl.utilities.CombinedLoader))
+        return value if is_its_own else unwound.setdefault(id(value), Unwound(value))
+
+    found = find_below(module, _KINDS, replaced)
     kinds = {kind for part in module.modules() for kind in type(part).__mro__ if not is_of_library(kind)}
     for file in sorted({kind.__module__ for kind in kinds}):
-        for key, value in list(vars(sys.modules.get(file, object)).items()):
-            if isinstance(value, _KINDS) and not is_default(value):
-                found.setdefault(f"{file}.{key}", value)
-    return found
+        names = vars(sys.modules.get(file, object))
+        for key, value in list(names.items()):
+            if isinstance(value, _KINDS):
+                found.setdefault(f"{file}.{key}", new := replaced(value))
+                if new is not value:
+                    names[key] = new
+    return {path: g for path, g in found.items() if isinstance(g, (*_RANDOM, Unwound)) and not is_default(g)}
 
 
 def states_of(generators: Mapping[str, Any]) -> States:
@@ -79,15 +142,25 @@ class OwnGenerators:
         """Look for generators before a batch; ``when``: its step and epoch."""
         self._looks, self._when = when != self._when, when
         if self.by_path or self._may_have_more():
-            self.by_path = find_generators(self._module)
+            before, self.by_path = self.by_path, find_generators(self._module)
+            for path, iterator in self._unwound():
+                if (former := before.get(path)) is not iterator and isinstance(former, Unwound):
+                    iterator.generation = former.generation + 1
+                iterator.keep()
 
-    def refuse_new(self, place: str) -> None:
-        """Called after a batch of several stages or microbatches.
+    def _unwound(self) -> list[tuple[str, Unwound]]:
+        return [(path, each) for path, each in self.by_path.items() if isinstance(each, Unwound)]
+
+    def refuse_new(self, place: str, *, repeats: bool) -> None:
+        """Called after a batch of several stages or microbatches; ``repeats``: this rank has started the step several times.
 
         Raises:
             UnsupportedModuleError: the step has made a generator.
         """
-        made = find_generators(self._module).keys() - self.by_path.keys() if self._may_have_more() else None
+        known, made = self.by_path, set()
+        if self._may_have_more() or (repeats and self._unwound()):
+            found = find_generators(self._module)
+            made = {path for path, each in found.items() if path not in known or (repeats and known[path] is not each)}
         if made:
             raise UnsupportedModuleError(
                 f"{place} makes {min(made)}, a generator of its own, of which each stage and each microbatch would have another: make it "

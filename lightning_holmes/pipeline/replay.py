@@ -52,6 +52,12 @@ def log_arguments(name: str, value: Any, *args: Any, **kwargs: Any) -> dict[str,
     return kwargs
 
 
+def is_logged_now(step_name: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a ``self.log`` call with these arguments shows its value at once, not at the epoch's end only."""
+    on_step = arguments.get("on_step")
+    return step_name == "training_step" if on_step is None else bool(on_step)
+
+
 def usual_merge(reduce_fx: Any) -> str:
     """How the microbatches' values of a logged value are put together unless the trial has shown another way; "" if there is none."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
@@ -98,6 +104,7 @@ class LogRecorder:
         self.calls: list[LogCall] = []
         self._run: StageRun | None = None
         self._microbatch = 0
+        self._has_logged = False
         self._mine: range = range(0)
 
     @contextmanager
@@ -112,11 +119,16 @@ class LogRecorder:
 
     def enter(self, run: StageRun, microbatch: int) -> None:
         """Set the stage's step and the microbatch that run now."""
-        self._run, self._microbatch = run, microbatch
+        self._run, self._microbatch, self._has_logged = run, microbatch, False
         layers = self._pipeline.partition.layers_of(run.stage) if self._num_layers else range(0)
         # with the calls before the layers on the first stage, and those after them on the last
         first = BEFORE if layers.start == 0 else layers.start
         self._mine = range(first, self._num_layers + 1 if layers.stop == self._num_layers else layers.stop)
+
+    def has_logged(self) -> bool:
+        """Whether the step that runs now has logged a value of its batch."""
+        run = self._pipeline.current
+        return self._has_logged and run is not None and not run.backward
 
     @property
     def _num_layers(self) -> int:
@@ -128,12 +140,13 @@ class LogRecorder:
         assert run is not None, "self.log recorded outside a stage's run"
         if run.ended:  # called in a `finally:` after StepEnd; the last stage logs it
             return
+        arguments = log_arguments(name, value, *args, **kwargs)
+        self._has_logged = self._has_logged or is_logged_now(run.step_name, arguments)
         position = run.position
         if position == self._num_layers - 1:
             position = self._num_layers
         if position not in self._mine:
             return
-        arguments = log_arguments(name, value, *args, **kwargs)
         if isinstance(value, Mapping):
             raise ValueError(f"self.log({name!r}, {{...}}) was called with a mapping; use self.log_dict")
         if isinstance(value, Metric):

@@ -38,6 +38,7 @@ from lightning_holmes.pipeline.whole_steps import (
     noticing_compute,
     noticing_loggers,
     refusing_loggers,
+    refusing_metrics,
 )
 from lightning_holmes.plan.schedule import make_schedule, spec_of
 
@@ -198,6 +199,7 @@ class StepDriver:
                 window.around_batch(),
                 noticing_compute(guarded, refuse_compute),
                 self._watching_loggers(place, count),
+                refusing_metrics(place, self.runner.recorder.has_logged),
                 self._calls.refusing(place) if is_in_parts else nullcontext(),
             ):
                 self.runner.run(batch)
@@ -207,7 +209,7 @@ class StepDriver:
         if repeated is not None and (found := repeated.end_batch(request.step_name)):
             self._tell_repeated(found[0], request, count)
         if is_in_parts:
-            self._found.refuse_new(place)
+            self._found.refuse_new(place, repeats=repeats)
         for each in unseen:
             self._compare_values(*each)
         if divisors is not None and self.has_last_stage:

@@ -47,6 +47,7 @@ from lightning_holmes.pipeline.following import FollowPython, FollowValues, Sour
 from lightning_holmes.pipeline.layers import LayerCalls, NotTheLayersError, along_layers
 from lightning_holmes.pipeline.outside import CURE, Outside
 from lightning_holmes.pipeline.own_generators import OwnDraws, find_generators, set_states, states_of
+from lightning_holmes.pipeline.replay import is_logged_now, log_arguments
 from lightning_holmes.pipeline.shadow import shadow_copy
 from lightning_holmes.pipeline.structure import BEFORE, Bypass, LayerOutput, ModuleStructure
 from lightning_holmes.pipeline.whole_steps import (
@@ -54,6 +55,7 @@ from lightning_holmes.pipeline.whole_steps import (
     noticing_compute,
     refusing_collectives,
     refusing_loggers,
+    refusing_metrics,
 )
 from lightning_holmes.torch_private import has_backward_hook, tensor_version
 
@@ -93,7 +95,7 @@ class Tracer:
         self.calls = LayerCalls(self.shadow, layers, self._pass_through)
         self.num_layers = len(self.calls.layers)
         self.sources = Sources(self.num_layers)
-        self.is_running = False
+        self.is_running = self.has_logged = False
         self.parameter_bits: dict[str, int] = {}
         self.output_templates: dict[int, tuple[Any, list[Tensor], tuple[int, ...]]] = {}
         self.metrics = {n: m for n, m in self.shadow.named_modules() if isinstance(m, Metric)}
@@ -173,12 +175,13 @@ class Tracer:
         # Under a dispatch mode torch.compile gives up a function for good: later steps would run uncompiled.
         eager = torch.compiler.set_stance("force_eager")
         alone, loggers = refusing_collectives(self.shadow, self.place), refusing_loggers(self.shadow, self.place)
+        metrics = refusing_metrics(self.place, lambda: self.has_logged)
         computing = noticing_compute(self.metrics, self.computed_metrics.append)
         values = FollowValues(sources, self.place, self._before_write, self.tensor_ranks, (*self.generators.values(),))
         python = FollowPython(sources, self.place, self._before_write)
         around = context() if context is not None else nullcontext()
-        with grad, eager, alone, loggers, computing, values, python, around:
-            self.is_running = True
+        with grad, eager, alone, loggers, metrics, computing, values, python, around:
+            self.is_running, self.has_logged = True, False
             try:
                 output = step(*arguments)
             finally:
@@ -291,9 +294,10 @@ class Tracer:
         shadow = self.shadow
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            is_now = is_logged_now(self.step_name, log_arguments(name, value, *args, **kwargs))
+            self.has_logged = self.has_logged or is_now
             if isinstance(value, Metric):
-                on_step = kwargs.get("on_step", args[2] if len(args) > 2 else None)
-                if on_step or (on_step is None and self.step_name == "training_step"):
+                if is_now:
                     found = [n for n, m in shadow.named_modules() if m is value]
                     self.step_metrics.extend(found)
             elif isinstance(value, Tensor):

@@ -32,6 +32,7 @@ from lightning_holmes.replacements import Replacements
 COLLECTIVES = ("all_gather", "barrier", "broadcast", "reduce", "reduce_boolean_decision")
 """The collectives of Lightning's Strategy."""
 _GRADIENT: Any = Tensor.grad
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _KEEP = "ask once, in setup(), as self.folder = self.trainer.log_dir, and use self.folder in the step"
 
 
@@ -213,6 +214,32 @@ def refusing_loggers(module: pl.LightningModule, step: str) -> AbstractContextMa
         )
 
     return noticing_loggers(module, refuse)
+
+
+@contextmanager
+def refusing_metrics(step: str, has_logged: Callable[[], bool]) -> Iterator[None]:
+    """Context in which ``step`` may not read its trainer's metrics while it ``has_logged``: Lightning hears of the calls after the batch.
+
+    Raises:
+        UnsupportedModuleError: it does.
+    """
+
+    def checked(name: str) -> property:
+        known: Any = getattr(pl.Trainer, name)
+
+        def read(trainer: pl.Trainer) -> Any:
+            if has_logged():
+                raise UnsupportedModuleError(
+                    f"{step} reads self.trainer.{name} after a self.log of its own: what it logs is there after the batch, once stages and "
+                    f"microbatches are put together. Use the value that was logged, or read before the first self.log, or in a hook"
+                )
+            return known.fget(trainer)
+
+        return property(read)
+
+    with Replacements() as run:
+        run.replace(pl.Trainer, **{name: checked(name) for name in _METRICS})
+        yield
 
 
 def describe_compute(step: str, metric: str) -> str:

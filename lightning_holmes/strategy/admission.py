@@ -93,6 +93,12 @@ def check_module(module: "pl.LightningModule", *, fitting: bool, is_pipeline: bo
             f"{name} was compiled as a whole by torch.compile, which hides its layers; pass the module itself to the "
             f"trainer (parts inside a layer may be compiled)"
         )
+    lazy = next((n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)), None)
+    if lazy is not None:
+        raise UnsupportedModuleError(
+            f"{lazy} of {name} has no shape before the first batch (a lazy module), by which layers are dealt to stages: give the layer its "
+            f"sizes, or run one batch through the module in __init__ or configure_model"
+        )
     if not fitting:
         return
     if not module.automatic_optimization:

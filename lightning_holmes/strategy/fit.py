@@ -92,6 +92,7 @@ class Fit(Run):
         self._make_optimizers()
         self._averages: WeightAverages | None = None
         self._is_partial = False
+        self._runs_ahead = False  # whether the backward has run that Lightning has yet to ask for
         if groups.p2p is not None:
             self._averages = context.undo.enter_context(WeightAverages(trainer, self.pipeline, groups.p2p))
         self._begin(self.parameter_groups)
@@ -194,6 +195,7 @@ class Fit(Run):
             shards_parameters=self.stage_shards is not None,
             optimizer_nodes=self.options.optimizer_nodes if self.has_gradients else 0,
             is_partial=self._is_partial,
+            runs_ahead=self._runs_ahead,
         )
         is_part = self.shards is not None or self.job.placement.pipeline_parallel_size > 1
         return replace(super().absent(), hidden=hidden, splits_states=self.has_gradients and is_part)
@@ -305,6 +307,7 @@ class Fit(Run):
         if not in_window:
             self.gradients.reducer.forget()
         self.gradients.reducer.begin(last=not self.accumulates)
+        self._runs_ahead = True
 
     def _ask_again(self, sample: StepSample) -> None:
         """Ask on the module's present state whether this batch may be split; if not, it and all later ones run whole, or, with a number that
@@ -368,7 +371,7 @@ class Fit(Run):
     def hand_over(self, *, skipped: bool = False) -> None:
         """Set ``p.grad`` to the gradients that the pipeline has accumulated, reduced unless more batches are to come; ``skipped``: this batch
         had no backward."""
-        self._is_partial = self.accumulates and self.gradients.are_sums
+        self._is_partial, self._runs_ahead = self.accumulates and self.gradients.are_sums, False
         with self.job.explaining(self.job.groups.data_parallel):
             with labelled(lambda: f"holmes: wait for {SUMS}"):
                 self.gradients.reducer.finish(last=not self.accumulates)

@@ -326,18 +326,29 @@ def why_deferred(trainer: "pl.Trainer") -> str:
 
 
 def hidden_in_hooks(
-    shards: OwnedStates | None, *, shards_parameters: bool, optimizer_nodes: int, is_partial: bool
+    shards: OwnedStates | None,
+    *,
+    shards_parameters: bool,
+    optimizer_nodes: int,
+    is_partial: bool,
+    runs_ahead: bool,
 ) -> dict[str, str]:
-    """Return which of "value" and "grad" hooks of the user cannot read whole, and why, for Tripwires.
+    """Return which of "value" and "grad" hooks of the user cannot read whole, or only not read ("reads grad"), and why, for Tripwires.
 
     Args:
         is_partial: whether gradients are this rank's own, since more batches are accumulated before they are summed over ranks.
+        runs_ahead: whether the backward of a batch has run that Lightning has yet to ask for.
     """
     if optimizer_nodes:
         why = "optimizer nodes hold it between steps; use optimizer_nodes=0"
         return {"value": why, "grad": why}
     if shards_parameters:
         return {"grad": 'each replica holds a share of it; use sharding="none"'}
+    if runs_ahead:
+        return {
+            "reads grad": "a pipeline has run the backward by then, and those of the batch before are gone: read it in "
+            "on_before_optimizer_step or on_train_batch_end"
+        }
     if is_partial:
         return {
             "grad": "between accumulated batches it is not summed over ranks yet: read it in on_before_optimizer_step, or use "

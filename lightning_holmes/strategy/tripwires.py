@@ -78,7 +78,7 @@ class Absent:
     """What this rank lacks of the whole module between steps.
 
     Attributes:
-        hidden: for "value" and "grad", if no rank has it whole, why not and what to do.
+        hidden: for "value" and "grad", if no rank has it whole, and for "reads grad" where it may only be written: why, and what to do.
         shards: the shards in which parameters live, or None.
         waiting: the names of parameters that have no values yet.
         is_split: other stages have parameters that this rank lacks.
@@ -327,8 +327,9 @@ class Tripwires(Replacements):
         _refuse_early(absent.waiting, hook.name, kind, names)
         verb, kind = ("writes", "grad") if kind == "written grad" else ("reads", kind)
         what = f"{'the gradient of ' if kind == 'grad' else ''}{names[0]}"
-        if kind in absent.hidden:
-            raise UnsupportedModuleError(f"{hook.name} {verb} {what}, but {absent.hidden[kind]}")
+        why = absent.hidden.get(kind) or absent.hidden.get(f"{verb} {kind}")
+        if why is not None:
+            raise UnsupportedModuleError(f"{hook.name} {verb} {what}, but {why}")
         if verb == "writes" or not absent.takes_all_ranks:  # a written gradient stays on the rank that writes it
             return
         lacking = [n for n in names if (kind, n) not in hook.brought]

@@ -73,6 +73,22 @@ class KeepsFirst(Classifier):
         return (y * self.kept if self.what == "mask" else y / self.kept).square().mean()
 
 
+class Queue(Classifier):
+    """MoCo: negatives are those of earlier batches, kept in a queue; however the batch is split, it ends up in the queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.randn(16, 3))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch: Any) -> Tensor:
+        z = F.normalize(self.layers(batch["x"]), dim=-1)
+        loss = F.cross_entropy(z @ self.queue.clone().T, batch["y"])
+        self.queue[(self.place + torch.arange(len(z))) % 16] = z.detach()
+        self.place += len(z)
+        return loss
+
+
 class Noisy(Classifier):
     def training_step(self, batch: Any) -> Tensor:
         return self.layers(batch["x"] + torch.randn_like(batch["x"])).square().mean()
@@ -136,7 +152,8 @@ def batch() -> dict[str, Tensor]:
         (Noisy(), None),
         (KeepsFirst("scale"), ["KeepsFirst", "microbatch_weight"]),
         (KeepsFirst("mask"), ["self.kept"]),
-        (KeepsFirst("sample"), None),
+        (KeepsFirst("sample"), ["KeepsFirst", "state", "come next"]),
+        (Queue(), ["Queue", "state", "come next"]),
         (Warming(over_tokens=False), ["self.steps"]),
         (Warming(over_tokens=True), ["Warming", "microbatch_weight"]),
         (

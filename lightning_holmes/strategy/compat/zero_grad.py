@@ -43,10 +43,10 @@ def refusing_kept_gradients(
         with Replacements() as once:
             once.replace(optimizer, zero_grad=noting(optimizer.zero_grad))
             once.replace(module, zero_grad=noting(module.zero_grad))
-            has_gradient = witness is not None and witness.grad is not None
-            if witness is not None and not has_gradient:
+            if witness is not None:
                 with lifted():
-                    witness.grad = torch.ones_like(witness)
+                    has_gradient = witness.grad is not None
+                    witness.grad = witness.grad if has_gradient else torch.ones_like(witness)
             own(epoch, batch_idx, optimizer)
         if witness is not None:
             with lifted():
