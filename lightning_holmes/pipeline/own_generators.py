@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_holmes.comm.wire import decode, encode
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline.object_state import find_below, is_of_library
@@ -31,8 +32,8 @@ from lightning_holmes.pipeline.seeds import is_default
 
 _RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _KINDS = (*_RANDOM, Iterator)
-States = dict[str, Any]
-"""The state of each generator by its path, as plain values that can be compared and sent."""
+States = dict[str, bytes]
+"""The state of each generator by its path."""
 
 
 class Unwound(Iterator[Any]):
@@ -249,41 +250,22 @@ def describe_draw(place: str, what: str, where: str = "") -> str:
     )
 
 
-def _state(name: str, generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return _without_arrays(generator.bit_generator.state)
-    if isinstance(generator, np.random.RandomState):
-        return _without_arrays(generator.get_state(legacy=False))
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy().tobytes()
+def _state(name: str, generator: Any) -> bytes:
     if isinstance(generator, random.SystemRandom):
         raise UnsupportedModuleError(
             f"{name} is a random.SystemRandom, which has no state that all stages of a pipeline could share: use random.Random()"
         )
-    return generator.getstate()
-
-
-def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = _with_arrays(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(_with_arrays(state))
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        return encode(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return encode(generator.get_state(legacy=False))
+    return encode(generator.get_state() if isinstance(generator, torch.Generator) else generator.getstate())
+
+
+def _set_state(generator: Any, state: bytes) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = decode(state)
+    elif isinstance(generator, (np.random.RandomState, torch.Generator)):
+        generator.set_state(decode(state))
     else:
-        generator.setstate(state)
-
-
-def _without_arrays(state: Any) -> Any:
-    """The dict of a NumPy generator's state with (dtype, bytes) in place of each array."""
-    if isinstance(state, np.ndarray):
-        return state.dtype.str, state.tobytes()
-    return {key: _without_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
-
-
-def _with_arrays(state: Any) -> Any:
-    """What :func:`_without_arrays` was given."""
-    if isinstance(state, tuple):
-        dtype, data = state
-        return np.frombuffer(data, dtype=dtype)
-    return {key: _with_arrays(value) for key, value in state.items()} if isinstance(state, dict) else state
+        generator.setstate(decode(state))

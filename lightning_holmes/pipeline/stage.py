@@ -230,7 +230,7 @@ class PipelineModule:
         if layer is not None:
             return self.partition.stage_of(layer)
         if name in self.structure.writers or name in self.parameters:
-            return self.structure.buffer_stage(self.partition, name)
+            return self.structure.stage_at(self.partition, self.structure.writers.get(name, BEFORE))
         owner = name.rpartition(".")[0]  # of a buffer that the traced steps have not written, but later ones may
         return self._stage_that_knows(owner, self.module.get_submodule(owner))
 

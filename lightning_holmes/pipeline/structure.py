@@ -153,10 +153,6 @@ class ModuleStructure:
         """The stages that hold parameter ``name``, in order; the first is its owner in norms and checkpoints."""
         return tuple(sorted(self._stages(partition, self.readers.get(name, frozenset()))))
 
-    def buffer_stage(self, partition: Partition, name: str) -> int:
-        """The stage whose copy of buffer ``name`` counts."""
-        return self.stage_at(partition, self.writers.get(name, BEFORE))
-
     def stage_at(self, partition: Partition, position: int) -> int:
         """The stage that runs ``position``."""
         if position == BEFORE:
