@@ -323,6 +323,8 @@ def _compare_output(together: Outcome, parts: Sequence[Outcome], weights: Sequen
         merged = merge_outputs([part.output for part in parts], sizes, list(weights), "what it returns")
     except UnsupportedModuleError as reason:
         return str(reason)
+    if not _alike(*(tree.map_tensors(lambda _: None, output) for output in (together.output, merged))):
+        return "a number or text that it returns is not that of the parts of a batch put together"
     pairs = list(zip(tree.tensors_of(together.output), tree.tensors_of(merged), strict=False))
     if any(one.shape != other.shape for one, other in pairs):
         return "a tensor that it returns cannot be put together from those of the parts of a batch, as one entry a sample can"

@@ -47,10 +47,12 @@ class NoticedFunctions:
         self._num_files = 0  # of sys.modules, when they were looked for
 
     @contextmanager
-    def noticing(self, notice: Callable[[str], None], *, of_any_group: bool = False) -> Iterator[None]:
-        """Inside, call ``notice`` with the name of a function before it runs; ``of_any_group``: also before collectives over some ranks,
-        but for those that libraries call."""
-        noticed = functools.partial(_noticed, notice=notice, of_any_group=of_any_group)
+    def noticing(
+        self, notice: Callable[[str], Any], *, of_any_group: bool = False, of_libraries: bool = True
+    ) -> Iterator[None]:
+        """Inside, call ``notice`` with the name of a function before it runs; what it returns, if anything, is returned instead.
+        ``of_any_group``: also before collectives over some ranks, but for those that libraries call; ``of_libraries``: what libraries call, too."""
+        noticed = functools.partial(_noticed, notice=notice, of_any_group=of_any_group, of_libraries=of_libraries)
         if self._num_files != len(sys.modules):
             self._num_files, self._imported = len(sys.modules), list(self._find_imported())
         with Replacements() as watched:
@@ -73,13 +75,18 @@ def _is_called_by_user(frame: types.FrameType | None) -> bool:
 
 
 def _noticed(
-    function: Callable[..., Any], name: str, *, notice: Callable[[str], None], of_any_group: bool
+    function: Callable[..., Any], name: str, *, notice: Callable[[str], Any], of_any_group: bool, of_libraries: bool
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group") or inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("group")
-        if (of_any_group and _is_called_by_user(inspect.currentframe())) or group is None or group is dist.group.WORLD:
-            notice(name)
+        is_over_all = group is None or group is dist.group.WORLD
+        if (is_over_all and of_libraries) or (
+            (is_over_all or of_any_group) and _is_called_by_user(inspect.currentframe())
+        ):
+            answer = notice(name)
+            if answer is not None:
+                return answer
         return function(*args, **kwargs)
 
     return run

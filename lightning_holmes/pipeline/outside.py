@@ -186,9 +186,9 @@ class _Finder:
                 named |= names
                 self._look_up(function, names)
         for kind in list(self._classes):
-            get = functools.partial(_attribute, kind)
+            get, put = (lambda name, kind=kind: vars(kind).get(name, _GONE)), functools.partial(setattr, kind)
             for name in vars(kind).keys() & named:
-                self._found(kind, f"{kind.__qualname__}.{{}}", name, get, functools.partial(setattr, kind))
+                self._found(kind, f"{kind.__qualname__}.{{}}", name, get, put)
         self.uses_trainer = not named.isdisjoint(("callbacks", "datamodule"))
 
     def _add_class(self, kind: type) -> None:
@@ -266,10 +266,6 @@ def _is_installed(package: str) -> bool:
 
 def _is_own_object(value: Any, package: str) -> bool:
     return is_looked_into(value) and _is_own(type(value).__module__, package)
-
-
-def _attribute(kind: type, name: str) -> Any:
-    return vars(kind).get(name, _GONE)
 
 
 def _content_of(cell: types.CellType, _: str) -> Any:

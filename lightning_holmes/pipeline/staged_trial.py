@@ -7,7 +7,7 @@ The step's output and logs come back to every rank, as those of a step do, so th
     findings = find_batch_dependence(module, "training_step", batch, arguments, splitter, trial=trial)   # all ranks must call
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,11 @@ from lightning_holmes.comm.objects import any_of
 from lightning_holmes.lightning_package import pl
 from lightning_holmes.pipeline import tree
 from lightning_holmes.pipeline.preserved_trainer import Flags
-from lightning_holmes.pipeline.replay import LogCall, MetricValue
 from lightning_holmes.pipeline.request import StepRequest
 from lightning_holmes.pipeline.runner import loss_of
 from lightning_holmes.pipeline.stage import PipelineModule
 from lightning_holmes.pipeline.steps import StepDriver
-from lightning_holmes.pipeline.trial import Kept, Lengths, Outcome, Trial, gradients_of
+from lightning_holmes.pipeline.trial import Kept, Lengths, Outcome, Trial, gradients_of, numbers_of
 from lightning_holmes.pipeline.whole_steps import refusing_collectives
 
 
@@ -79,7 +78,7 @@ class StagedTrial(Trial):
                     output=output,
                     gradients=gradients,
                     is_fp32=is_fp32,
-                    logged=_values(result.calls),
+                    logged=numbers_of((call.name, call.value, call.arguments) for call in result.calls),
                     kept=left,
                 )
             )
@@ -107,21 +106,17 @@ class StagedTrial(Trial):
                     raise
                 return _FAILED, [], {}
             sketches = [_sketch(gradients)] if gradients else []
-            return tree.map_tensors(Tensor.detach, output), sketches, _small(kept.changed())
+            left = {
+                path: _sketch([value]) if isinstance(value, Tensor) and value.numel() > _SUMS else value
+                for path, value in kept.changed().items()
+            }
+            return tree.map_tensors(Tensor.detach, output), sketches, left
 
         return run
 
 
 _FAILED = torch.tensor(torch.inf)
 _SUMS = 64
-
-
-def _small(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with a sketch in place of each large tensor."""
-    return {
-        path: _sketch([value]) if isinstance(value, Tensor) and value.numel() > _SUMS else value
-        for path, value in kept.items()
-    }
 
 
 def _sketch(tensors: Sequence[Tensor]) -> Tensor:
@@ -132,17 +127,6 @@ def _sketch(tensors: Sequence[Tensor]) -> Tensor:
     flat = torch.cat([part.reshape(-1).double() for part in real])
     signs = torch.randint(2, flat.shape, generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(flat)
     return nn.functional.pad(flat * signs, (0, -flat.numel() % _SUMS)).view(-1, _SUMS).sum(0).float()
-
-
-def _values(calls: Sequence[LogCall]) -> Mapping[tuple[str, int], tuple[Any, Any]]:
-    """The values of log calls, by name and count of the call, with their ``reduce_fx``; metrics put themselves together."""
-    found: dict[tuple[str, int], tuple[Any, Any]] = {}
-    for call in calls:
-        if not isinstance(call.value, MetricValue):
-            nth = sum(1 for known, _ in found if known == call.name)
-            value = torch.as_tensor(call.value).detach().double().reshape(())
-            found[call.name, nth] = value, call.arguments.get("reduce_fx", "mean")
-    return found
 
 
 class LaterTrials:

@@ -88,8 +88,8 @@ class Trial:
         kept = Kept(copy)
         trains = self._step_name == "training_step"
         for batch in batches:
-            logged: dict[tuple[str, int], tuple[Any, Any]] = {}
-            vars(copy)["log"] = functools.partial(_note, logged)
+            calls: list[tuple[str, Any, Mapping[str, Any]]] = []
+            vars(copy)["log"] = lambda *args, calls=calls, **kwargs: calls.append(_call(*args, **kwargs))
             with torch.set_grad_enabled(trains):
                 output = self._run(copy, batch, seed)
                 loss = loss_of(output, self._step_name) if trains else torch.zeros(())
@@ -101,7 +101,7 @@ class Trial:
                     output=output,
                     gradients=gradients,
                     is_fp32=self._computes_in_fp32(copy),
-                    logged=logged,
+                    logged=numbers_of(calls),
                     divisors=divisors,
                 )
             )
@@ -174,12 +174,19 @@ class Trial:
             return step(tree.map_all_tensors(Tensor.clone, batch), *self._arguments)
 
 
-def _note(logged: dict[tuple[str, int], tuple[Any, Any]], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Stand in for ``self.log``: note a number or tensor; metrics put themselves together."""
-    if isinstance(value, (int, float, Tensor)) and (not isinstance(value, Tensor) or value.numel() == 1):
-        nth = sum(1 for known, _ in logged if known == name)
-        reduce_fx = log_arguments(name, value, *args, **kwargs).get("reduce_fx", "mean")
-        logged[name, nth] = torch.as_tensor(value).detach().double().reshape(()), reduce_fx
+def _call(name: str, value: Any, *args: Any, **kwargs: Any) -> tuple[str, Any, Mapping[str, Any]]:
+    return name, value, log_arguments(name, value, *args, **kwargs)
+
+
+def numbers_of(calls: Iterable[tuple[str, Any, Mapping[str, Any]]]) -> dict[tuple[str, int], tuple[Tensor, Any]]:
+    """The numbers among the values of log calls, given by name, value and arguments: by name and count of the call, with their ``reduce_fx``;
+    metrics put themselves together."""
+    found: dict[tuple[str, int], tuple[Tensor, Any]] = {}
+    for name, value, arguments in calls:
+        if isinstance(value, (int, float, Tensor)) and (not isinstance(value, Tensor) or value.numel() == 1):
+            nth = sum(1 for known, _ in found if known == name)
+            found[name, nth] = torch.as_tensor(value).detach().double().reshape(()), arguments.get("reduce_fx", "mean")
+    return found
 
 
 class Kept:

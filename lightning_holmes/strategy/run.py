@@ -27,6 +27,7 @@ from lightning_holmes.optim.elementwise import Separability
 from lightning_holmes.optim.remote import RemoteReducer
 from lightning_holmes.optim.stage_shards import StageShards
 from lightning_holmes.pipeline.module_state import ModuleState
+from lightning_holmes.pipeline.noticed_functions import NoticedFunctions
 from lightning_holmes.pipeline.own_generators import preserved_generators
 from lightning_holmes.pipeline.replay import replay
 from lightning_holmes.pipeline.request import StepRequest
@@ -36,6 +37,7 @@ from lightning_holmes.pipeline.steps import StepDriver
 from lightning_holmes.pipeline.structure import ModuleStructure
 from lightning_holmes.plan.plan import Plan
 from lightning_holmes.plan.schedule import Action
+from lightning_holmes.replacements import Replacements
 from lightning_holmes.strategy import admission, agreement
 from lightning_holmes.strategy.batch_source import BatchSource
 from lightning_holmes.strategy.building import move_parameters
@@ -100,6 +102,7 @@ class Run:
         self._state = ModuleState(self.pipeline, groups.p2p, device)
         self._whole_driver = self._make_driver(PipelineModule.whole(self.module, device), "gpipe", 1)
         self.driver = self._whole_driver
+        self._asking = NoticedFunctions(torch.distributed, ("get_rank", "get_world_size"))
         self._whole_steps: set[str] = set()  # steps that the stages of the plan cannot run
         context.undo.callback(self._end)
         divides = self.job.placement.pipeline_parallel_size > 1 or self.options.optimizer_nodes > 0
@@ -137,7 +140,20 @@ class Run:
             preserved_random_state(self.job.connection.device),
             preserved_generators(self.module),
             torch.inference_mode(False),
+            self._counting_replicas(),
         ):
+            yield
+
+    @contextmanager
+    def _counting_replicas(self) -> Iterator[None]:
+        """Context for steps, in which the ranks that user code asks for count replicas, as in DDP."""
+        placement, rank = self.job.placement, self.job.groups.data_parallel_rank
+        if placement.world_size == placement.data_parallel_size:
+            yield
+            return
+        answers = {"get_rank": rank, "get_world_size": placement.data_parallel_size}
+        with Replacements() as counting, self._asking.noticing(answers.get, of_libraries=False):
+            counting.replace(pl.utilities.rank_zero_only, rank=rank)
             yield
 
     def _learn(self, sample: StepSample) -> None:
@@ -497,11 +513,12 @@ class Run:
     def step(self, request: StepRequest) -> Any:
         """Run a batch through the pipeline, and return its output."""
         step_name = request.step_name
-        if step_name in self._whole_steps:
-            alone = replace(request, exchange=None)  # all parameters are here
-            result = self.with_whole_module(lambda: self._whole_driver.run(alone))
-        else:
-            result = self.driver.run(request)
+        with self._counting_replicas():
+            if step_name in self._whole_steps:
+                alone = replace(request, exchange=None)  # all parameters are here
+                result = self.with_whole_module(lambda: self._whole_driver.run(alone))
+            else:
+                result = self.driver.run(request)
         if step_name in self._state_each_batch:
             self._hooks_have_run = True
             self._state.send()

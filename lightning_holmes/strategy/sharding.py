@@ -283,18 +283,12 @@ def refusal_of_nodes(
     found: Separability, optimizer: Optimizer, trainer: "pl.Trainer", structure: ModuleStructure | None
 ) -> str:
     """Return why optimizer nodes cannot hold the parameters; empty if they can."""
-    refusal = _refusal_of_steps(optimizer) or refusal_of(found, optimizer, trainer)
-    refusal = refusal or refusal_of_changes(structure)
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    refusal = refusal or refusal_of_averages(callbacks)
+    refusal = _refusal_of_steps(optimizer) or refusal_of_shards(found, optimizer, trainer, structure)
     scales = getattr(trainer.precision_plugin, "scaler", None) is not None
-    if scales and any(group.get("fused") for group in optimizer.param_groups):
-        refusal = (
-            refusal
-            or "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
-        )
-    if torch.is_anomaly_enabled():
-        refusal = refusal or "detect_anomaly=True looks at reduced gradients, which workers do not have"
+    if not refusal and scales and any(group.get("fused") for group in optimizer.param_groups):
+        return "a step that overflows is left out inside the kernel that fused=True asks for, where nobody sees it"
+    if not refusal and torch.is_anomaly_enabled():
+        return "detect_anomaly=True looks at reduced gradients, which workers do not have"
     return refusal
 
 

@@ -196,6 +196,16 @@ class HolmesStrategy(ReplicaCollectives):
         return self.data_parallel_rank if run is not None and run.is_inside_part else super().global_rank
 
     @property
+    def local_rank(self) -> int:
+        """This process's rank on its host; inside a stage's part of a step, that of its replica among those of the host, as in DDP."""
+        own, run = super().local_rank, vars(self).get("_run")
+        if run is None or not run.is_inside_part:
+            return own
+        first, coordinate = super().global_rank - own, run.job.placement.coordinate
+        here = {coordinate(rank)[1] for rank in range(first, first + self.num_processes)}
+        return sorted(here).index(self.data_parallel_rank)
+
+    @property
     def world_size(self) -> int:
         """The number of processes; in a step and in ``configure_optimizers`` the number of replicas, as in DDP: learning rates and shares of
         data scale with it."""
@@ -206,7 +216,7 @@ class HolmesStrategy(ReplicaCollectives):
     @property
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        return self.parallel_devices[super().local_rank]
 
     @property
     def num_processes(self) -> int:

@@ -327,7 +327,9 @@ class Tripwires(Replacements):
         _refuse_early(absent.waiting, hook.name, kind, names)
         verb, kind = ("writes", "grad") if kind == "written grad" else ("reads", kind)
         what = f"{'the gradient of ' if kind == 'grad' else ''}{names[0]}"
-        why = absent.hidden.get(kind) or absent.hidden.get(f"{verb} {kind}")
+        why = absent.hidden.get(kind)
+        if not hook.name.endswith(".optimizer_zero_grad"):  # which reads gradients in order to empty them
+            why = why or absent.hidden.get(f"{verb} {kind}")
         if why is not None:
             raise UnsupportedModuleError(f"{hook.name} {verb} {what}, but {why}")
         if verb == "writes" or not absent.takes_all_ranks:  # a written gradient stays on the rank that writes it

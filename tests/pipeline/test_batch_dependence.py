@@ -275,6 +275,7 @@ class Returns(Classifier):
             "rows": out,
             "mean": out.mean(),
             "name": "a",
+            "count": len(out),
             "two": torch.stack([loss, loss]).detach(),
             "exp": loss.exp(),
         }
@@ -283,7 +284,16 @@ class Returns(Classifier):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("rows", ""), ("mean", ""), ("name", ""), ("two", "cannot be put together"), ("exp", "no mean over the parts")],
+    [
+        *(
+            ("rows", ""),
+            ("mean", ""),
+            ("name", ""),
+            ("two", "cannot be put together"),
+            ("exp", "no mean over the parts"),
+        ),
+        ("count", "put together"),
+    ],
 )
 def test_what_a_step_returns_is_compared(what: str, words: str) -> None:
     found = find_batch_dependence(Returns(what), "training_step", batch(), (), BatchSplitter()).dependence

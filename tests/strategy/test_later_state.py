@@ -17,10 +17,11 @@ import wandb
 from launch import launch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 from quiet import quiet_trainer
 from tanh_net import TanhNet
 from torch import Tensor, nn
-from torch.distributed import barrier
+from torch.distributed import barrier, get_rank
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics import MeanMetric
 
@@ -202,6 +203,26 @@ class Draws(Net):
         self.found.append(float(outputs["loss"]))
 
 
+class Ranks(Net):
+    """Counts on what it takes for the first rank, by each of the ways to ask for it."""
+
+    num_counted = 0
+
+    @rank_zero_only
+    def count(self) -> None:
+        self.num_counted += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.count()
+        self.num_counted += not dist.is_initialized() or get_rank() + dist.get_rank() + dist.get_world_size() == 1
+        self.num_counted += self.local_rank == self.trainer.local_rank == 0
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.found.append(self.num_counted)
+
+
 class LooksBack(Net):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.found.append(self.layers[0][0].weight.grad is not None)
@@ -357,7 +378,7 @@ REFUSED = {
 DRAWS = {"draws later": "epoch 1", "draws at a batch": "batch", "draws lazily": "step"}
 CASES = {
     kind.__name__.lower(): kind
-    for kind in (Accumulates, Data, Iterates, LooksBack, Logs, Meets, Mines, Samples, Saves, Switches, Transfers)
+    for kind in (Accumulates, Data, Iterates, LooksBack, Ranks, Logs, Meets, Mines, Samples, Saves, Switches, Transfers)
 }
 CASES |= dict.fromkeys(CHANGES, Changes)
 CASES |= dict.fromkeys(("iterates in microbatches", "makes iterators in chunks"), Iterates)
@@ -407,7 +428,19 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", ["saves", "data", "switches", "mines", "iterates", "iterates in chunks", *list(DRAWS)[:2], *READS, *CHANGES]
+    "name",
+    [
+        "saves",
+        "data",
+        "switches",
+        "mines",
+        "ranks",
+        "iterates",
+        "iterates in chunks",
+        *list(DRAWS)[:2],
+        *READS,
+        *CHANGES,
+    ],
 )
 def test_what_a_step_leaves_is_what_hooks_read(name: str, staged: dict[str, Any], tmp_path: Path) -> None:
     plain = run(name, "auto", 1, str(tmp_path))

@@ -23,6 +23,14 @@ from lightning_holmes.lightning_package import PACKAGES
 _OWN = {*PACKAGES, __name__.partition(".")[0]}
 
 
+def _reader() -> Any:
+    """The frame of the code that reads a state: the innermost one that is neither of this file nor of a mapping's own methods."""
+    frame: Any = inspect.currentframe()
+    while frame.f_globals is globals() or frame.f_globals["__name__"] == MutableMapping.pop.__module__:
+        frame = frame.f_back
+    return frame
+
+
 class HiddenState(MutableMapping[Any, Any]):
     """Replaces ``optimizer.state``, and refuses reads by anything but the optimizer's own methods.
 
@@ -34,19 +42,9 @@ class HiddenState(MutableMapping[Any, Any]):
         self._optimizer, self._place = optimizer, place
         self.own: Any = optimizer.state
 
-    def _shown(self) -> Any:
-        """Return the states, if the caller is a method of the optimizer; else raise UnsupportedModuleError."""
-        here: Any = inspect.currentframe()
-        if not self.may_read(here.f_back.f_back):
-            self._refuse()
-        return self.own
-
-    def _shown_at(self, key: Any) -> Any:
-        """Return the states like :meth:`_shown`, to a caller that looks for the one of ``key``."""
-        here: Any = inspect.currentframe()
-        frame = here.f_back.f_back
-        while frame.f_globals is globals():  # the states on nodes may be hidden, too
-            frame = frame.f_back
+    def _shown(self, key: Any = None) -> Any:
+        """Return the states, if the caller is a method of the optimizer, which may look for the one of ``key``; else raise UnsupportedModuleError."""
+        frame = _reader()
         if not self.may_read(frame):
             self._refuse()
         if isinstance(key, Parameter) and key not in self.own and self._is_own_method(frame):
@@ -78,7 +76,7 @@ class HiddenState(MutableMapping[Any, Any]):
         )
 
     def __getitem__(self, key: Any) -> Any:
-        return self._shown_at(key)[key]
+        return self._shown(key)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._shown()[key] = value
@@ -87,7 +85,7 @@ class HiddenState(MutableMapping[Any, Any]):
         del self._shown()[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._shown_at(key)
+        return key in self._shown(key)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._shown())
@@ -98,23 +96,14 @@ class HiddenState(MutableMapping[Any, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse()
 
-    def items(self) -> Any:
-        return self._shown().items()
-
-    def keys(self) -> Any:
-        return self._shown().keys()
-
-    def values(self) -> Any:
-        return self._shown().values()
-
     def get(self, key: Any, default: Any = None) -> Any:
-        return self._shown_at(key).get(key, default)
+        return self._shown(key).get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
         return self._shown().pop(key, *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        return self._shown_at(key).setdefault(key, default)
+        return self._shown(key).setdefault(key, default)
 
     def clear(self) -> None:
         """Clear all states of this rank."""
@@ -141,8 +130,7 @@ class StateOnNodes(HiddenState):
 
     def clear(self) -> None:
         """Clear all states; only the optimizer, Lightning and this package may."""
-        here: Any = inspect.currentframe()
-        if not self.may_read(here.f_back):
+        if not self.may_read(_reader()):
             self.refuse_to_forget()
         self.own.clear()
 
