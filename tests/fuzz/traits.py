@@ -8,6 +8,7 @@ An axis's first value is its default. A trait that steps, hooks or callbacks car
 
 import collections
 import copy
+import itertools
 import os
 import random
 from collections.abc import Callable
@@ -199,6 +200,7 @@ RANDOM: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
     ),
     "global": (_seed_global, lambda generator, x: 1 + _GLOBAL.random()),
     "counter": (Meter, lambda generator, x: generator.add(1.0)),
+    "iterator": (lambda: (1 + count / 64 for count in itertools.count()), lambda generator, x: next(generator)),
 }
 """What the module has of its own, and the factor of the hidden state that a step draws from it before the layers."""
 
