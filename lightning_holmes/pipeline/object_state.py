@@ -43,6 +43,7 @@ _NOT_LOOKED_INTO = (
     types.ModuleType,
     types.FunctionType,
     types.MethodType,
+    types.GenericAlias,
 )
 _LIBRARIES = {
     *("torch", "torchvision", "torchaudio", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),

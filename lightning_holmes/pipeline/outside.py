@@ -1,5 +1,5 @@
 """State outside of a module that its steps may change: globals (``LOSSES.append(loss.item())``), variables of an enclosing function, and
-attributes of classes, callbacks and the data module, files that the module holds open.
+attributes of classes, callbacks and the data module, files and queues that the module holds.
 
 Only the rank of the last stage runs a step to its end. What the step changes on the module is brought to the other ranks (module_state.py);
 what it changes elsewhere in or after its layers stays on that rank, so that such a step is refused where it is split into stages. What
@@ -18,6 +18,7 @@ import functools
 import io
 import operator
 import os
+import queue
 import sys
 import sysconfig
 import types
@@ -175,7 +176,7 @@ class _Finder:
                 if "hooks" in key or (type(part) in self._classes and key != "_compile_kwargs"):
                     self._add(value)
         table = getattr(sys.modules.get("wandb"), "Table", Dataset)
-        self.unsent = find_below(module, (Dataset, table, io.IOBase)) | _unsent_containers(module)
+        self.unsent = find_below(module, (Dataset, table, io.IOBase, queue.Queue)) | _unsent_containers(module)
         seen: set[types.FunctionType] = set()
         named: set[str] = set()
         while self._functions and len(seen) < _MOST_FUNCTIONS:

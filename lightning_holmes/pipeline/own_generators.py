@@ -27,7 +27,7 @@ from torch import nn
 from lightning_holmes.comm.wire import decode, encode
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.pipeline.object_state import find_below, is_of_library
+from lightning_holmes.pipeline.object_state import find_below, is_looked_into, is_of_library
 from lightning_holmes.pipeline.seeds import is_default
 
 _RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -86,8 +86,8 @@ class Unwound(Iterator[Any]):
 
 
 def find_generators(module: nn.Module) -> dict[str, Any]:
-    """The generators below ``module`` by their path, those in containers and objects that it holds, too, and the global ones of
-    the files in which its classes are defined. An iterator is replaced by an :class:`Unwound`, wherever it is."""
+    """The generators below ``module`` by their path, those in containers and objects that it holds, too, those of its classes,
+    and the global ones of the files in which these are defined. An iterator is replaced by an :class:`Unwound`, wherever it is."""
     unwound: dict[int, Unwound] = {}
 
     def replaced(value: Any) -> Any:
@@ -96,13 +96,14 @@ def find_generators(module: nn.Module) -> dict[str, Any]:
 
     found = find_below(module, _KINDS, replaced)
     kinds = {kind for part in module.modules() for kind in type(part).__mro__ if not is_of_library(kind)}
-    for file in sorted({kind.__module__ for kind in kinds}):
-        names = vars(sys.modules.get(file, object))
-        for key, value in list(names.items()):
-            if isinstance(value, _KINDS):
-                found.setdefault(f"{file}.{key}", new := replaced(value))
+    spaces: dict[str, Any] = {kind.__module__: sys.modules.get(kind.__module__, object) for kind in kinds}
+    spaces |= {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
+    for place, space in sorted(spaces.items()):
+        for key, value in list(vars(space).items()):
+            if isinstance(value, _KINDS) and not (isinstance(value, Iterator) and is_looked_into(value)):
+                found.setdefault(f"{place}.{key}", new := replaced(value))
                 if new is not value:
-                    names[key] = new
+                    setattr(space, key, new)
     return {path: g for path, g in found.items() if isinstance(g, (*_RANDOM, Unwound)) and not is_default(g)}
 
 

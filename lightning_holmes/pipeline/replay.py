@@ -7,6 +7,7 @@ process had run the whole step.
 
 import inspect
 import numbers
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -120,15 +121,17 @@ class LogRecorder:
     def enter(self, run: StageRun, microbatch: int) -> None:
         """Set the stage's step and the microbatch that run now."""
         self._run, self._microbatch, self._has_logged = run, microbatch, False
+        self._thread = threading.get_ident()
         layers = self._pipeline.partition.layers_of(run.stage) if self._num_layers else range(0)
         # with the calls before the layers on the first stage, and those after them on the last
         first = BEFORE if layers.start == 0 else layers.start
         self._mine = range(first, self._num_layers + 1 if layers.stop == self._num_layers else layers.stop)
 
     def has_logged(self) -> bool:
-        """Whether the step that runs now has logged a value of its batch."""
+        """Whether the step that runs now in this thread has logged a value of its batch."""
         run = self._pipeline.current
-        return self._has_logged and run is not None and not run.backward
+        is_in_step = run is not None and not run.backward and self._thread == threading.get_ident()
+        return self._has_logged and is_in_step
 
     @property
     def _num_layers(self) -> int:

@@ -175,7 +175,8 @@ class Trial:
 
 
 def _call(name: str, value: Any, *args: Any, **kwargs: Any) -> tuple[str, Any, Mapping[str, Any]]:
-    return name, value, log_arguments(name, value, *args, **kwargs)
+    arguments = log_arguments(name, value, *args, **kwargs)
+    return name, value.detach().clone() if isinstance(value, Tensor) else value, arguments
 
 
 def numbers_of(calls: Iterable[tuple[str, Any, Mapping[str, Any]]]) -> dict[tuple[str, int], tuple[Tensor, Any]]:

@@ -55,6 +55,8 @@ def test_a_state_goes_over_the_wire_and_back(name: str) -> None:
 
 def test_generators_of_a_module_and_of_its_file_are_found_and_put_back() -> None:
     class Holding(nn.Module):
+        of_class = random.Random(2)
+
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(1, 1)
@@ -63,7 +65,8 @@ def test_generators_of_a_module_and_of_its_file_are_found_and_put_back() -> None
 
     module = Holding()
     found = find_generators(module)
-    assert sorted(found) == ["self.inner.noise.of.0", f"{__name__}.of_this_file"]
+    of_class = f"{__name__}.{Holding.__qualname__}.of_class"
+    assert found.keys() == {"self.inner.noise.of.0", f"{__name__}.of_this_file", of_class}
     before = states_of(found)
     with preserved_generators(module):
         assert [draw(generator) for generator in found.values()]

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from math import isfinite
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -298,6 +299,7 @@ class Begins(TanhNet):
         self.meter, self.head, self.inner, self.kept = Meter(), Counts(), TanhNet(), Rows()
         self.tools: dict[str, Any] = {"round": lambda value: value, "last": 0.0}
         self.table, self.file = wandb.Table(["loss"]), io.StringIO()
+        self.queue = Queue[int]() if self.what == "queue" else None  # which cannot be copied
         self.found: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -346,6 +348,10 @@ DOES: dict[str, tuple[Callable[[Begins, Tensor], Any], str]] = {
     ),
     "nested": (lambda m, loss: m.inner.log("loss", loss), "Begins.training_step logs through inner.log"),
     "data set": (lambda m, loss: m.kept.rows.append(loss.item()), "Begins.training_step changes self.kept.rows"),
+    "queue": (
+        lambda m, loss: loss * (m.queue.put(1) is None),
+        "Begins.training_step changes self.queue.",
+    ),
     "file": (lambda m, loss: loss * m.file.write("1"), "Begins.training_step changes self.file, which is not brought"),
     "table": (lambda m, loss: m.table.add_data(loss.item()), "Begins.training_step changes self.table."),
     "container": (lambda m, loss: m.tools.update(last=loss.item()), "Begins.training_step changes self.tools.last"),
