@@ -26,7 +26,7 @@ _OWN = {*PACKAGES, __name__.partition(".")[0]}
 def _reader() -> Any:
     """The frame of the code that reads a state: the innermost one that is neither of this file nor of a mapping's own methods."""
     frame: Any = inspect.currentframe()
-    while frame.f_globals is globals() or frame.f_globals["__name__"] == MutableMapping.pop.__module__:
+    while frame.f_globals is globals() or frame.f_globals.get("__name__") == MutableMapping.pop.__module__:
         frame = frame.f_back
     return frame
 
