@@ -298,7 +298,7 @@ def _held(thing: Any, *, copies: bool = False) -> Any:
     if isinstance(thing, np.ndarray):
         return thing.copy() if thing.nbytes <= _SMALL_BYTES else None
     if isinstance(thing, io.IOBase):
-        return 0 if thing.closed or not thing.seekable() else thing.tell()
+        return _position(thing)
     if isinstance(thing, list) and len(thing) > _MOST_ENTRIES:
         return len(thing)
     for kind, copied in ((dict, dict), (set, set), (list, list), (deque, list)):
@@ -307,14 +307,22 @@ def _held(thing: Any, *, copies: bool = False) -> Any:
     return attributes_of(thing)
 
 
+def _position(file: io.IOBase) -> int | None:
+    """The position in a file; None if it has none now: it is closed, a pipe, or iterated over."""
+    try:
+        return file.tell()
+    except (OSError, ValueError):
+        return None
+
+
 def _written(thing: Any, held: Any) -> list[Any]:
     """The names of the parts that have been written, other than those that are new or were None; [""] for a thing without names."""
     if isinstance(thing, Tensor):
         is_written = tensor_version(thing) != held[0]
     elif isinstance(thing, np.ndarray):
         is_written = held is not None and thing.tobytes() != held.tobytes()
-    elif isinstance(held, int):
-        is_written = (_held(thing) if isinstance(thing, io.IOBase) else len(thing)) != held
+    elif held is None or isinstance(held, int):
+        is_written = _held(thing) != held
     elif isinstance(held, dict):
         now = _held(thing)
         return [name for name in _changed(held, now) if held[name] is not None]
@@ -346,8 +354,8 @@ def _put_back(thing: Any, held: Any) -> None:
     elif isinstance(thing, np.ndarray):
         thing[...] = held
     elif isinstance(thing, io.IOBase):
-        thing.seek(held)
-        thing.truncate()
+        if held is not None and not thing.closed:
+            thing.seek(held)  # and never cut: others may have written to it
     elif isinstance(held, int):
         del thing[held:]
     elif isinstance(thing, (set, dict, list, deque)):

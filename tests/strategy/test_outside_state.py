@@ -3,6 +3,7 @@
 Baseline: plain Lightning on the same batches; equal values on rank 0.
 """
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_holmes import HolmesStrategy, check
 from lightning_holmes.errors import HolmesError
+from lightning_holmes.pipeline.outside import Outside
 
 pytestmark = pytest.mark.xdist_group("outside_state")
 
@@ -257,3 +259,21 @@ def test_several_microbatches_are_warned_of_and_checked() -> None:
     LOSSES.clear()
     refused = check(InList(), [torch.ones(4, 4)], num_microbatches=1).refused
     assert "LOSSES" in str(refused) and LOSSES == [], "a check leaves nothing, either"
+
+
+@pytest.mark.parametrize("mode", ["r", "r+", "a+", "rb"])
+def test_a_file_is_given_its_place_back_and_loses_nothing(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    path.write_text("one\ntwo\nthree\n")
+    module: Any = TanhNet()
+    with path.open(mode) as module.rows:
+        module.rows.seek(4)
+        outside = Outside(module)
+        with outside.preserved():
+            outside.begin()
+            assert module.rows.readline()[:3] in ("two", b"two")
+            assert outside.written() == ["self.rows"]
+        assert module.rows.tell() == 4
+        with outside.preserved():
+            next(module.rows)  # after which a text file has no place
+    assert path.read_text() == "one\ntwo\nthree\n"
