@@ -109,6 +109,11 @@ def is_split(tensor: Tensor) -> bool:
     return is_dtensor(tensor) and any(not placement.is_replicate() for placement in tensor.placements)
 
 
+def describe_placements(tensor: Tensor) -> str:
+    """The placements of ``tensor``, in words for messages; empty for a plain tensor."""
+    return f", {', '.join(map(str, tensor.placements))}" if is_dtensor(tensor) else ""
+
+
 def check_axes(named: Iterable[tuple[str, Tensor]], mesh: DeviceMesh | None) -> None:
     """Refuse tensors that are sharded over another axis than the tensor-parallel one of ``mesh``, or have Partial placements.
 

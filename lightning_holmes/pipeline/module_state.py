@@ -155,9 +155,7 @@ class ModuleState:
         attributes, buffers, before = self.attributes(modules), self.buffers(), self._seen
         if keys is not None:
             chosen = {key: v for key, v in attributes.items() if name_of(key[0], key[1][0]) in keys}
-            small = {
-                k: v for k, v in chosen.items() if sum(t.nbytes for _, t in tree.named_tensors(v, "")) <= SMALL_BYTES
-            }
+            small = {key: v for key, v in chosen.items() if _bytes_below(v) <= SMALL_BYTES}
             attributes = {key: v for key, v in small.items() if self._unsendable(key, v) is None}
             buffers = {name: buffer for name, buffer in buffers.items() if name in keys and is_small(buffer)}
         found = _fingerprints(attributes, buffers)
@@ -223,6 +221,10 @@ class ModuleState:
 def to_host(tensor: Tensor) -> Tensor:
     """The values of a tensor in the host's memory, without autograd."""
     return tensor.detach().cpu()
+
+
+def _bytes_below(value: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tree.named_tensors(value, ""))
 
 
 def _is_below(key: Key, others: set[Key]) -> bool:

@@ -117,16 +117,21 @@ def each_value(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, A
             yield from each_value(attribute, (*path, name), seen)
 
 
+def is_one_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether ``value`` is of one of these classes, and no iterator that is looked into, whose own iterators count."""
+    return isinstance(value, kinds) and not (isinstance(value, Iterator) and is_looked_into(value))
+
+
 def find_below(
     module: nn.Module, kinds: tuple[type, ...], replaced: Callable[[Any], Any] = lambda value: value
 ) -> dict[str, Any]:
     """The objects of these classes in the attributes of ``module`` and its submodules, and in containers and objects that they hold, by
-    path; not what is registered as a submodule, and no iterators that are looked into. ``replaced``: returns what takes a found one's place."""
+    path (:func:`is_one_of`); not what is registered as a submodule. ``replaced``: returns what takes a found one's place."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
     def look(value: Any, path: str, holder: Any, key: Any) -> None:
-        if isinstance(value, kinds) and not (isinstance(value, Iterator) and is_looked_into(value)):
+        if is_one_of(value, kinds):
             found.setdefault(path, new := replaced(value))
             if new is value:
                 return

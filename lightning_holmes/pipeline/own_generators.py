@@ -27,7 +27,7 @@ from torch import nn
 from lightning_holmes.comm.wire import decode, encode
 from lightning_holmes.errors import UnsupportedModuleError
 from lightning_holmes.lightning_package import pl
-from lightning_holmes.pipeline.object_state import find_below, is_looked_into, is_of_library
+from lightning_holmes.pipeline.object_state import find_below, is_of_library, is_one_of
 from lightning_holmes.pipeline.seeds import is_default
 
 _RANDOM = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -100,7 +100,7 @@ def find_generators(module: nn.Module) -> dict[str, Any]:
     spaces |= {f"{kind.__module__}.{kind.__qualname__}": kind for kind in kinds}
     for place, space in sorted(spaces.items()):
         for key, value in list(vars(space).items()):
-            if isinstance(value, _KINDS) and not (isinstance(value, Iterator) and is_looked_into(value)):
+            if is_one_of(value, _KINDS):
                 found.setdefault(f"{place}.{key}", new := replaced(value))
                 if new is not value:
                     setattr(space, key, new)

@@ -126,6 +126,10 @@ class Plan:
         """The pipeline rank that holds a stage."""
         return spec_of(self.schedule).rank_of(stage, self.pipeline_parallel_size)
 
+    def collective_of(self, pipeline_rank: int) -> str:
+        """The collective by which the replicas of a pipeline rank sum gradients."""
+        return self.collectives[pipeline_rank] if self.collectives else "all_reduce"
+
     def to_yaml(self) -> str:
         """YAML text that from_yaml_text reads back as an equal plan."""
         data: dict[str, Any] = {

@@ -62,7 +62,7 @@ def module_facts(module: nn.Module) -> dict[str, str]:
     for name, parameter in module.named_parameters():
         kind = str(parameter.dtype).removeprefix("torch.")
         frozen = "" if parameter.requires_grad else ", frozen"
-        layout = f", {', '.join(map(str, parameter.placements))}" if dtensor.is_dtensor(parameter) else ""
+        layout = dtensor.describe_placements(parameter)
         facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {kind}{layout}{frozen}"
     for name, buffer in module.named_buffers():
         facts[f"buffer {name}"] = f"{tuple(buffer.shape)} {str(buffer.dtype).removeprefix('torch.')}"

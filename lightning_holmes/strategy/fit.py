@@ -316,7 +316,7 @@ class Fit(Run):
         merges = dict(self.known.merges.get("training_step", {}))
         request = self.request(sample, self.plan.num_microbatches, self._place)
         batch = self.driver.agree(request) if request.broadcasts else sample.batch
-        with self._learning(), preserved_trainer(self.trainer):
+        with self._learning(), self._counting_replicas(), preserved_trainer(self.trainer):
             tried = find_batch_dependence(
                 self.module,
                 "training_step",

@@ -86,8 +86,7 @@ class TrainedPart:
     def collective(self, compression: str | None = None) -> Collective | None:
         """Return the collective over the replicas of this rank's stages; None if there is one replica."""
         groups, rounded = self.job.groups, None if compression is None else COMPRESSIONS[compression]
-        names, sync = self.plan.collectives, groups.gradients
-        name = names[groups.pipeline_rank] if names else "all_reduce"
+        name, sync = self.plan.collective_of(groups.pipeline_rank), groups.gradients
         return None if sync is None else make_collective(name, sync, rounded)
 
     def admitted(self, asked: str) -> ShardedStep:

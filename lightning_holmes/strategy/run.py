@@ -140,9 +140,13 @@ class Run:
             preserved_random_state(self.job.connection.device),
             preserved_generators(self.module),
             torch.inference_mode(False),
-            self._counting_replicas(),
         ):
             yield
+
+    def _traced(self, samples: Sequence[StepSample]) -> TraceResult:
+        """What is known with what tracing these steps tells. All ranks must call."""
+        with self._counting_replicas():
+            return learn_steps(self.trainer, self.context, self.known, samples)
 
     @contextmanager
     def _counting_replicas(self) -> Iterator[None]:
@@ -167,13 +171,13 @@ class Run:
             self._install()
         else:
             with self._learning():
-                self.known = learn_steps(self.trainer, self.context, self.known, [sample])
+                self.known = self._traced([sample])
 
     def _learn_beside_plan(self, sample: StepSample) -> None:
         """Trace a step that was not known when the plan was made. If the stages cannot run it, it runs on the whole module."""
         around = self._without_gates if self.context.builder.defers else self.with_whole_module
         with self._learning():
-            found = around(lambda: learn_steps(self.trainer, self.context, self.known, [sample]))
+            found = around(lambda: self._traced([sample]))
         problem = self._problem_of(found.structure)
         if problem is not None:
             self._whole_steps.add(sample.step_name)
@@ -210,7 +214,7 @@ class Run:
         """Trace the module on these batches, make the plan, and fill this rank's stages. All ranks must call."""
         self.pipeline.uninstall()
         with self._learning():
-            self.known = learn_steps(self.trainer, self.context, self.known, samples)
+            self.known = self._traced(samples)
             training = next((sample for sample in samples if sample.step_name == "training_step"), None)
             plan = plan_run(
                 self.trainer,

@@ -285,14 +285,12 @@ class Returns(Classifier):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        *(
-            ("rows", ""),
-            ("mean", ""),
-            ("name", ""),
-            ("two", "cannot be put together"),
-            ("exp", "no mean over the parts"),
-        ),
+        ("rows", ""),
+        ("mean", ""),
+        ("name", ""),
         ("count", "put together"),
+        ("two", "cannot be put together"),
+        ("exp", "no mean over the parts"),
     ],
 )
 def test_what_a_step_returns_is_compared(what: str, words: str) -> None:

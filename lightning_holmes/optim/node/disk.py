@@ -125,9 +125,7 @@ class Disk(Memory):
     def __init__(
         self, folder: str, needs: Mapping[int, Needs], *, limit_bytes: int, beside: int, scratch: int, name: str
     ) -> None:
-        super().__init__(
-            {i: {key: -(-max(size, 1) // _PAGE) * _PAGE for key, size in unit.items()} for i, unit in needs.items()}
-        )
+        super().__init__({i: {key: _pages(size) for key, size in unit.items()} for i, unit in needs.items()})
         largest = {key: max(unit[key] for unit in self._needs.values()) for key in ("values", "gradient", "states")}
         resident = psutil.Process().memory_info().rss
         # two units are sent, one receives gradients, one is stepped
@@ -322,6 +320,10 @@ def _open_direct(path: str) -> int | None:
             except OSError:
                 os.close(file)
     return None
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // _PAGE) * _PAGE
 
 
 def _allocate(num_bytes: int) -> Tensor:

@@ -31,8 +31,8 @@ def writing_once(trainer: "pl.Trainer", *, writes: bool) -> Iterator[None]:
     with Replacements() as run:
         for callback in callbacks:
             if isinstance(callback, pl.callbacks.BasePredictionWriter):
-                own = {name: _alone(trainer, callback, name) for name in _WRITES}
-                run.replace(callback, **(own if writes else dict.fromkeys(_WRITES, lambda *_, **__: None)))
+                write = _alone if writes else _never
+                run.replace(callback, **{name: write(trainer, callback, name) for name in _WRITES})
         yield
 
 
@@ -53,3 +53,7 @@ def _alone(trainer: "pl.Trainer", callback: Any, name: str) -> Callable[..., Non
             own(*args, **kwargs)
 
     return write
+
+
+def _never(trainer: "pl.Trainer", callback: Any, name: str) -> Callable[..., None]:
+    return lambda *args, **kwargs: None
